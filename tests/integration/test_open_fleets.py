@@ -6,9 +6,9 @@ import pytest
 
 from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.gateway import serve
+from tandem_services.gateway import fleets as gateway_fleets
 from tandem_services.gateway.config import ModelConfig
-from tandem_services.gateway.serve import OpenFleets
+from tandem_services.gateway.fleets import OpenFleets
 from tandem_testing.router_builders import Fleet, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
 
@@ -34,7 +34,7 @@ async def test_an_opened_fleet_knows_its_workers_and_is_closed_once(server, mode
 
 
 async def test_fleet_that_cannot_open_reports_the_reason(model, monkeypatch):
-    monkeypatch.setattr(serve, "LATER_START_S", 0.0)
+    monkeypatch.setattr(gateway_fleets, "LATER_START_S", 0.0)
     away = RedisAddress(url="redis://127.0.0.1:1/0")
     fleets = OpenFleets()
     for changes, error in (

@@ -19,7 +19,7 @@ from tandem_testing.waiting import wait_for
 pytestmark = KUBE
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-SERVICE, POOL = crds()
+SERVICE, POOL, GATEWAY = crds()
 KINDS = pytest.mark.parametrize("crd", [SERVICE, POOL], ids=["ModelService", "WorkerPool"])
 
 

@@ -22,7 +22,7 @@ from tandem_testing.schema_walk import at_path, fields_below, merged, rules_belo
 pytestmark = KUBE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SERVICE, POOL = crds()
+SERVICE, POOL, GATEWAY = crds()
 CRD_OF = {"ModelService": SERVICE, "WorkerPool": POOL}
 MAKE = {"ModelService": model_service, "WorkerPool": worker_pool}
 

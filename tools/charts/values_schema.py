@@ -33,7 +33,7 @@ OWN_VALUES: Json = {
 
 def model_values_schema() -> Json:
     """JSON Schema of all values."""
-    service, _ = crds()
+    service = crds()[0]
     spec = service["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     values = json_schema(spec)
     # Empty until somebody chooses; the template says then what to choose from.

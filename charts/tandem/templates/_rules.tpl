@@ -8,15 +8,18 @@ server: nothing is missing, and nothing is left over.
 - apiGroups: [tandem.dev]
   resources: [modelservices]
   verbs: [list, watch, patch]
+- apiGroups: [tandem.dev]
+  resources: [modelgateways]
+  verbs: [list, watch]
 # Clusters that check owner references want the right to block the owner's deletion.
 - apiGroups: [tandem.dev]
-  resources: [modelservices/finalizers]
+  resources: [modelservices/finalizers, modelgateways/finalizers]
   verbs: [update]
 - apiGroups: [tandem.dev]
   resources: [workerpools]
   verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [tandem.dev]
-  resources: [modelservices/status, workerpools/status, workerpools/scale]
+  resources: [modelservices/status, modelgateways/status, workerpools/status, workerpools/scale]
   verbs: [patch]
 # Workers, gateways, Redis, and what protects them. Server-side apply requires both create and patch.
 - apiGroups: [apps]
@@ -54,10 +57,15 @@ server: nothing is missing, and nothing is left over.
 - apiGroups: [""]
   resources: [pods]
   verbs: [list, watch, patch]
-# Keys and passwords that it makes for a service; whether those that a service names are there.
+# Keys and passwords that it makes for a service; whether those that a service names are there; and their copies in the
+# Secret of a ModelGateway, which changes when services come and go.
 - apiGroups: [""]
   resources: [secrets]
-  verbs: [get, create]
+  verbs: [get, create, patch]
+# The models file of a ModelGateway.
+- apiGroups: [""]
+  resources: [configmaps]
+  verbs: [get, list, watch, create, patch, delete]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]

@@ -20,6 +20,7 @@ import msgspec
 import yaml
 from msgspec import inspect as types
 
+from tandem_operator.api.model_gateway import ModelGateway
 from tandem_operator.api.model_service import GROUP, VERSION, ModelService
 from tandem_operator.api.types import rules_of
 from tandem_operator.api.worker_pool import WorkerPool
@@ -199,6 +200,17 @@ POOL_COLUMNS = (
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 
+GATEWAY_COLUMNS = (
+    ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status', 0),
+    ("Gateways", "string", ".status.ready", 0),
+    ("Served", "integer", ".status.served", 0),
+    ("Refused", "integer", ".status.refused", 0),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    ("Error", "string", ".status.error", 0),
+    ("Endpoint", "string", ".status.endpoint", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+
 SCALE = {
     "specReplicasPath": ".spec.replicas",
     "statusReplicasPath": ".status.replicas",
@@ -206,8 +218,8 @@ SCALE = {
 }
 
 
-def crds() -> tuple[Manifest, Manifest]:
-    """Of ModelService and WorkerPool."""
+def crds() -> tuple[Manifest, ...]:
+    """Of ModelService, WorkerPool and ModelGateway."""
     service = _crd(
         schema_of(ModelService), "ModelService", "modelservices", ("ms",), SERVICE_COLUMNS, subresources={"status": {}}
     )
@@ -219,7 +231,10 @@ def crds() -> tuple[Manifest, Manifest]:
         POOL_COLUMNS,
         subresources={"status": {}, "scale": SCALE},
     )
-    return service, pool
+    gateway = _crd(
+        schema_of(ModelGateway), "ModelGateway", "modelgateways", ("mg",), GATEWAY_COLUMNS, subresources={"status": {}}
+    )
+    return service, pool, gateway
 
 
 def _crd(

@@ -308,6 +308,13 @@ class Role(Api, frozen=True, kw_only=True):
     )
 
 
+class GatewayRef(Api, frozen=True, kw_only=True):
+    """A ModelGateway of the same namespace."""
+
+    name: Name
+    """Its name."""
+
+
 class Rollout(Api, frozen=True, kw_only=True):
     """How a new revision replaces the old one. Workers of one revision are never paired with another's."""
 
@@ -363,7 +370,9 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
     decode: Role = Role()
     """Workers that generate."""
     gateway: Gateway = Gateway()
-    """The gateway, which serves the HTTP API."""
+    """The gateway, which serves the HTTP API. With `gatewayRef` only what depends on the model."""
+    gateway_ref: GatewayRef | None = None
+    """A ModelGateway of the same namespace that serves this service too. No gateway is then created for it alone."""
     redis: Redis = Redis()
     """Redis for the registry and the prefix index."""
     transfer: Transfer = Transfer()
@@ -457,6 +466,16 @@ class ModelServiceStatus(Api, frozen=True, kw_only=True):
     """The autoscaler's last decisions, newest first."""
 
 
+NAME_RULES = (
+    Rule("self.metadata.name.size() <= 40", "metadata.name: at most 40 characters, for pods' names begin with it"),
+    Rule(
+        "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
+        "metadata.name: a DNS label as of Services: a-z, 0-9 and '-', first a letter, last no '-'",
+    ),
+)
+"""Of resources whose pods' and Services' names begin with theirs."""
+
+
 class ModelService(Api, frozen=True, kw_only=True):
     """A large language model behind one OpenAI-compatible endpoint, prefill and decode in separate pods."""
 
@@ -465,10 +484,4 @@ class ModelService(Api, frozen=True, kw_only=True):
     status: ModelServiceStatus = ModelServiceStatus()
     """Observed state, written by the operator."""
 
-    RULES: ClassVar = (
-        Rule("self.metadata.name.size() <= 40", "metadata.name: at most 40 characters, for pods' names begin with it"),
-        Rule(
-            "self.metadata.name.matches('^[a-z]([-a-z0-9]*[a-z0-9])?$')",
-            "metadata.name: a DNS label as of Services: a-z, 0-9 and '-', first a letter, last no '-'",
-        ),
-    )
+    RULES: ClassVar = NAME_RULES

@@ -28,6 +28,9 @@ CHECK = "check-arguments"
 CHECK_ONLY = "--check-args"
 """The last argument of that container."""
 
+OF_MODELS = ("servedModelName", "engine.", "autoscaling.")
+"""Beginnings of fields of a ModelService that a ModelGateway does not have."""
+
 UNUSABLE = frozenset({"--help", "--help-all", "--config", "--print-config", CHECK_ONLY})
 """Of both commands."""
 
@@ -176,7 +179,16 @@ GATEWAY = FlagTable(
     },
     operator=frozenset(
         {
-            *("--model", "--models", "--model-root", "--host", "--port", "--admin-host", "--admin-port"),
+            *(
+                "--model",
+                "--models",
+                "--independent-models",
+                "--model-root",
+                "--host",
+                "--port",
+                "--admin-host",
+                "--admin-port",
+            ),
             *("--redis-url", "--redis-password-file", "--cluster", "--curve-keys", "--log-format", "--drain-notice"),
         }
     ),
@@ -213,7 +225,8 @@ def argument_problems(service: Served) -> Iterator[str]:
             if flag in table.operator:
                 yield f"{path}: the operator sets {flag} itself; remove it"
             elif flag in table.fields:
-                yield f"{path}: {flag} has a field; remove it and set spec.{table.fields[flag]}"
+                of = " of the ModelServices" if service.shared and table.fields[flag].startswith(OF_MODELS) else ""
+                yield f"{path}: {flag} has a field; remove it and set spec.{table.fields[flag]}{of}"
             elif flag in table.unusable:
                 yield f"{path}: {flag} is not for pods; remove it"
             elif any(mark in word for mark in REPLACED):

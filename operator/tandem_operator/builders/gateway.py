@@ -1,4 +1,4 @@
-"""The gateway of a ModelService: Deployment, Service and, if requested, an HTTPRoute.
+"""The gateway of a ModelService, or of a ModelGateway: Deployment, Service and, if requested, an HTTPRoute.
 
 `services_pod` is the pod of everything that serves HTTP from the services image: gateways, and routers of an
 InferencePool. It has the model's tokenizer, the key file of the deployment, the settings of Redis, and the API keys if
@@ -11,7 +11,6 @@ import msgspec
 
 from tandem_engine.base.addresses import EVERY_ADDRESS
 from tandem_operator.api.gateway import GatewayLimits, RouteTimeouts
-from tandem_operator.api.model_service import ModelServiceSpec
 from tandem_operator.api.pods import PodOverrides, Resources
 from tandem_operator.builders.arguments import check_container
 from tandem_operator.builders.containers import (
@@ -32,9 +31,10 @@ from tandem_operator.builders.containers import (
     value,
 )
 from tandem_operator.builders.model_mount import ModelMount, model_mount
+from tandem_operator.builders.models_file import shared_mount
 from tandem_operator.builders.naming import Labels, gateway_name, labels_of, selector_of
 from tandem_operator.builders.redis import redis_volumes, redis_words
-from tandem_operator.builders.served import Served
+from tandem_operator.builders.served import FROM_ZERO_S, Served, may_be_zero
 from tandem_operator.builders.worker import CURVE_FOLDER, CURVE_KEY, DRAIN_NOTICE_S, traced
 
 KEYS_FOLDER = "/etc/tandem/keys"
@@ -114,9 +114,6 @@ PORT = 8000
 ADMIN_PORT = 8001
 INFERENCE_GROUP = "inference.networking.k8s.io"
 
-FROM_ZERO_S = 540
-"""At zero a request waits so long for the first pair: a little less than it may take altogether."""
-
 
 def gateway_labels(service: str) -> dict[str, str]:
     """Of its objects and pods."""
@@ -125,7 +122,7 @@ def gateway_labels(service: str) -> dict[str, str]:
 
 def gateway_deployment(service: Served) -> Manifest:
     """The Deployment, without owner references."""
-    labels = gateway_labels(service.name)
+    labels = service.labels("gateway")
     return {
         "apiVersion": "apps/v1",
         "kind": "Deployment",
@@ -143,7 +140,7 @@ def gateway_deployment(service: Served) -> Manifest:
 def gateway_service(service: Served) -> Manifest:
     """The Service: the address of the model."""
     wanted = service.spec.gateway.service
-    labels = gateway_labels(service.name)
+    labels = service.labels("gateway")
     metadata: Manifest = {"name": gateway_name(service.name), "namespace": service.namespace, "labels": labels}
     if wanted.annotations:
         metadata["annotations"] = wanted.annotations
@@ -178,7 +175,7 @@ def http_route(service: Served, *, to_pool: bool = False) -> Manifest | None:
         "metadata": {
             "name": gateway_name(service.name),
             "namespace": service.namespace,
-            "labels": gateway_labels(service.name),
+            "labels": service.labels("gateway"),
         },
         "spec": body,
     }
@@ -190,7 +187,8 @@ def _timeouts(wanted: RouteTimeouts) -> Manifest:
 
 def _template(service: Served, labels: dict[str, str]) -> Manifest:
     spec = service.spec
-    mount = model_mount(spec.model, image=service.services_image, weights=False)
+    shared = shared_mount(service.name, service.claims) if service.shared else None
+    mount = shared or model_mount(spec.model, image=service.services_image, weights=False)
     return services_pod(
         service,
         labels,
@@ -210,6 +208,8 @@ def _template(service: Served, labels: dict[str, str]) -> Manifest:
 def _arguments(service: Served, mount: ModelMount) -> list[str]:
     spec = service.spec
     words = ["--model", mount.folder, "--served-model-name", service.model_name, *spec.aliases]
+    if service.shared:
+        words = ["--models", mount.folder, "--independent-models"]
     words += ["--host", EVERY_ADDRESS, "--port", str(PORT)]
     words += ["--admin-host", EVERY_ADDRESS, "--admin-port", str(ADMIN_PORT)]
     words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
@@ -274,10 +274,3 @@ def allowed_hosts(service: Served) -> list[str]:
         # A page of an outsider has no API key; and here clients may use names that only their network resolves.
         return ["*"]
     return [own, *routed]
-
-
-def may_be_zero(spec: ModelServiceSpec) -> bool:
-    """Whether the autoscaler of the workers may remove all of them, and adds them when a request comes."""
-    scaling = spec.autoscaling
-    allowed = spec.prefill.scaling.min_replicas == 0 and spec.decode.scaling.min_replicas == 0
-    return allowed and (scaling.mode == "external" or (scaling.mode == "internal" and scaling.idle_seconds_to_zero > 0))

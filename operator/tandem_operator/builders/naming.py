@@ -7,6 +7,11 @@ MANAGED_BY = "tandem-operator"
 SERVICE_LABEL = f"{GROUP}/service"
 ROLE_LABEL = f"{GROUP}/role"
 REVISION_LABEL = f"{GROUP}/revision"
+GATEWAY_LABEL = f"{GROUP}/gateway"
+"""Of objects of a ModelGateway: its name. They have no `SERVICE_LABEL`."""
+
+MANAGED = f"app.kubernetes.io/managed-by={MANAGED_BY}"
+"""Selects all objects that the operator creates."""
 
 
 def gateway_name(service: str) -> str:
@@ -39,6 +44,16 @@ def curve_secret_name(service: str) -> str:
     return f"{service}-curve"
 
 
+def models_name(gateway: str) -> str:
+    """Of the ConfigMap with the models file of a ModelGateway."""
+    return f"{gateway}-models"
+
+
+def fleets_secret_name(gateway: str) -> str:
+    """Secret of a ModelGateway with the keys and passwords of the services behind it."""
+    return f"{gateway}-fleets"
+
+
 def pool_name(service: str, role: str) -> str:
     """Of a WorkerPool: what `kubectl scale`, an HPA or KEDA names."""
     return f"{service}-{role}"
@@ -57,16 +72,27 @@ def cluster_name(namespace: str, service: str) -> str:
 def labels_of(service: str, component: str, **more: str) -> Labels:
     """Labels of an object; `more` are those of the group, without its prefix."""
     return {
-        "app.kubernetes.io/name": "tandem",
-        "app.kubernetes.io/instance": service,
-        "app.kubernetes.io/component": component,
-        "app.kubernetes.io/managed-by": MANAGED_BY,
+        **_common_labels(service, component),
         SERVICE_LABEL: service,
         **{f"{GROUP}/{key}": value for key, value in more.items()},
     }
 
 
+def shared_labels_of(gateway: str, component: str) -> Labels:
+    """Labels of an object of a ModelGateway."""
+    return {**_common_labels(gateway, component), GATEWAY_LABEL: gateway}
+
+
+def _common_labels(owner: str, component: str) -> Labels:
+    return {
+        "app.kubernetes.io/name": "tandem",
+        "app.kubernetes.io/instance": owner,
+        "app.kubernetes.io/component": component,
+        "app.kubernetes.io/managed-by": MANAGED_BY,
+    }
+
+
 def selector_of(labels: Labels) -> Labels:
     """The part of `labels` that never changes in an object's life and selects its pods."""
-    kept = (SERVICE_LABEL, ROLE_LABEL, REVISION_LABEL, "app.kubernetes.io/component")
+    kept = (SERVICE_LABEL, GATEWAY_LABEL, ROLE_LABEL, REVISION_LABEL, "app.kubernetes.io/component")
     return {key: labels[key] for key in kept if key in labels}

@@ -7,10 +7,11 @@ from urllib.parse import urlsplit
 from tandem_operator.api.model_service import EgressRule
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.containers import Manifest
-from tandem_operator.builders.gateway import ADMIN_PORT, PORT, gateway_labels
+from tandem_operator.builders.gateway import ADMIN_PORT, PORT
 from tandem_operator.builders.inference_pool import GRPC_PORT
 from tandem_operator.builders.inference_pool import PORT as ROUTER_PORT
 from tandem_operator.builders.naming import (
+    GATEWAY_LABEL,
     REVISION_LABEL,
     ROLE_LABEL,
     SERVICE_LABEL,
@@ -63,8 +64,8 @@ def disruption_budgets(service: Served, settings: OperatorSettings, workers: Ite
             # A group is gone when any of its pods is.
             labels = labels_of(service.name, FOLLOWER, role=one.role, revision=one.revision)
             budgets.append(_budget(service, f"{name}-followers", labels, settings, most))
-    if service.spec.gateway.replicas > 1:
-        budgets.append(_budget(service, f"{service.name}-gateway", gateway_labels(service.name), settings, 1))
+    if service.has_gateways and service.spec.gateway.replicas > 1:
+        budgets.append(_budget(service, f"{service.name}-gateway", service.labels("gateway"), settings, 1))
     return budgets
 
 
@@ -87,14 +88,22 @@ def _budget(service: Served, name: str, labels: Labels, settings: OperatorSettin
     }
 
 
-def network_policies(service: Served, settings: OperatorSettings) -> list[Manifest]:
+def network_policies(service: Served, settings: OperatorSettings, redis_ports: Iterable[int] = ()) -> list[Manifest]:
     """Only required clients reach these pods: clients the gateway, gateways and workers each other and Redis. The pods
-    themselves reach each other, and outside of the service what the spec names.
+    themselves reach each other, and outside of the service what the spec names. Gateways of a ModelGateway reach the
+    pods of all services of the namespace, whose own policies decide.
+
+    Args:
+        redis_ports: of external Redis of the services behind a ModelGateway.
     """
-    name, security = service.name, service.spec.security
+    security = service.spec.security
     if not security.network_policies:
         return []
-    parts: Manifest = {"podSelector": {"matchLabels": {SERVICE_LABEL: name}}}
+    parts: Manifest = {"podSelector": {"matchLabels": service.pods_selector}}
+    reference = service.spec.gateway_ref
+    fleet = [parts]
+    if reference is not None:
+        fleet.append({"podSelector": {"matchLabels": {GATEWAY_LABEL: reference.name}}})
     operator: Manifest = {
         "namespaceSelector": {"matchLabels": {NAMESPACE_NAME: settings.operator_namespace}},
         "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
@@ -105,15 +114,16 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
     clients: Manifest = {"ports": [_port(PORT)]}
     if security.client_namespaces:
         clients["from"] = [{"namespaceSelector": {"matchLabels": security.client_namespaces}}, parts]
-    reach = {
-        "gateway": [
+    reach: dict[str, list[Manifest]] = {}
+    if service.has_gateways:
+        reach["gateway"] = [
             clients,
             {"from": [operator], "ports": [_port(PORT)]},
             {"from": [operator, *prometheus], "ports": [_port(ADMIN_PORT)]},
-        ],
+        ]
+    if not service.shared:
         # Engines and NIXL choose their ports freely; the sockets reject peers without the service's keys.
-        "worker": [{"from": [parts]}, {"from": [operator, *prometheus], "ports": [_port(HEALTH_PORT)]}],
-    }
+        reach["worker"] = [{"from": fleet}, {"from": [operator, *prometheus], "ports": [_port(HEALTH_PORT)]}]
     if _grouped(service):
         # Of their tensors only the way in is secret: nobody else comes near.
         reach[FOLLOWER] = reach["worker"]
@@ -123,17 +133,22 @@ def network_policies(service: Served, settings: OperatorSettings) -> list[Manife
         if prometheus:
             reach["router"].append({"from": prometheus, "ports": [_port(ROUTER_PORT)]})
     if service.spec.redis.managed is not None:
-        reach["redis"] = [{"from": [parts], "ports": [_port(REDIS_PORT)]}]
-    return [_policy(service, part, rules, _egress(service, part, parts)) for part, rules in reach.items()]
+        reach["redis"] = [{"from": fleet, "ports": [_port(REDIS_PORT)]}]
+    targets = [parts]
+    if service.shared:
+        targets.append({"podSelector": {"matchExpressions": [{"key": SERVICE_LABEL, "operator": "Exists"}]}})
+    return [
+        _policy(service, part, rules, _egress(service, part, targets, redis_ports)) for part, rules in reach.items()
+    ]
 
 
-def _egress(service: Served, part: str, parts: Manifest) -> list[Manifest]:
+def _egress(service: Served, part: str, targets: list[Manifest], ports: Iterable[int]) -> list[Manifest]:
     """Where the pods of a part may go: to each other, and where the spec sends them."""
     if part == "redis":
         return []
     spec = service.spec
-    rules: list[Manifest] = [{"to": [parts]}, {"ports": [_port(port, kind) for port in DNS for kind in ("UDP", "TCP")]}]
-    reached = []
+    rules: list[Manifest] = [{"to": targets}, {"ports": [_port(port, kind) for port in DNS for kind in ("UDP", "TCP")]}]
+    reached = [*ports]
     if spec.redis.external is not None:
         reached += redis_ports(spec.redis.external)
     if spec.observability.otlp_traces_endpoint is not None:
@@ -156,7 +171,7 @@ def _allowed(rule: EgressRule) -> Manifest:
 
 
 def _policy(service: Served, part: str, ingress: list[Manifest], egress: list[Manifest]) -> Manifest:
-    labels = labels_of(service.name, part)
+    labels = service.labels(part)
     spec = {
         "podSelector": {"matchLabels": selector_of(labels)},
         "policyTypes": ["Ingress", "Egress"],
@@ -186,18 +201,19 @@ def pod_monitors(service: Served) -> list[Manifest]:
     """None unless they are wanted."""
     if not service.spec.observability.service_monitor:
         return []
-    return [_monitor(service, component, port) for component, port in PORTS.items()]
+    components = [name for name, there in (("gateway", service.has_gateways), ("worker", not service.shared)) if there]
+    return [_monitor(service, component, PORTS[component]) for component in components]
 
 
 def _monitor(service: Served, component: str, port: str) -> Manifest:
-    labels = labels_of(service.name, component)
+    labels = service.labels(component)
     return {
         "apiVersion": API_VERSION,
         "kind": "PodMonitor",
         "metadata": {"name": f"{service.name}-{component}", "namespace": service.namespace, "labels": labels},
         "spec": {
             "selector": {"matchLabels": selector_of(labels)},
-            "podTargetLabels": [SERVICE_LABEL, ROLE_LABEL, REVISION_LABEL],
+            "podTargetLabels": [GATEWAY_LABEL] if service.shared else [SERVICE_LABEL, ROLE_LABEL, REVISION_LABEL],
             "podMetricsEndpoints": [{"port": port, "path": "/metrics"}],
         },
     }

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 from tandem_engine.base.addresses import Address
 from tandem_operator.api.model_service import ExternalRedis, Redis
-from tandem_operator.api.pods import Resources
+from tandem_operator.api.pods import Resources, SecretKey
 from tandem_operator.builders.containers import (
     Manifest,
     container_port,
@@ -26,7 +26,7 @@ from tandem_operator.builders.containers import (
     scratch_limit,
     secret_volume,
 )
-from tandem_operator.builders.naming import labels_of, redis_name, redis_secret_name, selector_of
+from tandem_operator.builders.naming import redis_name, redis_secret_name, selector_of
 from tandem_operator.builders.served import Served
 
 PASSWORD_FOLDER = "/etc/tandem/redis"  # noqa: S105 - a folder
@@ -39,8 +39,10 @@ SENTINEL_PORT = 26379
 
 
 def redis_words(redis: Redis, service: str) -> list[str]:
-    """Arguments of workers and gateways. No password is among them."""
-    words = ["--redis-url", _url(redis, service)]
+    """Arguments of workers and gateways; none without a Redis. No password is among them."""
+    if redis.managed is None and redis.external is None:
+        return []
+    words = ["--redis-url", redis_url(redis, service)]
     if _password_volume(redis, service) is not None:
         words += ["--redis-password-file", f"{PASSWORD_FOLDER}/{PASSWORD_KEY}"]
     return words
@@ -67,29 +69,39 @@ def redis_ports(external: ExternalRedis) -> list[int]:
     return [*named, PORT] if "+" in scheme else named
 
 
-def _url(redis: Redis, service: str) -> str:
+def redis_url(
+    redis: Redis,
+    service: str,
+    *,
+    ca_file: str = f"{CA_FOLDER}/{CA_FILE}",
+    sentinel_password_file: str = f"{SENTINEL_FOLDER}/{PASSWORD_KEY}",
+) -> str:
+    """Its address, for pods that have its certificate authority and the Sentinels' password in these files."""
     if redis.external is None:
         return Address(redis_name(service), PORT).url("/0", scheme="redis")
     external = redis.external
     options: list[str] = []
     if external.ca_secret is not None:
-        options.append(f"ssl_ca_certs={CA_FOLDER}/{CA_FILE}")
+        options.append(f"ssl_ca_certs={ca_file}")
     if external.sentinel_user is not None:
         options.append(f"sentinel_username={external.sentinel_user}")
     if external.sentinel_password is not None:
-        options.append(f"sentinel_password_file={SENTINEL_FOLDER}/{PASSWORD_KEY}")
+        options.append(f"sentinel_password_file={sentinel_password_file}")
     return external.url + ("?" + "&".join(options) if options else "")
 
 
 def _password_volume(redis: Redis, service: str) -> tuple[Manifest, Manifest] | None:
-    if redis.external is None:
-        return secret_volume(
-            "redis-password", redis_secret_name(service), PASSWORD_FOLDER, {PASSWORD_KEY: PASSWORD_KEY}
-        )
-    secret = redis.external.password
+    secret = redis_password(redis, service)
     if secret is None:
         return None
     return secret_volume("redis-password", secret.name, PASSWORD_FOLDER, {secret.key: PASSWORD_KEY})
+
+
+def redis_password(redis: Redis, service: str) -> SecretKey | None:
+    """Where its password is; None without one."""
+    if redis.external is not None:
+        return redis.external.password
+    return None if redis.managed is None else SecretKey(name=redis_secret_name(service), key=PASSWORD_KEY)
 
 
 SCRIPT = f"""\
@@ -108,16 +120,11 @@ SCRATCH_LIMIT = "256Mi"
 """Of its folder, which holds its configuration alone."""
 
 
-def redis_labels(service: str) -> dict[str, str]:
-    """Of its objects and its pod."""
-    return labels_of(service, "redis")
-
-
 def redis_deployment(service: Served) -> Manifest:
     """The Deployment, without owner references."""
     spec, managed = service.spec, service.spec.redis.managed
     assert managed is not None, "an external Redis is not ours to make"
-    labels = redis_labels(service.name)
+    labels = service.labels("redis")
     volumes, mounts = zip(
         scratch("data", "/data", limit=scratch_limit(managed.pod, SCRATCH_LIMIT)),
         secret_volume("password", redis_secret_name(service.name), PASSWORD_FOLDER, {PASSWORD_KEY: PASSWORD_KEY}),
@@ -158,7 +165,7 @@ def redis_deployment(service: Served) -> Manifest:
 
 def redis_service(service: Served) -> Manifest:
     """The Service: its address for gateways and workers."""
-    labels = redis_labels(service.name)
+    labels = service.labels("redis")
     return {
         "apiVersion": "v1",
         "kind": "Service",

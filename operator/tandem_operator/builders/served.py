@@ -1,4 +1,8 @@
-"""A ModelService as the builders use it: its identity, and its spec with every default filled in."""
+"""A ModelService as the builders use it: its identity, and its spec with every default filled in.
+
+A ModelGateway has the same form, so that its gateways are built by the same functions: a service whose gateways are
+`shared`, without workers and without a model (`served_gateway`).
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -6,12 +10,38 @@ from dataclasses import dataclass
 import msgspec
 
 from tandem_operator.api.engine import Engine
-from tandem_operator.api.model_service import GROUP, VERSION, Images, ManagedRedis, ModelServiceSpec, Redis, Role
+from tandem_operator.api.gateway import Gateway
+from tandem_operator.api.model_gateway import ModelGatewaySpec
+from tandem_operator.api.model_service import (
+    GROUP,
+    VERSION,
+    Images,
+    ManagedRedis,
+    ModelServiceSpec,
+    ModelSource,
+    Redis,
+    Role,
+)
 from tandem_operator.api.types import RoleName
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import Device, device_of, merged, nodes_of
-from tandem_operator.builders.naming import cluster_name, curve_secret_name, labels_of, pool_name
+from tandem_operator.builders.naming import (
+    GATEWAY_LABEL,
+    SERVICE_LABEL,
+    Labels,
+    cluster_name,
+    curve_secret_name,
+    labels_of,
+    pool_name,
+    shared_labels_of,
+)
 from tandem_operator.settings import OperatorSettings
+
+FROM_ZERO_S = 540
+"""At zero a request waits so long for the first pair: a little less than it may take altogether."""
+
+CLAIMS_FOLDER = "/models"
+"""In gateways of a ModelGateway: a folder for each of its claims."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -23,6 +53,24 @@ class Served:
     spec: ModelServiceSpec
     engine_images: Mapping[Device, str]
     """Of workers, where the spec names none."""
+    shared: bool = False
+    """It is a ModelGateway."""
+    claims: tuple[str, ...] = ()
+    """Of a ModelGateway: the PersistentVolumeClaims that its gateways mount."""
+
+    def labels(self, component: str) -> Labels:
+        """Of its objects of a component."""
+        return shared_labels_of(self.name, component) if self.shared else labels_of(self.name, component)
+
+    @property
+    def has_gateways(self) -> bool:
+        """Whether gateways are created for it."""
+        return self.spec.gateway_ref is None
+
+    @property
+    def pods_selector(self) -> Labels:
+        """Selects all of its pods."""
+        return {GATEWAY_LABEL if self.shared else SERVICE_LABEL: self.name}
 
     @property
     def cluster(self) -> str:
@@ -67,22 +115,47 @@ class Served:
 
 def served(name: str, namespace: str, spec: ModelServiceSpec, settings: OperatorSettings) -> Served:
     """Images and Redis from the operator's defaults where `spec` sets nothing."""
-    images = Images(
-        engine=spec.images.engine,
-        services=spec.images.services or settings.services_image,
-        redis=spec.images.redis or settings.redis_image,
-        pull_policy=spec.images.pull_policy,
-        pull_secrets=spec.images.pull_secrets,
-    )
-    redis = spec.redis
-    if redis.external is None and redis.managed is None:
-        redis = Redis(managed=ManagedRedis())
     return Served(
         name=name,
         namespace=namespace,
-        spec=msgspec.structs.replace(spec, images=images, redis=redis),
+        spec=msgspec.structs.replace(spec, images=_images(spec.images, settings), redis=_redis(spec.redis)),
         engine_images={"cpu": settings.engine_image, "cuda": settings.cuda_engine_image},
     )
+
+
+def served_gateway(name: str, namespace: str, spec: ModelGatewaySpec, settings: OperatorSettings) -> Served:
+    """A ModelGateway. It has a Redis only for the usage of keys."""
+    gateway = Gateway(**{field: getattr(spec, field) for field in Gateway.__struct_fields__})
+    return Served(
+        name=name,
+        namespace=namespace,
+        spec=ModelServiceSpec(
+            model=ModelSource(path=CLAIMS_FOLDER),
+            gateway=gateway,
+            images=_images(spec.images, settings),
+            redis=Redis() if spec.auth_secret is None else _redis(spec.redis),
+            drain_seconds=spec.drain_seconds,
+            security=spec.security,
+            observability=spec.observability,
+        ),
+        engine_images={},
+        shared=True,
+        claims=tuple(spec.claims),
+    )
+
+
+def _images(given: Images, settings: OperatorSettings) -> Images:
+    return Images(
+        engine=given.engine,
+        services=given.services or settings.services_image,
+        redis=given.redis or settings.redis_image,
+        pull_policy=given.pull_policy,
+        pull_secrets=given.pull_secrets,
+    )
+
+
+def _redis(given: Redis) -> Redis:
+    return Redis(managed=ManagedRedis()) if given.external is None and given.managed is None else given
 
 
 def worker_pool(service: Served, role: RoleName) -> Manifest:
@@ -99,3 +172,10 @@ def worker_pool(service: Served, role: RoleName) -> Manifest:
         },
         "spec": {"serviceName": service.name, "role": role},
     }
+
+
+def may_be_zero(spec: ModelServiceSpec) -> bool:
+    """Whether the autoscaler of the workers may remove all of them, and adds them when a request comes."""
+    scaling = spec.autoscaling
+    allowed = spec.prefill.scaling.min_replicas == 0 and spec.decode.scaling.min_replicas == 0
+    return allowed and (scaling.mode == "external" or (scaling.mode == "internal" and scaling.idle_seconds_to_zero > 0))

@@ -17,9 +17,10 @@ unchanged service costs no request. After a start everything is applied once, wh
 
 The service is the controller of each object. The other owners outlive it while gateways drain (`planning.deletion`).
 
-`SecretLookup` finds which required Secrets exist; missing generated ones are created. A Secret is created once and
-never changed, because new keys would separate running pods from new ones. Secrets are read by name and never watched,
-so the operator needs no permission to list the Secrets of a cluster.
+`SecretLookup` finds which required Secrets exist; missing generated ones are created. Such a Secret is created once and
+never changed, because new keys would separate running pods from new ones. Only the copies of keys and passwords that a
+ModelGateway mounts are applied like other objects. Secrets are read by name and never watched, so the operator needs no
+permission to list the Secrets of a cluster.
 """
 
 import base64
@@ -30,21 +31,29 @@ import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass
+from typing import Protocol
 
 import msgspec
 import zmq
 
+from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import RoleName
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.containers import Manifest
-from tandem_operator.builders.naming import curve_secret_name, labels_of, pool_name, redis_secret_name
+from tandem_operator.builders.naming import (
+    curve_secret_name,
+    labels_of,
+    pool_name,
+    redis_secret_name,
+    shared_labels_of,
+)
 from tandem_operator.builders.redis import PASSWORD_KEY
-from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import CURVE_KEY
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.store import (
+    MODEL_GATEWAY,
     NETWORK_POLICY,
     POD,
     SECRET,
@@ -55,12 +64,12 @@ from tandem_operator.controller.store import (
     digest,
     generation_of,
     kind_of,
-    pool_status_of,
-    status_of,
+    status_as,
 )
 from tandem_operator.planning.deletion import HELD_COMPONENTS, gateway_selector
+from tandem_operator.planning.model_gateway import GatewayPlan
 from tandem_operator.planning.observed import Ref
-from tandem_operator.planning.plan import Plan, Scaling
+from tandem_operator.planning.plan import Changes, Plan, Scaling
 from tandem_operator.telemetry.pods import COMPONENT_LABEL, DELETION_COST
 from tandem_operator.telemetry.worker_control import OrderFailedError, order_token
 
@@ -160,7 +169,7 @@ def generated_secret(key: ServiceKey, name: str) -> Manifest:
         "metadata": {
             "name": name,
             "namespace": key.namespace,
-            "labels": labels_of(key.name, "secret"),
+            "labels": (shared_labels_of if key.kind == MODEL_GATEWAY.name else labels_of)(key.name, "secret"),
         },
         "type": "Opaque",
         "data": {entry: base64.b64encode(make()).decode("ascii")},
@@ -177,6 +186,18 @@ def _password() -> bytes:
     return secrets.token_urlsafe(PASSWORD_BYTES).encode("ascii")
 
 
+class KeyHolder(Protocol):
+    """A ModelService, or a ModelGateway."""
+
+    @property
+    def namespace(self) -> str: ...
+
+    @property
+    def curve_secret(self) -> str:
+        """Secret with its key file."""
+        ...
+
+
 class SecretLookup:
     """Existence of Secrets by name, remembered for a while. `clock` is monotonic, in seconds."""
 
@@ -185,12 +206,30 @@ class SecretLookup:
         self._clock = clock
         self._seen: dict[tuple[str, str], float] = {}
         self._tokens: dict[tuple[str, str], tuple[float, str]] = {}
+        self._contents: dict[tuple[str, str], tuple[float, Mapping[str, str]]] = {}
 
     async def existing(self, namespace: str, names: Iterable[str]) -> frozenset[str]:
         """Those of `names` that exist."""
         return frozenset([name for name in names if await self._exists(namespace, name)])
 
-    async def token(self, service: Served) -> str:
+    async def contents(self, namespace: str, name: str) -> Mapping[str, str] | None:
+        """What a Secret has, in base64, as of at most `RECHECK_S` ago; None if it does not exist."""
+        place = (namespace, name)
+        known = self._contents.get(place)
+        if known is not None and self._clock() - known[0] < RECHECK_S:
+            return known[1]
+        secret = await self._cluster.get(SECRET.ref(name), namespace)
+        if secret is None:
+            self._contents.pop(place, None)
+            return None
+        self._contents[place] = (self._clock(), secret.get("data", {}))
+        return self._contents[place][1]
+
+    async def read(self, namespace: str, name: str) -> Manifest | None:
+        """A Secret as it is now."""
+        return await self._cluster.get(SECRET.ref(name), namespace)
+
+    async def token(self, service: KeyHolder) -> str:
         """For orders to the service's pods. Raises `OrderFailedError` while its key file is not there or is none."""
         place = (service.namespace, service.curve_secret)
         known = self._tokens.get(place)
@@ -210,6 +249,7 @@ class SecretLookup:
         """A service of that namespace went, and its Secrets with it."""
         self._seen = {place: at for place, at in self._seen.items() if place[0] != namespace}
         self._tokens = {place: known for place, known in self._tokens.items() if place[0] != namespace}
+        self._contents = {place: known for place, known in self._contents.items() if place[0] != namespace}
 
     async def create(self, manifest: Manifest) -> bool:
         """Whether it was created; False when another writer was faster, whose Secret then counts."""
@@ -265,7 +305,7 @@ class Applier:
         self._applied: defaultdict[ServiceKey, dict[str, _Applied]] = defaultdict(dict)
         """By service and UID."""
 
-    async def apply_plan(self, service: Seen, parts: Parts, plan: Plan) -> bool:
+    async def apply_plan(self, service: Seen, parts: Parts, plan: Plan | GatewayPlan) -> bool:
         """Whether anything was written.
 
         Raises `RefusedError` where the API server refuses a part of the plan beforehand, so that nothing was written,
@@ -291,7 +331,7 @@ class Applier:
         wrote |= await self._pool_statuses(service, plan.pools)
         return wrote | await self.write_status(service, plan.status)
 
-    async def _rehearse(self, service: Seen, parts: Parts, plan: Plan) -> None:
+    async def _rehearse(self, service: Seen, parts: Parts, plan: Changes) -> None:
         """Every write of the plan but statuses, and scalings of objects that the plan itself makes."""
         rehearsal, cluster = Rehearsal(), self._cluster
         for name in plan.secrets:
@@ -316,7 +356,7 @@ class Applier:
             if not error.conflict:
                 raise
 
-    async def foreign(self, service: Seen, parts: Parts, plan: Plan) -> frozenset[Ref]:
+    async def foreign(self, service: Seen, parts: Parts, plan: Changes) -> frozenset[Ref]:
         """Names that the plan would write to and that objects of another owner have. Only what is not known to be ours
         is looked up: nothing of a service that is complete.
         """
@@ -335,9 +375,9 @@ class Applier:
                 taken.append(ref)
         return frozenset(taken)
 
-    async def write_status(self, service: Seen, status: ModelServiceStatus) -> bool:
+    async def write_status(self, service: Seen, status: ModelServiceStatus | ModelGatewayStatus) -> bool:
         """Through the status subresource, if it is another."""
-        if status == status_of(service):
+        if status == status_as(service, type(status)):
             return False
         await self._apply_status(service, msgspec.to_builtins(status))
         return True
@@ -421,7 +461,7 @@ class Applier:
             if pool is None:
                 continue
             wanted = msgspec.structs.replace(status, observed_generation=generation_of(pool))
-            if wanted != pool_status_of(pool):
+            if wanted != status_as(pool, WorkerPoolStatus):
                 await self._apply_status(pool, msgspec.to_builtins(wanted))
                 wrote = True
         return wrote

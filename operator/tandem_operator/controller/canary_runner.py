@@ -134,6 +134,8 @@ class CanaryRequest:
     """The prefill and the decode worker of the canary."""
     candidate: PodSeen | None = None
     """The worker of the pair that is tested, if its revision has passed before."""
+    model: str = ""
+    """Name of the model, for a gateway that has several."""
 
     @property
     def key(self) -> str:
@@ -186,6 +188,10 @@ class RevisionCanaries:
         if answer.passed and ask.pair is not None:
             self._pods.mark_passed(*ask.pair)
         before = self._entries.get(ask.revision, _Entry())
+        if answer.unserved and before.canary is None:
+            # A gateway of several services learns of a new one only after a while.
+            self._entries[ask.revision] = replace(before, sent_at=now)
+            return
         bad = 0 if answer.passed else before.bad + 1
         tolerated = before.canary is not None and before.canary.passed and bad < BAD_IN_A_ROW
         canary = before.canary if tolerated else _steady(before.canary, answer)
@@ -244,7 +250,7 @@ def _words(text: str) -> str:
 logger = logging.getLogger(__name__)
 
 SendCanary = Callable[[CanaryRequest, str], Awaitable[Canary]]
-"""Sends a canary with the token of the service."""
+"""Sends a canary with the token of the gateway."""
 
 
 @dataclass(slots=True)
@@ -253,7 +259,7 @@ class CanaryRunner:
 
     client: httpx.AsyncClient
     token: Callable[[Served], Awaitable[str]]
-    """The control token of the service. Raises `OrderFailedError` while there is none."""
+    """The control token of the service, or of its ModelGateway. Raises `OrderFailedError` while there is none."""
     send: SendCanary | None
     """None: canaries are switched off, and no worker is on standby."""
     book: RevisionCanaries
@@ -305,7 +311,9 @@ class CanaryRunner:
             token = await self.token(subject.wanted)
             if ask.candidate is not None:
                 await order_hold(self.client, ask.candidate, token)
-            return await send(ask, token)
+            if subject.gateway is not None:
+                token = await self.token(subject.gateway)
+            return await send(replace(ask, model=subject.model), token)
         except OrderFailedError as error:
             return Canary(passed=False, message=str(error))
 

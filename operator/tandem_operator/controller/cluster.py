@@ -26,10 +26,12 @@ from kubernetes.aio.config.config_exception import ConfigException
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.controller.store import (
     BUDGETS,
+    CONFIG_MAP,
     DEPLOYMENT,
     HTTP_ROUTE,
     INFERENCE_POOL,
     LEADER_WORKER_SET,
+    MODEL_GATEWAY,
     MODEL_SERVICE,
     NETWORK_POLICY,
     POD,
@@ -315,10 +317,11 @@ async def discover(cluster: Cluster) -> ClusterApis:
 
 
 async def wait_for_cluster(cluster: Cluster, pause: Callable[[float], Awaitable[None]] = asyncio.sleep) -> ClusterApis:
-    """Waits for the API server and for both custom resources, saying what for; then as `discover`."""
+    """Waits for the API server and for the custom resources, saying what for; then as `discover`."""
     while True:
         try:
-            missing = [kind.plural for kind in (MODEL_SERVICE, WORKER_POOL) if not await cluster.serves(kind)]
+            ours = (MODEL_SERVICE, WORKER_POOL, MODEL_GATEWAY)
+            missing = [kind.plural for kind in ours if not await cluster.serves(kind)]
             if not missing:
                 return await discover(cluster)
             logger.warning("waiting for the CRDs of %s: kubectl apply -f charts/tandem/crds", " and ".join(missing))
@@ -337,4 +340,5 @@ def watched_kinds(apis: ClusterApis) -> tuple[Kind, ...]:
         (LEADER_WORKER_SET, apis.leader_worker_sets),
     )
     optional = [kind for kind, there in offered if there]
-    return (MODEL_SERVICE, WORKER_POOL, DEPLOYMENT, POD, SERVICE, NETWORK_POLICY, budget, *optional)
+    ours = (MODEL_SERVICE, WORKER_POOL, MODEL_GATEWAY)
+    return (*ours, CONFIG_MAP, DEPLOYMENT, POD, SERVICE, NETWORK_POLICY, budget, *optional)

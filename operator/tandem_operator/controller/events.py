@@ -7,6 +7,7 @@ dropped.
 """
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Literal
@@ -46,13 +47,18 @@ class ServiceEvent:
 
 def events_for_transition(before: ModelServiceStatus, after: ModelServiceStatus) -> list[ServiceEvent]:
     """The events for a change of status."""
-    known = {one.type: one for one in before.conditions}
-    reported = [one for one in after.conditions if one.type in EVENT_CONDITIONS]
-    events = [_of_condition(one) for one in reported if _is_new(known.get(one.type), one)]
+    events = events_for_conditions(before.conditions, after.conditions)
     if before.revision and after.revision != before.revision:
         note = f"revision {before.revision} is replaced by {after.revision}"
         events.append(ServiceEvent("Normal", "RollingOut", note))
     return events
+
+
+def events_for_conditions(before: Sequence[Condition], after: Sequence[Condition]) -> list[ServiceEvent]:
+    """Of conditions in `EVENT_CONDITIONS`."""
+    known = {one.type: one for one in before}
+    reported = [one for one in after if one.type in EVENT_CONDITIONS]
+    return [_of_condition(one) for one in reported if _is_new(known.get(one.type), one)]
 
 
 def _is_new(before: Condition | None, after: Condition) -> bool:

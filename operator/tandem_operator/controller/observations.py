@@ -213,23 +213,27 @@ class ObservationStore:
         self._of.clear()
 
 
-def canaries_by_readiness(service: str, parts: Parts, roles: Iterable[RoleName] = ROLES) -> dict[str, Canary]:
+def canaries_by_readiness(
+    service: str, parts: Parts, roles: Iterable[RoleName] = ROLES, *, shared: Iterable[PodSeen] = ()
+) -> dict[str, Canary]:
     """A revision has passed when it has a ready pod of each of `roles`: with canaries switched off
     (`--canary off`), and where there are no pairs to test, because there is no separate prefill role.
+
+    `shared`: gateways of the ModelGateway to which the service refers.
     """
     ready: dict[str, set[RoleName]] = {}
     for one in parts.deployments():
         if one.revision is not None and one.role is not None and one.ready:
             ready.setdefault(one.revision, set()).add(one.role)
     passed = {revision: Canary(passed=True) for revision, found in ready.items() if found.issuperset(roles)}
-    if passed and parts.ready_pods(gateway_selector(service)):
+    if passed and (parts.ready_pods(gateway_selector(service)) or any(pod.usable for pod in shared)):
         passed[GATEWAY_CANARY] = Canary(passed=True)
     return passed
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Subject:
-    """A service, its objects, and its pods."""
+    """A service, its objects, and its pods, with the gateways of its ModelGateway."""
 
     service: Seen
     wanted: Served
@@ -238,6 +242,13 @@ class Subject:
     pods: tuple[PodSeen, ...]
     now: str
     """RFC 3339."""
+    gateway: Served | None = None
+    """The ModelGateway to which it refers; None: its gateways are its own."""
+
+    @property
+    def model(self) -> str:
+        """Name of its model at gateways that have several; empty for its own."""
+        return "" if self.wanted.has_gateways else self.wanted.model_name
 
     @property
     def rolling_out(self) -> bool:

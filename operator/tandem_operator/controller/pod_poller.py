@@ -30,11 +30,12 @@ from tandem_operator.builders.served import Served, served
 from tandem_operator.controller.applier import Applier
 from tandem_operator.controller.canary_runner import CanaryRunner, RevisionCanaries, steady
 from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.error_reports import rfc3339
 from tandem_operator.controller.events import EventRecorder, ServiceEvent
 from tandem_operator.controller.leader_election import NotLeading
+from tandem_operator.controller.model_gateways import gateway_of, polled_pods
 from tandem_operator.controller.observations import Observations, ObservationStore, Parts, Subject
 from tandem_operator.controller.probes import OperatorMetrics
-from tandem_operator.controller.reconcile import rfc3339
 from tandem_operator.controller.store import WORKER_POOL, Seen, ServiceKey, Store, spec_of, status_of
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.autoscaler import (
@@ -111,7 +112,7 @@ class PodPoller:
     async def _seen(self, subject: Subject) -> LoadReading | None:
         if subject.wanted.spec.autoscaling.mode == "external":
             return self.external(subject.service.key)
-        return await self.reader.read(subject.pods)
+        return await self.reader.read(subject.pods, subject.model)
 
     def close(self) -> None:
         """Cancels canaries in flight."""
@@ -211,10 +212,11 @@ class ExternalPoller:
         """Handles every error of one service, so that the others are polled."""
         key = service.key
         reader = self._readers.setdefault(key, LoadReader(client=self.client))
-        pods = Parts.of(service.uid, self.store.parts(key)).pods_seen()
+        pods = polled_pods(self.store, service)
+        model = "" if wanted.has_gateways else wanted.model_name
         try:
             async with self._slots:
-                seen = await reader.read(pods)
+                seen = await reader.read(pods, model)
             self._seen[key] = seen
             self.figures.put((key.namespace, key.name), seen, scaling_config(wanted))
         except Exception:
@@ -361,6 +363,7 @@ class PodPollers:
             wanted=wanted,
             status=status_of(service),
             parts=parts,
-            pods=parts.pods_seen(),
+            pods=polled_pods(self._store, service),
             now=rfc3339(datetime.now(UTC)),
+            gateway=gateway_of(self._store, service, self._settings),
         )

@@ -16,16 +16,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-import msgspec
-
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
-from tandem_operator.api.types import ROLES
+from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.naming import ROLE_LABEL, curve_secret_name, redis_secret_name
 from tandem_operator.builders.served import Served, served
 from tandem_operator.controller.applier import Applier, SecretLookup, pods_that_hold
 from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.error_reports import ErrorReports, ReconcileResult, rfc3339
 from tandem_operator.controller.events import EventRecorder, ServiceEvent, events_for_transition
-from tandem_operator.controller.leader_election import NotLeading
+from tandem_operator.controller.model_gateways import gateway_pods, gateway_seen, namesakes
 from tandem_operator.controller.observations import Observations, ObservationStore, Parts, canaries_by_readiness
 from tandem_operator.controller.store import (
     DEPLOYMENT,
@@ -38,9 +37,9 @@ from tandem_operator.controller.store import (
     status_of,
 )
 from tandem_operator.planning.deletion import FORMER_FINALIZER, drain_bound_s, leaving
-from tandem_operator.planning.observed import DeploymentSeen, Observed
+from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed
 from tandem_operator.planning.plan import Plan, make_plan, refused, wanted_workers
-from tandem_operator.planning.status import not_applied, referenced_secrets
+from tandem_operator.planning.status import referenced_secrets
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.autoscaler import changed_costs
 from tandem_operator.telemetry.pods import PodSeen
@@ -136,27 +135,8 @@ def _of(deployment: DeploymentSeen, pods: Iterable[PodSeen]) -> list[PodSeen]:
 
 logger = logging.getLogger(__name__)
 
-REPORT_AFTER_FAILURES = 3
-"""Failures in a row before the status reports them, if the reason may pass, such as a conflict. They are about two
-seconds apart.
-"""
-
 WAITING_S = 5.0
 """Seconds until the next check of a service that waits for something without a watch: a Secret, a free name."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReconcileResult:
-    """The result of a reconciliation."""
-
-    wrote: bool = False
-    again_s: float | None = None
-    """Seconds until the next reconciliation, even without an event."""
-
-
-def rfc3339(moment: datetime) -> str:
-    """As Kubernetes writes times, to the second."""
-    return moment.astimezone(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 class Reconciler:
@@ -182,47 +162,14 @@ class Reconciler:
         self._settings = settings
         self._now = now
         self._finalizer = Finalizer(applier, events, clock)
-        self._planned: dict[ServiceKey, ModelServiceStatus] = {}
-        """The planned status of the reconciliation in progress."""
-        self._failures: dict[ServiceKey, int] = {}
-        """Failed reconciliations in a row."""
+        self._reports = ErrorReports(store, applier, events, ModelServiceStatus, now)
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult:
         """Raises `ApiError` if the API server does not respond or rejects, `NotLeading` if another operator leads now.
 
         Every error except `NotLeading` becomes a condition and an event of the service before it is raised.
         """
-        self._planned.pop(key, None)
-        try:
-            result = await self._reconcile(key)
-        except NotLeading:
-            raise
-        except ApiError as error:
-            self._failures[key] = self._failures.get(key, 0) + 1
-            if error.refused or (error.status and self._failures[key] >= REPORT_AFTER_FAILURES):
-                await self._report(key, "ApplyRefused" if error.refused else "ApplyFailed", str(error))
-            raise
-        except Exception as error:
-            text = f"the operator failed, its log has the traceback: {type(error).__name__}: {error}"
-            await self._report(key, "OperatorError", text)
-            raise
-        self._failures.pop(key, None)
-        return result
-
-    async def _report(self, key: ServiceKey, reason: str, message: str) -> None:
-        """Reports in the status, and by an event, why the spec was not applied."""
-        service = self._store.service(key)
-        if service is None:
-            return
-        before = status_of(service)
-        planned = self._planned.get(key) or msgspec.structs.replace(before, observed_generation=generation_of(service))
-        status = not_applied(planned, before, reason, message, rfc3339(self._now()))
-        try:
-            await self._applier.write_status(service, status)
-        except ApiError as error:
-            logger.warning("cannot write the status of %s: %s", key, error)
-            return
-        await self._post_events(service, before, status)
+        return await self._reports.guard(key, self._reconcile)
 
     async def _reconcile(self, key: ServiceKey) -> ReconcileResult:
         service = self._store.service(key)
@@ -280,15 +227,10 @@ class Reconciler:
         if plan.secrets and parts.pods:
             note = f"Recreated Secrets: {', '.join(plan.secrets)}; running pods use the old ones"
             await self._events.post(service, ServiceEvent("Warning", "SecretsReplaced", note))
-        self._planned[service.key] = plan.status
+        self._reports.planned(service.key, plan.status)
         wrote = await self._applier.apply_plan(service, parts, plan)
-        await self._post_events(service, before, plan.status)
+        await self._reports.post(service, events_for_transition(before, plan.status))
         return ReconcileResult(wrote)
-
-    async def _post_events(self, service: Seen, before: ModelServiceStatus, after: ModelServiceStatus) -> None:
-        for event in events_for_transition(before, after):
-            logger.info("%s: %s", service.key, event.note, extra={"reason": event.reason})
-            await self._events.post(service, event)
 
     async def _observe(self, wanted: Served, key: ServiceKey, parts: Parts) -> Observed:
         names = {*referenced_secrets(wanted)}
@@ -297,14 +239,24 @@ class Reconciler:
         if wanted.spec.redis.managed is not None:
             names.add(redis_secret_name(key.name))
         secrets = await self._secrets.existing(key.namespace, sorted(names))
-        observed = replace(self._seen(parts, key), secrets=secrets)
+        observed = replace(
+            self._seen(parts, key),
+            secrets=secrets,
+            foreign=namesakes(self._store, key),
+            gateway=gateway_seen(self._store, key, self._settings),
+        )
         if wanted_workers(wanted, observed)["prefill"] == 0:
-            return replace(observed, canaries=canaries_by_readiness(key.name, parts, ("decode",)))
+            return replace(observed, canaries=self._by_readiness(key, parts, ("decode",)))
         return observed
+
+    def _by_readiness(self, key: ServiceKey, parts: Parts, roles: Iterable[RoleName] = ROLES) -> dict[str, Canary]:
+        service = self._store.service(key)
+        shared = () if service is None else gateway_pods(self._store, service)
+        return canaries_by_readiness(key.name, parts, roles, shared=shared)
 
     def _seen(self, parts: Parts, key: ServiceKey) -> Observed:
         observations = self._observations.of(key) or Observations()
-        canaries = observations.canaries if self._settings.canaries else canaries_by_readiness(key.name, parts)
+        canaries = observations.canaries if self._settings.canaries else self._by_readiness(key, parts)
         return Observed(
             now=rfc3339(self._now()),
             pools=parts.pools(),
@@ -332,4 +284,4 @@ class Reconciler:
         self._observations.forget(key)
         self._applier.forget(key)
         self._secrets.forget(key.namespace)
-        self._failures.pop(key, None)
+        self._reports.forget(key)

@@ -28,12 +28,13 @@ from tandem_operator.controller.applier import Applier, SecretLookup
 from tandem_operator.controller.canary_runner import CanaryRequest, CanaryRunner, RevisionCanaries, SendCanary
 from tandem_operator.controller.cluster import ApiError, Cluster, connected, wait_for_cluster, watched_kinds
 from tandem_operator.controller.events import EventRecorder
+from tandem_operator.controller.gateway_reconcile import EveryReconciler, GatewayReconciler
 from tandem_operator.controller.leader_election import Election, ElectionConfig, Leadership
 from tandem_operator.controller.observations import ObservationStore
 from tandem_operator.controller.pod_poller import ExternalPoller, PodPoller, PodPollers
 from tandem_operator.controller.probes import OperatorMetrics, probe_app, serving
 from tandem_operator.controller.reconcile import Reconciler
-from tandem_operator.controller.store import POD, ServiceKey, Store
+from tandem_operator.controller.store import MODEL_GATEWAY, POD, ServiceKey, Store
 from tandem_operator.controller.watch import Resync, registry_for
 from tandem_operator.controller.workqueue import Dispatcher
 from tandem_operator.planning.observed import Canary
@@ -132,7 +133,9 @@ class Operator:
         def known(key: ServiceKey) -> bool:
             return self._resync.knows(key)
 
-        self._dispatcher = Dispatcher(self._store, reconciler, metrics, self._leading, known=known)
+        gateways = GatewayReconciler(self._store, applier, secrets, events, options.settings)
+        every = EveryReconciler(reconciler, gateways)
+        self._dispatcher = Dispatcher(self._store, every, metrics, self._leading, known=known)
         self._pods = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=256))
 
         def make_poller(book: RevisionCanaries) -> PodPoller:
@@ -176,7 +179,7 @@ class Operator:
         """None when canaries are switched off."""
 
         async def send(ask: CanaryRequest, token: str) -> Canary:
-            return await run_canary(self._pods, ask.gateway, token, pair=ask.pair)
+            return await run_canary(self._pods, ask.gateway, token, pair=ask.pair, model=ask.model)
 
         return send if self._options.settings.canaries else None
 
@@ -200,7 +203,9 @@ class Operator:
     def _heard(self, kind: str, event: str | None, body: Any) -> None:
         key = self._dispatcher.on_event(kind, event, body)
         if kind == POD.name:
-            self._pollers.wake(key)
+            # The pods of a ModelGateway are those of all services behind it.
+            for each in (key, *(self._store.related(key) if key.kind == MODEL_GATEWAY.name else ())):
+                self._pollers.wake(each)
         if event is None and self._resync.synced.is_set():
             self._resync.soon()
 

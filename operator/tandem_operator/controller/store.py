@@ -19,24 +19,26 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from tandem_operator.api.model_gateway import ModelGatewaySpec, ModelGatewayStatus
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceSpec, ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.arguments import CHECK
 from tandem_operator.builders.containers import Manifest
-from tandem_operator.builders.naming import SERVICE_LABEL
+from tandem_operator.builders.naming import GATEWAY_LABEL, SERVICE_LABEL
 from tandem_operator.builders.worker import LEADER_WORKER_SETS
 from tandem_operator.planning.observed import Ref
 
 
 class ServiceKey(NamedTuple):
-    """A ModelService by its name: what is queued, locked and looked up."""
+    """A ModelService or a ModelGateway by its name: what is queued, locked and looked up."""
 
     namespace: str
     name: str
+    kind: str = "ModelService"
 
     def __str__(self) -> str:
         return f"{self.namespace}/{self.name}"
@@ -72,10 +74,12 @@ class Kind:
 OURS = f"{GROUP}/{VERSION}"
 MODEL_SERVICE = Kind(OURS, "ModelService", "modelservices")
 WORKER_POOL = Kind(OURS, "WorkerPool", "workerpools")
+MODEL_GATEWAY = Kind(OURS, "ModelGateway", "modelgateways")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 POD = Kind("v1", "Pod", "pods")
 SERVICE = Kind("v1", "Service", "services")
 SECRET = Kind("v1", "Secret", "secrets")
+CONFIG_MAP = Kind("v1", "ConfigMap", "configmaps")
 EVENT = Kind("events.k8s.io/v1", "Event", "events")
 LEASE = Kind("coordination.k8s.io/v1", "Lease", "leases")
 NETWORK_POLICY = Kind("networking.k8s.io/v1", "NetworkPolicy", "networkpolicies")
@@ -83,6 +87,9 @@ HTTP_ROUTE = Kind("gateway.networking.k8s.io/v1", "HTTPRoute", "httproutes")
 INFERENCE_POOL = Kind("inference.networking.k8s.io/v1", "InferencePool", "inferencepools")
 POD_MONITOR = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
 LEADER_WORKER_SET = Kind(LEADER_WORKER_SETS, "LeaderWorkerSet", "leaderworkersets")
+
+ROOTS = (MODEL_SERVICE.name, MODEL_GATEWAY.name)
+"""Kinds that are reconciled."""
 
 BUDGETS = tuple(
     Kind(f"policy/{version}", "PodDisruptionBudget", "poddisruptionbudgets") for version in ("v1", "v1beta1")
@@ -93,6 +100,8 @@ _BY_NAME = {
     for kind in (
         MODEL_SERVICE,
         WORKER_POOL,
+        MODEL_GATEWAY,
+        CONFIG_MAP,
         DEPLOYMENT,
         POD,
         SERVICE,
@@ -147,14 +156,20 @@ class Seen:
     """UID of its controller; empty without one."""
     service: str
     """Name of the ModelService that its labels name; empty without."""
+    gateway: str
+    """The same of a ModelGateway."""
     fingerprint: bytes
     body: Manifest
-    """Without `managedFields`; of a pod only what is read of it."""
+    """Without `managedFields`; of a pod only what is read of it, and nothing of the contents of a Secret."""
 
     @property
     def key(self) -> ServiceKey:
-        """The service whose reconcile it concerns; a ModelService concerns itself."""
-        return ServiceKey(self.namespace, self.ref.name if self.ref.kind == MODEL_SERVICE.name else self.service)
+        """The ModelService or ModelGateway whose reconcile it concerns; one of these concerns itself."""
+        if self.ref.kind in ROOTS:
+            return ServiceKey(self.namespace, self.ref.name, self.ref.kind)
+        if self.gateway:
+            return ServiceKey(self.namespace, self.gateway, MODEL_GATEWAY.name)
+        return ServiceKey(self.namespace, self.service)
 
     @property
     def deleting(self) -> bool:
@@ -170,7 +185,8 @@ class Seen:
         if ref.kind == POD.name:
             kept |= _pod(body)
         else:
-            kept |= {part: body[part] for part in ("spec", "status") if part in body}
+            parts = ("spec", "status", "data") if ref.kind == CONFIG_MAP.name else ("spec", "status")
+            kept |= {part: body[part] for part in parts if part in body}
         return Seen(
             ref=ref,
             namespace=given.get("namespace", ""),
@@ -178,7 +194,8 @@ class Seen:
             version=int(given["resourceVersion"]),
             owner=next((one["uid"] for one in given.get("ownerReferences", ()) if one.get("controller")), ""),
             service=given.get("labels", {}).get(SERVICE_LABEL, ""),
-            fingerprint=b"" if ref.kind == POD.name else _fingerprint(kept),
+            gateway=given.get("labels", {}).get(GATEWAY_LABEL, ""),
+            fingerprint=b"" if ref.kind == POD.name else _fingerprint(kept, body.get("data")),
             body=kept,
         )
 
@@ -199,14 +216,14 @@ def _pod(body: Mapping[str, Any]) -> Manifest:
     }
 
 
-def _fingerprint(body: Manifest) -> bytes:
+def _fingerprint(body: Manifest, data: object) -> bytes:
     metadata, spec = body["metadata"], dict(body.get("spec", {}))
     if body["kind"] == WORKER_POOL.name:
         # The owner of the pool writes this; manifests never do.
         spec.pop("replicas", None)
     # Controllers of the cluster keep notes on objects under their own names.
     notes = {key: text for key, text in metadata.get("annotations", {}).items() if "kubernetes.io/" not in key}
-    return digest([metadata.get("labels"), notes, metadata.get("ownerReferences"), spec])
+    return digest([metadata.get("labels"), notes, metadata.get("ownerReferences"), spec, data])
 
 
 TOMBSTONE_S = 600.0
@@ -224,7 +241,7 @@ class Store:
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
-        self._services: dict[ServiceKey, Seen] = {}
+        self._roots: dict[ServiceKey, Seen] = {}
         self._parts: defaultdict[ServiceKey, dict[Ref, Seen]] = defaultdict(dict)
         self._by_uid: dict[str, Seen] = {}
         self._gone: dict[str, _Tombstone] = {}
@@ -243,8 +260,8 @@ class Store:
             # Its label may have moved it to another service.
             self._take_out(old)
         self._by_uid[seen.uid] = seen
-        if seen.ref.kind == MODEL_SERVICE.name:
-            self._services[seen.key] = seen
+        if seen.ref.kind in ROOTS:
+            self._roots[seen.key] = seen
         else:
             self._parts[seen.key][seen.ref] = seen
         return True
@@ -272,18 +289,37 @@ class Store:
         return news
 
     def service(self, key: ServiceKey) -> Seen | None:
-        return self._services.get(key)
+        """The ModelService or ModelGateway."""
+        return self._roots.get(key)
 
     def services(self) -> list[Seen]:
-        return list(self._services.values())
+        """All ModelServices."""
+        return [seen for key, seen in self._roots.items() if key.kind == MODEL_SERVICE.name]
+
+    def roots(self) -> list[Seen]:
+        """All ModelServices and ModelGateways."""
+        return list(self._roots.values())
+
+    def behind(self, gateway: ServiceKey) -> list[Seen]:
+        """ModelServices that refer to a ModelGateway, whether it exists or not."""
+        found = (seen for seen in self.services() if seen.namespace == gateway.namespace)
+        return [seen for seen in found if gateway_name_of(seen) == gateway.name]
+
+    def related(self, key: ServiceKey) -> list[ServiceKey]:
+        """What else is to be reconciled after a change: services behind a ModelGateway; all ModelGateways of a
+        service's namespace, because it may have referred to another one before.
+        """
+        if key.kind == MODEL_GATEWAY.name:
+            return [seen.key for seen in self.behind(key)]
+        return [one for one in self._roots if one.kind == MODEL_GATEWAY.name and one.namespace == key.namespace]
 
     def parts(self, key: ServiceKey) -> list[Seen]:
         """Objects that name this service in their labels, whatever their owner."""
         return list(self._parts.get(key, {}).values())
 
     def _take_out(self, seen: Seen) -> None:
-        if self._services.get(seen.key) is seen:
-            del self._services[seen.key]
+        if self._roots.get(seen.key) is seen:
+            del self._roots[seen.key]
         parts = self._parts.get(seen.key, {})
         if parts.get(seen.ref) is seen:
             del parts[seen.ref]
@@ -307,22 +343,35 @@ def spec_of(service: Seen) -> ModelServiceSpec:
         raise ValueError(f"{_path(str(error))}; apply the CRDs of this operator's version and correct it") from None
 
 
-def status_of(service: Seen) -> ModelServiceStatus:
+Status = TypeVar("Status", bound=ModelServiceStatus | ModelGatewayStatus | WorkerPoolStatus)
+
+
+def status_as(seen: Seen, form: type[Status]) -> Status:
     """As last written; an empty one when it cannot be read, because it is written again anyway."""
     try:
-        return msgspec.convert(service.body.get("status", {}), ModelServiceStatus)
+        return msgspec.convert(seen.body.get("status", {}), form)
     except msgspec.ValidationError as error:
-        logger.warning("resetting the invalid status of %s: %s", service.key, error)
-        return ModelServiceStatus()
+        logger.warning("resetting the invalid status of %s %s: %s", seen.ref.kind, seen.ref.name, error)
+        return form()
 
 
-def pool_status_of(pool: Seen) -> WorkerPoolStatus:
-    """As `status_of`."""
+def status_of(service: Seen) -> ModelServiceStatus:
+    """Of a ModelService."""
+    return status_as(service, ModelServiceStatus)
+
+
+def gateway_spec_of(gateway: Seen) -> ModelGatewaySpec:
+    """Raises `ValueError` as `spec_of`."""
     try:
-        return msgspec.convert(pool.body.get("status", {}), WorkerPoolStatus)
+        return msgspec.convert(gateway.body.get("spec", {}), ModelGatewaySpec)
     except msgspec.ValidationError as error:
-        logger.warning("resetting the invalid status of pool %s: %s", pool.ref.name, error)
-        return WorkerPoolStatus()
+        raise ValueError(f"{_path(str(error))}; apply the CRDs of this operator's version and correct it") from None
+
+
+def gateway_name_of(service: Seen) -> str:
+    """The ModelGateway to which a ModelService refers; empty without."""
+    reference = service.body.get("spec", {}).get("gatewayRef")
+    return str(reference.get("name", "")) if isinstance(reference, dict) else ""
 
 
 def generation_of(seen: Seen) -> int:

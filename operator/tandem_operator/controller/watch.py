@@ -25,9 +25,9 @@ from typing import Any
 
 import kopf
 
-from tandem_operator.builders.naming import SERVICE_LABEL
+from tandem_operator.builders.naming import MANAGED
 from tandem_operator.controller.cluster import ApiError, Cluster
-from tandem_operator.controller.store import MODEL_SERVICE, Kind, Seen, ServiceKey, Store
+from tandem_operator.controller.store import ROOTS, Kind, Seen, ServiceKey, Store
 
 logger = logging.getLogger(__name__)
 FORBIDDEN = 403
@@ -43,8 +43,8 @@ LEFT_OUT_S = 15.0
 
 
 def selector_for(kind: Kind) -> str:
-    """Label selector of what concerns us of this kind: everything that belongs to a service, and all services."""
-    return "" if kind is MODEL_SERVICE else SERVICE_LABEL
+    """Label selector of what concerns us of this kind: what the operator has created, and all that users write."""
+    return "" if kind.name in ROOTS else MANAGED
 
 
 class Resync:
@@ -129,7 +129,7 @@ class Resync:
                 self._changed(seen.key)
         self._listed.add(namespace)
         self._left_out.discard(namespace)
-        for service in self._store.services():
+        for service in self._store.roots():
             if namespace in (None, service.namespace):
                 self._changed(service.key)
 

@@ -19,13 +19,13 @@ import logging
 import random
 import time
 from collections.abc import Callable, Hashable, Mapping
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.error_reports import ReconcileResult
 from tandem_operator.controller.leader_election import NotLeading
 from tandem_operator.controller.probes import OperatorMetrics
-from tandem_operator.controller.reconcile import Reconciler, ReconcileResult
-from tandem_operator.controller.store import MODEL_SERVICE, Seen, ServiceKey, Store
+from tandem_operator.controller.store import Seen, ServiceKey, Store
 
 Key = TypeVar("Key", bound=Hashable)
 FIRST_PAUSE_S = 0.5
@@ -169,6 +169,14 @@ AFTER_WRITES_S = 1.0
 """Until the look that follows one which wrote something: by then its own events are here."""
 
 
+class Reconciles(Protocol):
+    """Reconciles one ModelService or ModelGateway."""
+
+    async def reconcile(self, key: ServiceKey) -> ReconcileResult:
+        """Raises `ApiError` and `NotLeading`."""
+        ...
+
+
 class Dispatcher:
     """Workers and what they work on. Each reconcile first checks `leading`, and `known`: whether all of the service's
     namespace has been listed.
@@ -177,7 +185,7 @@ class Dispatcher:
     def __init__(
         self,
         store: Store,
-        reconciler: Reconciler,
+        reconciler: Reconciles,
         metrics: OperatorMetrics,
         leading: Callable[[], bool],
         *,
@@ -207,6 +215,8 @@ class Dispatcher:
         elif not self._store.put(seen):
             return seen.key
         self.changed(seen.key)
+        for related in self._store.related(seen.key):
+            self.changed(related)
         return seen.key
 
     def changed(self, key: ServiceKey, after_s: float = 0.0) -> None:
@@ -216,7 +226,7 @@ class Dispatcher:
 
     def begin(self) -> None:
         """This operator leads now: look at everything."""
-        for service in self._store.services():
+        for service in self._store.roots():
             self._queue.add(service.key)
 
     def end(self) -> None:
@@ -277,7 +287,8 @@ class Dispatcher:
         if result.wrote:
             # Another writer's change a moment before is in the API server's answers to our writes, and in the store
             # by them: its event is old news when it comes.
-            self._queue.add(key, AFTER_WRITES_S)
+            for each in (key, *self._store.related(key)):
+                self._queue.add(each, AFTER_WRITES_S)
         if result.again_s is not None:
             self._queue.add(key, result.again_s)
         return "changed" if result.wrote else "unchanged"
@@ -288,4 +299,4 @@ class Dispatcher:
 
 
 def _about(key: ServiceKey) -> dict[str, str]:
-    return {"object_namespace": key.namespace, "object_name": key.name, "object_kind": MODEL_SERVICE.name}
+    return {"object_namespace": key.namespace, "object_name": key.name, "object_kind": key.kind}

@@ -53,6 +53,22 @@ class Canary:
 
     passed: bool
     message: str = ""
+    unserved: bool = False
+    """The gateway has several models, and not this one yet."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GatewaySeen:
+    """The ModelGateway that a service refers to."""
+
+    endpoint: str = ""
+    deployment: DeploymentSeen | None = None
+    """Of its gateways."""
+    replicas: int = 1
+    """Gateways that it is to have."""
+    reason: str = ""
+    """Why it does not serve the service as its spec has it; empty where it does."""
+    message: str = ""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +94,8 @@ class Observed:
     """The autoscaler's last ones, newest first; None: as the status has them."""
     holding: str = ""
     """Why the autoscaler holds; empty while it does not."""
+    gateway: GatewaySeen | None = None
+    """Of a service with `gatewayRef`; None where there is no ModelGateway of that name."""
 
     def workers(self) -> list[DeploymentSeen]:
         """Those of workers, oldest first."""

@@ -123,8 +123,8 @@ class Scaling:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Plan:
-    """What to do, in this order: secrets, manifests, scalings, deletions, status."""
+class Changes:
+    """What to do, in this order: secrets, manifests, scalings, deletions."""
 
     secrets: tuple[str, ...] = ()
     """Secrets to generate where they are absent: of CURVE keys, of the Redis password."""
@@ -134,6 +134,12 @@ class Plan:
     delete: tuple[Ref, ...] = ()
     pools: Mapping[RoleName, WorkerPoolStatus] = field(default_factory=dict)
     """Statuses of the WorkerPools."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Plan(Changes):
+    """Of a ModelService: at the end, its status is written."""
+
     status: ModelServiceStatus
 
 
@@ -150,14 +156,14 @@ def make_plan(
     wanted = wanted_workers(service, observed)
     step = next_step(target, wanted, _revisions(observed), service.spec.rollout)
     built = _manifests(service, observed, target, step, settings)
-    patched, unfit = _patched(service, built, settings)
+    patched, unfit = with_patches(service, built, settings)
     if unfit:
         return refused(unfit, observed, before, generation)
     manifests = held(patched, service, observed)
     conditions = health_of(service, observed, target, wanted)
     status = _status(before, conditions, observed, generation)
     return Plan(
-        secrets=_secrets(service, observed),
+        secrets=generated_secrets(service, observed),
         apply=manifests,
         scale=(*_pool_scalings(service, observed, wanted), *_old_scalings(observed, target, step)),
         delete=_superfluous(observed, manifests, step),
@@ -206,19 +212,18 @@ def _manifests(
     ]
     if service.spec.redis.managed is not None:
         manifests += [redis_deployment(service), redis_service(service)]
-    manifests += [gateway_deployment(service), gateway_service(service)]
-    pool = inference_pool(service)
-    route = http_route(service, to_pool=bool(pool))
-    if route is not None:
-        manifests.append(route)
-    manifests += pool
+    if service.has_gateways:
+        pool = inference_pool(service)
+        route = http_route(service, to_pool=bool(pool))
+        manifests += [gateway_deployment(service), gateway_service(service)]
+        manifests += [*([route] if route is not None else []), *pool]
     manifests += pod_monitors(service)
     manifests += disruption_budgets(service, settings, _worker_sets(service, observed, target))
     manifests += network_policies(service, settings)
     return tuple(manifests)
 
 
-def _patched(
+def with_patches(
     service: Served, manifests: Iterable[Manifest], settings: OperatorSettings
 ) -> tuple[list[Manifest], list[str]]:
     """`manifests` with the patches of the spec, and what is wrong with these."""
@@ -250,7 +255,8 @@ def _worker_sets(service: Served, observed: Observed, target: str) -> list[Worke
     return list(sets.values())
 
 
-def _secrets(service: Served, observed: Observed) -> tuple[str, ...]:
+def generated_secrets(service: Served, observed: Observed) -> tuple[str, ...]:
+    """Secrets to generate, of those that the spec does not name."""
     wanted = []
     if service.spec.security.curve_secret is None:
         wanted.append(curve_secret_name(service.name))
@@ -318,18 +324,25 @@ def _with_workers(
 ) -> ModelServiceStatus:
     serving = _serving(observed, target)
     counted = {role: _ready(observed, serving or target, role) for role in ROLES}
-    port = service.spec.gateway.service.port
-    host = f"{gateway_name(service.name)}.{service.namespace}.svc"
+    endpoint = endpoint_of(service)
+    if service.spec.gateway_ref is not None:
+        endpoint = observed.gateway.endpoint if observed.gateway is not None else ""
     history = [name for name in (status.revision, *status.history) if name and name != target]
     return msgspec.structs.replace(
         status,
         ready=" ".join(f"{counted[role]}/{wanted[role]}{role[0].upper()}" for role in ROLES),
         serving=serving,
-        endpoint=Address(host, port).url().removesuffix(":80"),
+        endpoint=endpoint,
         revision=target,
         history=list(dict.fromkeys(history))[: service.spec.rollout.history],
         revisions=_revision_statuses(observed, step),
     )
+
+
+def endpoint_of(service: Served) -> str:
+    """Address of its gateways for clients inside the cluster."""
+    host = f"{gateway_name(service.name)}.{service.namespace}.svc"
+    return Address(host, service.spec.gateway.service.port).url().removesuffix(":80")
 
 
 def _serving(observed: Observed, target: str) -> str:

@@ -10,10 +10,11 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal
+from typing import Literal, TypeVar
 
 import msgspec
 
+from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import ROLES, Condition, RoleName
 from tandem_operator.builders.arguments import CHECK, accepts, lists_of, unknown_flags, worker_arguments
@@ -53,14 +54,20 @@ def condition(kind: str, status: bool | None, reason: str, message: str = "") ->
 
 def ready(conditions: Sequence[Condition]) -> Condition:
     """`Ready`, with reason and sentence of the first that is in its way."""
+    missing = first_missing(conditions, NEEDED)
+    return missing or condition(READY, True, "CanaryPassed", "a request passed through prefill and decode")
+
+
+def first_missing(conditions: Sequence[Condition], needed: Iterable[str]) -> Condition | None:
+    """`Ready` with the first of the `needed` conditions that is not true; None if all are."""
     by_type = {one.type: one for one in conditions}
-    for kind in NEEDED:
+    for kind in needed:
         one = by_type.get(kind)
         if one is None:
             return condition(READY, None, f"{kind}Unknown", f"{kind} has not been checked yet")
         if one.status != "True":
             return condition(READY, False, one.reason, f"{kind}: {one.message}" if one.message else kind)
-    return condition(READY, True, "CanaryPassed", "a request passed through prefill and decode")
+    return None
 
 
 def status_error(conditions: Sequence[Condition]) -> str:
@@ -108,19 +115,20 @@ def invalid(problems: list[str]) -> Condition:
     return condition(VALID, False, "InvalidSpec", "; ".join(problems))
 
 
-def name_taken(foreign: Iterable[Ref]) -> Condition:
+def name_taken(foreign: Iterable[Ref], kind: str = "ModelService") -> Condition:
     """Objects of others have names that ours would need; they are left alone."""
     names = ", ".join(sorted(f"{ref.kind} {ref.name!r}" for ref in foreign))
     message = (
-        f"{names} exist but are not owned by this ModelService; delete them, or rename the service. Those of a deleted "
-        f"service of this name are removed when its gateways have drained"
+        f"{names} exist but are not owned by this {kind}; delete them, or rename it. Those of a deleted one of this "
+        f"name are removed when its gateways have drained"
     )
     return condition(VALID, False, "NameTaken", message)
 
 
-def not_applied(
-    planned: ModelServiceStatus, before: ModelServiceStatus, reason: str, message: str, now: str
-) -> ModelServiceStatus:
+AnyStatus = TypeVar("AnyStatus", bound=ModelServiceStatus | ModelGatewayStatus)
+
+
+def not_applied(planned: AnyStatus, before: AnyStatus, reason: str, message: str, now: str) -> AnyStatus:
     """`planned`, when it was not carried out: a quota, an admission rule, an unknown field, a missing right.
 
     `Ready` stays true where the service answers requests all the same, and takes the reason where it does not.
@@ -138,25 +146,24 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
     """All conditions but `Ready`."""
     return [
         condition(VALID, True, "SpecAccepted"),
-        _model(service, observed),
-        _redis(service, observed),
+        secrets_available(service, observed, MODEL_AVAILABLE),
+        redis_ready(service, observed),
         *(_workers(observed, role, wanted[role]) for role in ROLES),
         _router(service, observed, wanted),
-        *_arguments(service, observed, target),
+        *arguments_accepted(service, observed, target),
         _transport(service, observed),
         _progress(service, observed, target, wanted),
         _autoscaling(service, observed),
-        _degraded(observed, target),
+        degraded(observed, target),
     ]
 
 
-def _model(service: Served, observed: Observed) -> Condition:
+def secrets_available(service: Served, observed: Observed, kind: str) -> Condition:
+    """Whether the Secrets that the spec names exist."""
     missing = [name for name in referenced_secrets(service) if name not in observed.secrets]
     if missing:
-        return condition(
-            MODEL_AVAILABLE, False, "SecretMissing", f"Secret {missing[0]!r} does not exist yet; create it"
-        )
-    return condition(MODEL_AVAILABLE, True, "Referenced")
+        return condition(kind, False, "SecretMissing", f"Secret {missing[0]!r} does not exist yet; create it")
+    return condition(kind, True, "Referenced")
 
 
 def referenced_secrets(service: Served) -> list[str]:
@@ -172,11 +179,12 @@ def referenced_secrets(service: Served) -> list[str]:
     return [name for name in dict.fromkeys(names) if name is not None]
 
 
-def _redis(service: Served, observed: Observed) -> Condition:
+def redis_ready(service: Served, observed: Observed) -> Condition:
+    """Whether its Redis is there, as far as that is known."""
     if service.spec.redis.external is not None:
         return condition(REDIS_READY, True, "External")
     seen = observed.deployment(redis_name(service.name))
-    return _available(REDIS_READY, seen, 1, "Redis")
+    return available(REDIS_READY, seen, 1, "Redis")
 
 
 def _workers(observed: Observed, role: RoleName, wanted: int) -> Condition:
@@ -195,9 +203,7 @@ def _workers(observed: Observed, role: RoleName, wanted: int) -> Condition:
 
 
 def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
-    gateways = _available(
-        ROUTER_READY, observed.deployment(gateway_name(service.name)), service.spec.gateway.replicas, "gateway"
-    )
+    gateways = _gateways(service, observed)
     if gateways.status != "True":
         return gateways
     if not any(wanted.values()):
@@ -210,7 +216,22 @@ def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     return condition(ROUTER_READY, True, "CanaryPassed")
 
 
-def _arguments(service: Served, observed: Observed, target: str) -> Iterator[Condition]:
+def _gateways(service: Served, observed: Observed) -> Condition:
+    """Whether there is a gateway for the service, its own or that of a ModelGateway."""
+    reference = service.spec.gateway_ref
+    if reference is None:
+        deployment, replicas = observed.deployment(gateway_name(service.name)), service.spec.gateway.replicas
+    elif observed.gateway is None:
+        message = f"ModelGateway {reference.name!r} does not exist; create it, or remove spec.gatewayRef"
+        return condition(ROUTER_READY, False, "GatewayMissing", message)
+    elif observed.gateway.reason:
+        return condition(ROUTER_READY, False, observed.gateway.reason, observed.gateway.message)
+    else:
+        deployment, replicas = observed.gateway.deployment, observed.gateway.replicas
+    return available(ROUTER_READY, deployment, replicas, "gateway")
+
+
+def arguments_accepted(service: Served, observed: Observed, target: str) -> Iterator[Condition]:
     """What the images say of the flags in `args`; nothing where there are none."""
     if not any(words for _, words in lists_of(service).values()):
         return
@@ -291,7 +312,8 @@ def _autoscaling(service: Served, observed: Observed) -> Condition:
     return condition(AUTOSCALING_ACTIVE, True, "QueueDepth")
 
 
-def _degraded(observed: Observed, target: str) -> Condition:
+def degraded(observed: Observed, target: str) -> Condition:
+    """Whether pods fail, or the canary of the revision `target`."""
     canary = observed.canaries.get(target)
     if canary is not None and not canary.passed:
         return condition(DEGRADED, True, "CanaryFailed", f"revision {target}: {canary.message}")
@@ -301,7 +323,8 @@ def _degraded(observed: Observed, target: str) -> Condition:
     return condition(DEGRADED, False, "AllWell")
 
 
-def _available(kind: str, seen: DeploymentSeen | None, wanted: int, what: str) -> Condition:
+def available(kind: str, seen: DeploymentSeen | None, wanted: int, what: str) -> Condition:
+    """Whether a pod of a Deployment is ready."""
     ready = seen.ready if seen is not None else 0
     if ready >= 1:
         return condition(kind, True, "Available", f"{ready} of {wanted} {what} pods are ready")

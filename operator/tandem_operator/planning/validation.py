@@ -6,6 +6,8 @@ Each error names the field, its value and the fix [specs-refused].
 from collections.abc import Iterator, Set
 from typing import NamedTuple
 
+import msgspec
+
 from tandem_operator.api.pods import PodOverrides
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.arguments import argument_problems
@@ -54,15 +56,79 @@ def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = froz
     administrator of the operator allows.
     """
     return [
-        *_privileges(service, allow),
-        *_objects(service, apis, allow),
-        *_ways_back(service),
-        *_host_paths(service),
+        *_pod_problems(service, apis, allow),
+        *_reference(service),
         *_names(service),
-        *argument_problems(service),
-        *_quantities(service),
         *(text for role in ROLES for text in (*_device(service, role), *_ranks(service, role, apis))),
         *_devices(service),
+    ]
+
+
+def shared_problems(gateway: Served, apis: ClusterApis, allow: Set[Privilege] = frozenset()) -> list[str]:
+    """The same of a ModelGateway, whose spec has what is in `spec.gateway` of a ModelService."""
+    found = [*_pod_problems(gateway, apis, allow), *_picker(gateway)]
+    return [text.replace("spec.gateway.", "spec.") for text in found]
+
+
+def _pod_problems(service: Served, apis: ClusterApis, allow: Set[Privilege]) -> Iterator[str]:
+    yield from _privileges(service, allow)
+    yield from _objects(service, apis, allow)
+    yield from _ways_back(service)
+    yield from _host_paths(service)
+    yield from argument_problems(service)
+    yield from _quantities(service)
+
+
+def _picker(gateway: Served) -> Iterator[str]:
+    if gateway.spec.gateway.inference_pool is not None:
+        yield (
+            "spec.gateway.inferencePool: an endpoint picker selects workers of one model, and a ModelGateway may have "
+            "several; remove it and use httpRoute, or set it in a ModelService without gatewayRef"
+        )
+
+
+OF_MODEL = frozenset(
+    {
+        *("router_policy", "router_exploration", "local_prefill_tokens", "prefill_fallback"),
+        *("tool_call_parser", "reasoning_parser", "parse_special_tokens"),
+    }
+)
+"""Fields of `spec.gateway` that depend on the model: also a service behind a ModelGateway may set them."""
+
+OF_QUEUE = frozenset({"max_waiting_requests", "queue_timeout_seconds"})
+"""The same of `spec.gateway.limits`: each model has a queue."""
+
+
+def _reference(service: Served) -> Iterator[str]:
+    """What a service with `gatewayRef` cannot have, because the gateways are not its own."""
+    reference, spec = service.spec.gateway_ref, service.spec
+    if reference is None:
+        return
+    named = f"ModelGateway {reference.name!r}"
+    set_here = [
+        *(f"gateway.{name}" for name in _changed(spec.gateway, OF_MODEL | {"limits"})),
+        *(f"gateway.limits.{name}" for name in _changed(spec.gateway.limits, OF_QUEUE)),
+    ]
+    for field in set_here:
+        yield f"spec.{field}: with gatewayRef it is of {named}; remove it and set it there"
+    if spec.security.client_namespaces:
+        yield f"spec.security.clientNamespaces: clients reach {named} alone; remove it and set it there"
+    hub = spec.model.hugging_face
+    if spec.model.image is not None or (hub is not None and hub.cache_claim is None):
+        given = "image" if hub is None else "huggingFace without cacheClaim"
+        yield (
+            f"spec.gatewayRef: gateways of a ModelGateway read tokenizers from their image or from a claim, not from "
+            f"model.{given}; use model.path, model.claim or model.huggingFace.cacheClaim, or take gatewayRef out"
+        )
+
+
+def _changed(part: msgspec.Struct, free: Set[str]) -> list[str]:
+    """Fields of `part` that have other values than by default, as users write them, without those of `free`."""
+    default = type(part)()
+    return [
+        one.encode_name
+        for one in msgspec.structs.fields(part)
+        if one.name not in free and getattr(part, one.name) != getattr(default, one.name)
     ]
 
 

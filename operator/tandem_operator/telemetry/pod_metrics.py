@@ -15,6 +15,8 @@ from tandem_operator.api.types import RoleName
 
 WORKER = "tandem_worker_"
 GATEWAY = "tandem_gateway_"
+MODEL = "model_name"
+"""The label of series of one model."""
 
 WORKER_NAMES = frozenset(
     WORKER + name
@@ -59,7 +61,10 @@ GATEWAY_NAMES = frozenset(
         "e2e_request_latency_seconds_count",
     )
 )
-NAMES = WORKER_NAMES | LINK_NAMES | GATEWAY_NAMES
+SHARED_NAMES = frozenset({GATEWAY + "models"})
+"""Of gateways that have several models."""
+
+NAMES = WORKER_NAMES | LINK_NAMES | GATEWAY_NAMES | SHARED_NAMES
 _NAME = re.compile(r"tandem_\w+")
 
 
@@ -101,6 +106,14 @@ class Exposition:
         if not math.isfinite(total) or total < 0:
             raise UnusableFiguresError(f"its metric {name} is {total}")
         return total
+
+    def of_model(self, model: str) -> "Exposition":
+        """The series of one model alone."""
+        mine = {
+            name: [sample for sample in samples if sample.labels.get(MODEL) == model]
+            for name, samples in self.samples.items()
+        }
+        return Exposition({name: samples for name, samples in mine.items() if samples})
 
     def of(self, name: str) -> list[Sample]:
         """All series of `name`."""
@@ -205,8 +218,16 @@ class GatewayFigures:
     totals: GatewayTotals
 
     @staticmethod
-    def of(exposition: Exposition) -> "GatewayFigures":
-        """Raises `UnusableFiguresError`."""
+    def of(exposition: Exposition, model: str = "") -> "GatewayFigures":
+        """`model`: of a gateway that has several; nothing is answered before it has this one. Raises
+        `UnusableFiguresError`.
+        """
+        if model:
+            # The gateway itself is known to report by now.
+            exposition.sum(GATEWAY + "models")
+            exposition = exposition.of_model(model)
+            if not exposition.samples:
+                return GatewayFigures.none()
 
         def value(name: str) -> float:
             return exposition.sum(GATEWAY + name)
@@ -226,6 +247,13 @@ class GatewayFigures:
                 finished_s=value("e2e_request_latency_seconds_sum"),
                 finished=value("e2e_request_latency_seconds_count"),
             ),
+        )
+
+    @staticmethod
+    def none() -> "GatewayFigures":
+        """Of a gateway that does not have the model."""
+        return GatewayFigures(
+            answering=0.0, waiting=0.0, held=0.0, waiting_tokens=0.0, oldest_wait_s=0.0, totals=GatewayTotals()
         )
 
 

@@ -133,13 +133,18 @@ def pod_client() -> httpx.AsyncClient:
     return httpx.AsyncClient(trust_env=False, follow_redirects=False, timeout=ANSWER_S, limits=limits)
 
 
-async def fetch_figures(client: httpx.AsyncClient, pods: Sequence[PodSeen]) -> dict[str, Figures | str]:
-    """By uid: the metrics of each pod, or in one sentence why there are none. Pods without an address are left out."""
+async def fetch_figures(
+    client: httpx.AsyncClient, pods: Sequence[PodSeen], model: str = ""
+) -> dict[str, Figures | str]:
+    """By uid: the metrics of each pod, or in one sentence why there are none. Pods without an address are left out.
+
+    `model`: of gateways that have several, the one whose metrics are of interest.
+    """
     slots = asyncio.Semaphore(AT_ONCE)
 
     async def ask(pod: PodSeen, url: str) -> Figures | str:
         async with slots:
-            return await _figures(client, pod, url)
+            return await _figures(client, pod, url, model)
 
     asked = [(pod, url) for pod in pods if (url := metrics_url(pod)) is not None]
     answers = await asyncio.gather(*(ask(pod, url) for pod, url in asked))
@@ -150,12 +155,12 @@ def metrics_url(pod: PodSeen) -> str | None:
     return pod.url(ADMIN_PORT if pod.role == "gateway" else HEALTH_PORT, "/metrics")
 
 
-async def _figures(client: httpx.AsyncClient, pod: PodSeen, url: str) -> Figures | str:
+async def _figures(client: httpx.AsyncClient, pod: PodSeen, url: str, model: str) -> Figures | str:
     try:
         async with asyncio.timeout(ANSWER_S):
             text = await bounded_text(client, url, headers={})
         exposition = Exposition.parse(text)
-        return GatewayFigures.of(exposition) if pod.role == "gateway" else WorkerFigures.of(exposition)
+        return GatewayFigures.of(exposition, model) if pod.role == "gateway" else WorkerFigures.of(exposition)
     except TimeoutError:
         return f"it does not answer within {ANSWER_S:.0f} s"
     except httpx.HTTPError as error:

@@ -275,7 +275,9 @@ class LoadReader:
     now: Callable[[], float] = monotonic
     sampler: PodSampler = field(default_factory=PodSampler)
 
-    async def read(self, pods: Sequence[PodSeen]) -> LoadReading:
-        """Poll all pods. Bounded in time; a pod without metrics is no error but a reason."""
-        answers = await fetch_figures(self.client, pods)
+    async def read(self, pods: Sequence[PodSeen], model: str = "") -> LoadReading:
+        """Poll all pods. Bounded in time; a pod without metrics is no error but a reason. `model`: as in
+        `fetch_figures`.
+        """
+        answers = await fetch_figures(self.client, pods, model)
         return self.sampler.take(self.now(), pods, answers)

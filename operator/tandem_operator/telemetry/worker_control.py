@@ -121,9 +121,11 @@ async def run_canary(
     token: str,
     *,
     pair: tuple[PodSeen, PodSeen] | None = None,
+    model: str = "",
     within_s: float = WITHIN_S,
 ) -> Canary:
-    """One canary through `gateway`: through this prefill and decode pod, or through the router's choice.
+    """One canary through `gateway`: through this prefill and decode pod, or through the router's choice. `model`: for a
+    gateway that has several.
 
     What goes wrong, the gateway's own silence included, is a canary that has not passed, with the reason. `token` is
     that of `orders.order_token`.
@@ -131,13 +133,19 @@ async def run_canary(
     body: dict[str, str | float] = {"within_s": within_s}
     if pair is not None:
         body |= {"prefill": pair[0].name, "decode": pair[1].name}
+    if model:
+        body["model"] = model
     try:
         answer = await post_order(
             client, gateway, ADMIN_PORT, "/canary", body, token=token, within_s=within_s + CANARY_ANSWER_S
         )
     except OrderFailedError as error:
         return Canary(passed=False, message=str(error)[:MAX_MESSAGE])
-    return Canary(passed=answer.get("passed") is True, message=str(answer.get("message", ""))[:MAX_MESSAGE])
+    return Canary(
+        passed=answer.get("passed") is True,
+        message=str(answer.get("message", ""))[:MAX_MESSAGE],
+        unserved=answer.get("unserved") is True,
+    )
 
 
 logger = logging.getLogger(__name__)

@@ -77,6 +77,13 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="JSON or TOML file of several model services, instead of --model. Changes are applied while the gateway "
         "runs; other flags are defaults of its entries (docs/multi-model.md)",
     )
+    group.add_argument(
+        "--independent-models",
+        action="store_true",
+        help="open each entry of --models by itself: one that cannot be opened is tried again and keeps no other out, "
+        "any may be removed, and there may be none. Usage of keys is then counted in the Redis and --cluster of these "
+        "flags instead of the first entry's",
+    )
     add_output_parsers(group)
     _add_api(parser.add_argument_group("API"))
     _add_administration(parser.add_argument_group("administration"))
@@ -205,6 +212,7 @@ def run(args: argparse.Namespace) -> int:
         GatewayConfig(
             models=models_of(args),
             models_file=None if args.models is None else ModelsSource(args.models, model_flags(args)),
+            independent_models=args.independent_models,
             host=args.host,
             port=args.port,
             allowed_hosts=tuple(args.allowed_hosts),
@@ -230,11 +238,15 @@ def from_zero(timeout_s: float | None) -> dict[str, Any]:
 
 
 def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
-    """Those of the file, or the one that the flags say. Raises `ConfigError`."""
+    """Those of the file, or the one that the flags say; none where each is opened later. Raises `ConfigError`."""
     from tandem_services.gateway.models.file import check_models, read_models
 
     if args.models is not None and (args.model is not None or args.served_model_name is not None):
         raise ConfigError("--models names all models: leave out --model and --served-model-name")
+    if args.independent_models:
+        if args.models is None:
+            raise ConfigError("--independent-models is about entries of a file: add --models FILE")
+        return ()
     flags = model_flags(args)
     if args.models is not None:
         return read_models(args.models, flags)

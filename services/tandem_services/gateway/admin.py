@@ -20,6 +20,7 @@ A canary is one short greedy request through a prefill and a decode worker:
 
     POST /canary    {"prefill": "pod-a", "decode": "pod-b"} through exactly these two;
                     {} through the router's choice, with a prefill worker even if the router would have used none
+                    "model": NAME selects one of several models; default: the first
 
 It passes when the decode worker has returned every requested token with KV that the prefill worker sent. It belongs to
 no tenant, bypasses the queue, and has its own cache salt, so that no other request finds its KV. The status is 200
@@ -80,6 +81,7 @@ WorkerName = Annotated[str, msgspec.Meta(min_length=1, max_length=253)]
 class CanaryBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What is asked."""
 
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
     prefill: WorkerName | None = None
     decode: WorkerName | None = None
     within_s: Annotated[float, msgspec.Meta(gt=0, le=120)] = 20.0
@@ -91,6 +93,8 @@ class CanaryReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     passed: bool
     message: str
     """One sentence."""
+    unserved: bool = False
+    """The model is not served here, or not yet."""
     prefill: str = ""
     decode: str = ""
     """Names of the workers."""
@@ -235,6 +239,13 @@ def _judged(report: CanaryReport, record: ChoiceRecord) -> CanaryReport:
     return msgspec.structs.replace(report, passed=passed, message=message, pages=pages)
 
 
+def _not_served(gateway: Gateway, model: str | None) -> str:
+    if model is None:
+        return "no model is served here yet"
+    why = gateway.models.unserved.get(model, "")
+    return f"model '{quoted(model)}' is not served here yet" + (f": {quoted(why)}" if why else "")
+
+
 CANARY = "/canary"
 
 OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY}
@@ -261,12 +272,15 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         drain()
         return json_response({"status": "draining"}, 202)
 
-    canary = Canary(next(iter(gateway.models)), gateway.clock)
     canaries = BodyDecoder(CanaryBody, strict=True)
 
     async def run_canary(request: Request) -> Response:
         require_order(request, gateway.order_access)
-        return json_response(await canary.run(await decode_body(canaries.decode, await read_body(request))))
+        body = await decode_body(canaries.decode, await read_body(request))
+        service = next(iter(gateway.models), None) if body.model is None else gateway.models.find(body.model)
+        if service is None:
+            return json_response(CanaryReport(passed=False, unserved=True, message=_not_served(gateway, body.model)))
+        return json_response(await Canary(service, gateway.clock).run(body))
 
     async def list_models(request: Request) -> Response:
         return json_response(gateway.models.listing(identity_of(request.scope).caller))

@@ -31,6 +31,7 @@ from starlette.types import ASGIApp
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.logs import quoted
+from tandem_engine.ipc.keys import KeyPair
 from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import not_found
 from tandem_services.common.health import Health
@@ -74,6 +75,14 @@ from tandem_services.gateway.observe.tracing import Traces, pass_on
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
+
+
+@dataclass(frozen=True, slots=True)
+class Home:
+    """Whose key authorizes commands to a gateway and separates caches of its tenants: of a fleet, or of none."""
+
+    keys: KeyPair | None
+    cluster: str
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -128,10 +137,12 @@ def build_gateway(
     health: Health,
     usage: UsageBoard | None = None,
     spans: "SpanExport | None" = None,
+    home: Home | None = None,
 ) -> Gateway:
     """Compose the parts. The caller owns what it passes, and closes it after the gateway. `spans`: where traces go.
 
     `fleets` are those of `config.models`; `usage` is what all gateways share of it, None where this one is alone.
+    `home`: None for that of the first fleet.
 
     Raises `ConfigError` for a key file that is no good.
     """
@@ -150,11 +161,12 @@ def build_gateway(
     bodies = BodyBudget(most=config.bodies_bytes, most_per_client=config.bodies_bytes_per_client)
     metrics = HttpMetrics(families)
     metrics.watch_bodies(lambda: bodies.held)
-    first = fleets[0]
+    home = home or Home(fleets[0].context.keys, fleets[0].config.cluster)
     listening = (config.host,) if config.admin_port is None else (config.host, config.admin_host)
     hosts = AllowedHosts.of(config.allowed_hosts, listening=listening)
-    secret = deployment_secret(first.context.keys, first.config.cluster)
-    health.add_check("workers", lambda: _missing_workers(models))
+    secret = deployment_secret(home.keys, home.cluster)
+    if not config.independent_models:
+        health.add_check("workers", lambda: _missing_workers(models))
     return Gateway(
         registry=registry,
         metrics=metrics,
@@ -166,7 +178,7 @@ def build_gateway(
         ),
         bodies=bodies,
         access=_access(config, registry, usage, secret, clock),
-        order_access=OrderAccess(token=token_for(first.context.keys), hosts=hosts),
+        order_access=OrderAccess(token=token_for(home.keys), hosts=hosts),
         hosts=hosts,
         health=health,
         clock=clock,

@@ -82,10 +82,13 @@ class GatewayConfig:
     """Everything a gateway is built from."""
 
     models: tuple[ModelConfig, ...]
-    """What it serves, at least one; no two have a name or a fleet in common. Gateways share what tenants have used of
+    """What it serves at its start; no two have a name or a fleet in common. Gateways share what tenants have used of
     their limits where the first one's fleet is."""
     models_file: ModelsSource | None = None
     """Where `models` come from; None: they never change."""
+    independent_models: bool = False
+    """Each entry of `models_file` is opened and closed by itself, and any may go. `models` is empty: they are opened
+    later. Usage is shared where the defaults of the file say."""
     host: str = LOOPBACK
     port: int = 8000
     allowed_hosts: tuple[str, ...] = ()

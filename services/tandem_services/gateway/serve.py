@@ -22,7 +22,6 @@ import sys
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,7 +35,6 @@ from tandem_engine.base.addresses import Address, is_loopback, is_wildcard
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.logs import configure_logging
 from tandem_engine.base.thread_pools import start_background_threads
-from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
@@ -60,23 +58,21 @@ from tandem_services.gateway.console.fleet_document import (
 )
 from tandem_services.gateway.console.fleet_history import FleetHistory
 from tandem_services.gateway.console.routes import Console, SharedDocument
+from tandem_services.gateway.fleets import HomeFleet, OpenFleets, RoutedFleet, key_pair_of, load_tokenizers
 from tandem_services.gateway.http.accepting import Acceptor, needs_acceptor
 from tandem_services.gateway.http.body import body_parser
 from tandem_services.gateway.http.connection import GatewayConnection, end_one
 from tandem_services.gateway.http.interruption import Closing
 from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
-from tandem_services.gateway.models.service import Fleet
-from tandem_services.router.deployment import Deployment
-from tandem_services.router.registered_adapters import RegisteredAdapters
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.gateway.models.independent import IndependentModels
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
 
 
 def console_of(gateway: Gateway, fleets: Callable[[], Sequence[ViewedFleet]]) -> Console:
-    """`fleets`: those of its models now, at least one."""
+    """`fleets`: those of its models now."""
     journal, started = gateway.answering.journal, gateway.clock.now()
     figures = GatewayFigures(
         health=gateway.health,
@@ -97,106 +93,6 @@ def console_of(gateway: Gateway, fleets: Callable[[], Sequence[ViewedFleet]]) ->
         requests=SharedDocument(build=lambda: latest_requests(journal), clock=gateway.clock),
         journal=journal,
     )
-
-
-LATER_START_S = 5.0
-"""A fleet that is opened while others are served waits for its Redis no longer than this; it is tried again."""
-
-
-@dataclass(frozen=True, slots=True)
-class RoutedFleet:
-    """One of them."""
-
-    router: Router
-    parts: Fleet
-
-    @staticmethod
-    def of(
-        config: ModelConfig, tokenizer: TextTokenizer, keys: KeyPair | None, *, start_timeout_s: float = 30.0
-    ) -> "RoutedFleet":
-        router = Router(
-            RouterConfig(
-                redis=config.redis,
-                cluster=config.cluster,
-                deployment=Deployment.of(keys),
-                local_prefill_tokens=config.local_prefill_tokens,
-                policies=config.policies,
-                exploration=config.exploration,
-                explained_per_second=config.explain_candidates,
-                start_timeout_s=start_timeout_s,
-            )
-        )
-        parts = Fleet(
-            config=config,
-            chooser=router,
-            sessions=router.sessions,
-            context=IpcContext(keys),
-            tokenizer=tokenizer,
-            quarantine=router.quarantine,
-            end_reports=router.end_reports,
-            fairness=router.fairness,
-            adapters=RegisteredAdapters(model=config.name, deployment=Deployment.of(keys), board=router.adapters),
-        )
-        return RoutedFleet(router, parts)
-
-    @property
-    def view(self) -> ViewedFleet:
-        """For people."""
-        return ViewedFleet(self.parts.config.cluster, self.router.fleet, self.parts.config.root)
-
-    async def start(self) -> None:
-        """Raises `RedisUnavailableError`."""
-        await self.router.start()
-        if self.parts.adapters is not None:
-            # No registered name is unknown at first.
-            await self.parts.adapters.sync()
-
-    async def close(self) -> None:
-        await self.router.stop()
-        self.parts.context.close()
-
-
-@dataclass(slots=True)
-class OpenFleets:
-    """All open fleets. The creator of a fleet closes it at the end, with `close_all`, or before."""
-
-    _open: list[RoutedFleet] = field(default_factory=list)
-
-    def add(
-        self,
-        models: Sequence[ModelConfig],
-        tokenizers: Mapping[Path, TextTokenizer],
-        keys: Mapping[str, KeyPair | None],
-    ) -> list[RoutedFleet]:
-        """Those of `models`, not started yet."""
-        fleets = [RoutedFleet.of(model, tokenizers[model.path], keys[model.name]) for model in models]
-        self._open += fleets
-        return fleets
-
-    async def open(self, model: ModelConfig) -> RoutedFleet:
-        """One more, started. Raises `ConfigError`, `CheckpointError` and `RedisUnavailableError`."""
-        tokenizer = await asyncio.to_thread(TextTokenizer.load, model.path)
-        fleet = RoutedFleet.of(model, tokenizer, key_pair_of(model), start_timeout_s=LATER_START_S)
-        try:
-            await fleet.start()
-        except RedisUnavailableError:
-            await fleet.close()
-            raise
-        self._open.append(fleet)
-        return fleet
-
-    async def close(self, fleet: RoutedFleet) -> None:
-        self._open.remove(fleet)
-        await fleet.close()
-
-    async def close_all(self) -> None:
-        while self._open:
-            await self._open.pop().close()
-
-
-def key_pair_of(model: ModelConfig) -> KeyPair | None:
-    """Raises `ConfigError`."""
-    return None if model.curve_keys is None else KeyPair.load(model.curve_keys)
 
 
 __all__ = ["GatewayConfig", "ModelConfig", "listen", "serve"]
@@ -242,11 +138,6 @@ def _spans(config: GatewayConfig) -> Iterator["SpanExport | None"]:
 
     with closing(SpanExport(config.tracing, service=SERVICE, instance=uuid.uuid4().hex)) as export:
         yield export
-
-
-def load_tokenizers(models: Sequence[ModelConfig]) -> dict[Path, TextTokenizer]:
-    """By folder: models of one folder share one. Raises `CheckpointError`."""
-    return {path: TextTokenizer.load(path) for path in dict.fromkeys(model.path for model in models)}
 
 
 class GatewayServer(uvicorn.Server):
@@ -416,12 +307,25 @@ async def _serve(
     await start_background_threads()
     body_parser()
     async with _open_fleets() as door:
-        fleets = door.add(config.models, tokenizers, keys)
+        fleets, home = door.add(config.models, tokenizers, keys), door.add_home(config)
         # An invalid key file is reported at once, without waiting for Redis.
-        parts, usage = [fleet.parts for fleet in fleets], fleets[0].router.usage
-        gateway = build_gateway(config, parts, clock=MonotonicClock(), health=health, usage=usage, spans=spans)
-        await _start(fleets)
-        live = LiveModels(catalog=gateway.models, door=door, build=gateway.build_service, opened=fleets)
+        gateway = build_gateway(
+            config,
+            [fleet.parts for fleet in fleets],
+            clock=MonotonicClock(),
+            health=health,
+            usage=fleets[0].router.usage if home is None else home.usage,
+            spans=spans,
+            home=None if home is None else home.place,
+        )
+        await _start(fleets if home is None else [home])
+        live = LiveModels(
+            catalog=gateway.models,
+            door=door,
+            build=gateway.build_service,
+            opened=fleets,
+            independent=config.independent_models,
+        )
         console = None
         if config.serves_console:
             console = console_of(gateway, lambda: [fleet.view for fleet in live.fleets])
@@ -479,8 +383,13 @@ async def _following(config: GatewayConfig, gateway: Gateway, live: LiveModels[R
         yield
         return
     metrics = ModelsFileMetrics(gateway.shared.families, served=len(config.models))
-    watch = ModelsWatch(source=config.models_file, live=live, metrics=metrics)
-    following = asyncio.create_task(watch.run(config.models), name="models file")
+    if config.independent_models:
+        models = IndependentModels(source=config.models_file, live=live, metrics=metrics, clock=gateway.clock)
+        gateway.health.add_check("models", models.missing)
+        work = models.run()
+    else:
+        work = ModelsWatch(source=config.models_file, live=live, metrics=metrics).run(config.models)
+    following = asyncio.create_task(work, name="models file")
     try:
         yield
     finally:
@@ -489,7 +398,7 @@ async def _following(config: GatewayConfig, gateway: Gateway, live: LiveModels[R
         await live.close()
 
 
-async def _start(fleets: Sequence[RoutedFleet]) -> None:
+async def _start(fleets: Sequence[RoutedFleet] | Sequence[HomeFleet]) -> None:
     """Raises `StartupError` when a Redis cannot be used at all."""
     try:
         for fleet in fleets:

@@ -7,7 +7,7 @@ import sys
 import httpx
 
 from tandem_engine.base.logs import quoted
-from tandem_operator.builders.naming import SERVICE_LABEL
+from tandem_operator.builders.naming import GATEWAY_LABEL, MANAGED, SERVICE_LABEL
 from tandem_services.cli.chat.command import converse
 from tandem_services.cli.flags import key_headers
 from tandem_services.cli.k8s.cluster import CONNECT_S, Cluster, Object, pod_client
@@ -59,7 +59,10 @@ def explain(args: argparse.Namespace) -> int:
 def chat(args: argparse.Namespace) -> int:
     headers = key_headers(args)
     with Cluster.of(args) as cluster:
-        cluster.services(args.name)
+        [service] = cluster.services(args.name)
+        if _shared_gateway(service):
+            # Others behind the same gateways have models, too.
+            args.model = args.model or service["spec"].get("servedModelName", args.name)
         ready = [pod for pod in _gateways(cluster, args.name) if Pod.of(pod).ready]
         if not ready:
             raise RemoteError(f"no gateway of {args.name} is ready: `tandem k8s status {args.name}` shows the reason")
@@ -73,9 +76,22 @@ def chat(args: argparse.Namespace) -> int:
 
 def _gateways(cluster: Cluster, service: str | None) -> list[Object]:
     """Those that run. Raises `RemoteError` when there is none."""
-    selector = f"{COMPONENT_LABEL}={GATEWAY},{SERVICE_LABEL}" + ("" if service is None else f"={service}")
-    pods = [pod for pod in cluster.pods(cluster.namespace, selector) if runs(pod)]
+    owner = MANAGED if service is None else _owner(cluster, service)
+    pods = [pod for pod in cluster.pods(cluster.namespace, f"{COMPONENT_LABEL}={GATEWAY},{owner}") if runs(pod)]
     if not pods:
         of = "" if service is None else f" of {service}"
         raise RemoteError(f"no gateway{of} runs in namespace {cluster.namespace} (-n NAME)")
     return pods
+
+
+def _owner(cluster: Cluster, name: str) -> str:
+    """Selects the gateways of a ModelService: its own, or those of its ModelGateway. Raises `RemoteError`."""
+    [service] = cluster.services(name)
+    shared = _shared_gateway(service)
+    return f"{GATEWAY_LABEL}={shared}" if shared else f"{SERVICE_LABEL}={name}"
+
+
+def _shared_gateway(service: Object) -> str:
+    """The ModelGateway to which a ModelService refers; empty without."""
+    name: str = service["spec"].get("gatewayRef", {}).get("name", "")
+    return name

@@ -277,7 +277,7 @@ class ViewedFleet(NamedTuple):
 def fleet_document(fleets: Sequence[ViewedFleet], gateway: GatewayFigures) -> FleetDocument:
     """All fleets of a gateway as one: their workers say which model they have."""
     views = [fleet.look() for fleet in fleets]
-    age_s = max(view.age_s for view in views)
+    age_s = max((view.age_s for view in views), default=0.0)
     members = sorted((member for view in views for member in view.members), key=_by_role)
     links = [(member.record.view.incarnation, each) for member in members for each in member.record.links]
     links.sort(key=_worst_first)

@@ -15,24 +15,26 @@ A client cannot distinguish an unknown name from one that its key may not use.
     3. close    services that are removed or changed finish their requests, queued ones included, and then close
 
 The first fleet at start stays: its Redis counts the usage of tenants, and its key separates their caches. Everything
-else of the file's first entry may change.
+else of the file's first entry may change. With `independent` none has to stay, and `change_each` opens every model by
+itself: one that cannot be opened keeps no other out.
 """
 
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from typing import Generic, NamedTuple, Protocol, TypeVar
 
 from starlette.types import Scope
 
-from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.base.logs import quoted
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.requests import AdapterRef
 from tandem_services.common.errors import ApiError, bad_request, not_found
+from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.http.middleware import identify_model, identity_of
@@ -62,10 +64,12 @@ class ModelCatalog:
 
     def __init__(self, services: Sequence[ModelService]) -> None:
         """`services`: as of `replace`."""
+        self.unserved: Mapping[str, str] = {}
+        """Why models of the file are not served as it has them, by their own names."""
         self.replace(services)
 
     def replace(self, services: Sequence[ModelService]) -> None:
-        """From now on there are `services`: at least one, no two with a name in common.
+        """From now on there are `services`, no two with a name in common.
 
         Requests that have found a former service finish on it (`ModelService.visits`).
         """
@@ -91,8 +95,8 @@ class ModelCatalog:
         """
         model, colon, own = name.rpartition(":")
         if not colon:
-            if len(self._services) > 1:
-                raise bad_request(f"{param}: send MODEL:NAME, this gateway serves several models", param)
+            if len(self._services) != 1:
+                raise bad_request(f"{param}: send MODEL:NAME, this gateway may serve several models", param)
             return self._services[0], own
         if model not in self._by_name:
             names = ", ".join(service.model.name for service in self._services[:MOST_NAMED])
@@ -104,6 +108,10 @@ class ModelCatalog:
     def names_a_model(self, name: str) -> bool:
         """Whether a model or an alias has this name, which adapters give way to."""
         return name in self._by_name
+
+    def find(self, name: str) -> ModelService | None:
+        """The model of this name or alias."""
+        return self._by_name.get(name)
 
     def policies_of(self, model: str) -> str:
         """By a model's own name; "" where there is none of it any more."""
@@ -127,8 +135,8 @@ class ModelCatalog:
     def _find(self, name: str | None, caller: Caller) -> _Found:
         """Raises as `of_request`."""
         if not name:
-            if len(self._services) > 1:
-                raise bad_request("model is required: this gateway serves several", "model")
+            if len(self._services) != 1:
+                raise bad_request("model is required: this gateway may serve several", "model")
             name = next(iter(self._services[0].model.names_for(caller)), self._services[0].model.name)
         service = self._by_name.get(name)
         if service is not None and name in service.model.names_for(caller):
@@ -188,12 +196,15 @@ class OpenFleet(Protocol):
 
 F = TypeVar("F", bound=OpenFleet)
 
+FAULTS = (ConfigError, CheckpointError, RedisUnavailableError)
+"""Why a fleet cannot be opened; the message is for people."""
+
 
 class FleetDoor(Protocol[F]):
     """Opens and closes fleets."""
 
     async def open(self, model: ModelConfig) -> F:
-        """Raises what `ModelsWatch` treats as an error of the file."""
+        """Raises `FAULTS`."""
         ...
 
     async def close(self, fleet: F) -> None: ...
@@ -218,13 +229,15 @@ class LiveModels(Generic[F]):
     build: Callable[[Fleet], ModelService]
     opened: Sequence[F]
     """Of the catalog's services at the start, in their order."""
+    independent: bool = False
+    """No fleet has to stay."""
     _members: list[_Member[F]] = field(init=False)
-    _first: F = field(init=False)
+    _first: F | None = field(init=False)
     _retiring: dict[asyncio.Task[None], _Member[F]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._members = [_Member(fleet, service) for fleet, service in zip(self.opened, self.catalog, strict=True)]
-        self._first = self.opened[0]
+        self._first = None if self.independent else self.opened[0]
 
     @property
     def fleets(self) -> list[F]:
@@ -239,14 +252,37 @@ class LiveModels(Generic[F]):
     async def change(self, models: Sequence[ModelConfig]) -> None:
         """Serve `models` from now on, as `read_models` has checked them. Raises `ConfigError`, and as the door."""
         self._check_first(models[0])
-        former = list(self._members)
-        kept = {member.config.names: member for member in former if member.config in models}
+        kept = self._unchanged(models)
         fresh = await self._open([model for model in models if model.names not in kept])
-        self._members = [kept.get(model.names) or fresh[model.names] for model in models]
+        self._switch([kept.get(model.names) or fresh[model.names] for model in models], fresh)
+
+    async def change_each(self, models: Sequence[ModelConfig], faults: Mapping[str, str]) -> dict[str, str]:
+        """Serve those of `models` that can be opened. Returns by name why the others, and those with `faults`, are not:
+        of these, what a former entry of the same name has served is served as before.
+        """
+        kept = self._unchanged(models)
+        missing = [model for model in models if model.names not in kept]
+        fresh, refused = await self._open_each(missing)
+        errors = {**faults, **refused}
+        found = {**kept, **fresh}
+        members = [found[model.names] for model in models if model.names in found]
+        taken = {name for member in members for name in member.config.names}
+        members += [
+            member for member in self._members if member.config.name in errors and taken.isdisjoint(member.config.names)
+        ]
+        if members != self._members:
+            self._switch(members, fresh)
+        return errors
+
+    def _unchanged(self, models: Sequence[ModelConfig]) -> dict[tuple[str, ...], _Member[F]]:
+        return {member.config.names: member for member in self._members if member.config in models}
+
+    def _switch(self, members: list[_Member[F]], fresh: Mapping[tuple[str, ...], _Member[F]]) -> None:
+        former, self._members = self._members, members
         for member in fresh.values():
             member.service.start()
-        self.catalog.replace([member.service for member in self._members])
-        gone = [member for member in former if member not in self._members]
+        self.catalog.replace([member.service for member in members])
+        gone = [member for member in former if member not in members]
         for member in gone:
             self._retire(member)
         fields = {"added": [m.config.name for m in fresh.values()], "removed": [m.config.name for m in gone]}
@@ -262,6 +298,8 @@ class LiveModels(Generic[F]):
             await member.service.close()
 
     def _check_first(self, model: ModelConfig) -> None:
+        if self._first is None:
+            return
         first = self._first.parts.config
         if (model.redis, model.cluster, model.curve_keys) != (first.redis, first.cluster, first.curve_keys):
             raise ConfigError(
@@ -280,6 +318,27 @@ class LiveModels(Generic[F]):
                 members[model.names] = _Member(fleet, service)
             opened.pop_all()
         return members
+
+    async def _open_each(
+        self, models: Sequence[ModelConfig]
+    ) -> tuple[dict[tuple[str, ...], _Member[F]], dict[str, str]]:
+        """At once, so that one whose Redis is silent does not delay the others. And by name why some cannot."""
+
+        async def attempt(model: ModelConfig) -> dict[tuple[str, ...], _Member[F]] | str:
+            try:
+                return await self._open([model])
+            except FAULTS as error:
+                return str(error)
+
+        fresh: dict[tuple[str, ...], _Member[F]] = {}
+        errors: dict[str, str] = {}
+        outcomes = await asyncio.gather(*map(attempt, models))
+        for model, outcome in zip(models, outcomes, strict=True):
+            if isinstance(outcome, str):
+                errors[model.name] = outcome
+            else:
+                fresh |= outcome
+        return fresh, errors
 
     def _retire(self, member: _Member[F]) -> None:
         task = asyncio.create_task(self._finish(member), name=f"retirement of {member.config.name}")

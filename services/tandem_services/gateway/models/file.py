@@ -15,13 +15,13 @@ from typing import Annotated, Any
 
 import msgspec
 
-from tandem_engine.base.errors import CheckpointError, ConfigError
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.logs import quoted
 from tandem_services.common.file_watcher import Follower, Signature, signature_of
 from tandem_services.common.metrics import MetricFamilies
-from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.common.redis_client import RedisAddress
 from tandem_services.gateway.config import ModelConfig, ModelsSource
-from tandem_services.gateway.models.catalog import LiveModels
+from tandem_services.gateway.models.catalog import FAULTS, LiveModels
 from tandem_services.gateway.output.reasoning import REASONING_PARSERS
 from tandem_services.gateway.output.tool_parsers.registry import TOOL_CALL_PARSERS
 from tandem_services.router.keys import Keys
@@ -55,6 +55,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     router_exploration: Annotated[float, msgspec.Meta(ge=0, le=1)] | None = None
     local_prefill_tokens: Count | None = None
     session_ttl: Seconds | None = None
+    from_zero_timeout: Seconds | None = None
     max_waiting_requests: Count | None = None
     queue_timeout: Seconds | None = None
     prefill_fallback: bool | None = None
@@ -64,7 +65,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 class ModelsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One file."""
 
-    models: Annotated[tuple[ModelEntry, ...], msgspec.Meta(min_length=1, max_length=MAX_MODELS)]
+    models: Annotated[tuple[ModelEntry, ...], msgspec.Meta(max_length=MAX_MODELS)]
 
 
 def read_models(path: Path, defaults: ModelConfig) -> tuple[ModelConfig, ...]:
@@ -72,14 +73,27 @@ def read_models(path: Path, defaults: ModelConfig) -> tuple[ModelConfig, ...]:
 
     Raises `ConfigError` naming the file, the entry and the fault.
     """
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise ConfigError(f"--models: cannot read {path} ({error.strerror})") from error
-    entries = _parse(path, content).models
+    entries = _parse(path)
+    if not entries:
+        raise ConfigError(f"{path}: models is empty; add one, or start with --independent-models")
     models = tuple(_config(entry, defaults, path, f"models[{n}]") for n, entry in enumerate(entries))
     check_models(models, str(path))
     return models
+
+
+def read_each_model(path: Path, defaults: ModelConfig) -> tuple[tuple[ModelConfig, ...], dict[str, str]]:
+    """As `read_models`, but an entry with a fault is left out, and there may be none: the faults, by name.
+
+    Raises `ConfigError` for a file that cannot be read, and for a name or a fleet that is given twice.
+    """
+    models, faults = [], {}
+    for number, entry in enumerate(_parse(path)):
+        try:
+            models.append(_config(entry, defaults, path, f"models[{number}]"))
+        except ConfigError as error:
+            faults[_names(entry, Path(entry.model))[0]] = str(error)
+    check_models(models, str(path))
+    return tuple(models), faults
 
 
 def check_models(models: Sequence[ModelConfig], where: str) -> None:
@@ -103,12 +117,16 @@ def check_models(models: Sequence[ModelConfig], where: str) -> None:
         fleets[fleet] = model.name
 
 
-def _parse(path: Path, content: bytes) -> ModelsFile:
+def _parse(path: Path) -> tuple[ModelEntry, ...]:
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"--models: cannot read {path} ({error.strerror})") from error
     if len(content) > MAX_FILE_BYTES:
         raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes")
     decode = msgspec.toml.decode if path.suffix == ".toml" else msgspec.json.decode
     try:
-        return decode(content, type=ModelsFile)
+        return decode(content, type=ModelsFile).models
     except msgspec.ValidationError as error:
         raise ConfigError(f"{path}: {quoted(str(error))}") from error
     except (msgspec.DecodeError, ValueError) as error:
@@ -134,6 +152,8 @@ def _config(entry: ModelEntry, defaults: ModelConfig, file: Path, where: str) ->
         "exploration": (entry.router_exploration, float),
         "local_prefill_tokens": (entry.local_prefill_tokens, int),
         "session_ttl_s": (entry.session_ttl, float),
+        "from_zero": (entry.from_zero_timeout, bool),
+        "queue_s": (entry.from_zero_timeout, float),
         "max_waiting": (entry.max_waiting_requests, int),
         "room_s": (entry.queue_timeout, float),
         "prefill_fallback": (entry.prefill_fallback, bool),
@@ -180,6 +200,9 @@ class ModelsFileMetrics:
         self._stale = families.gauge(
             "tandem_gateway_models_file_stale", "1 while the models file is invalid and the previous models are served"
         )
+        self._unserved = families.gauge(
+            "tandem_gateway_models_unserved", "Entries of the models file that cannot be served as they are"
+        )
         self._reloads = families.counter(
             "tandem_gateway_models_file_reloads", "Changes of the models file, by outcome", ["outcome"]
         )
@@ -196,6 +219,9 @@ class ModelsFileMetrics:
 
     def mended(self) -> None:
         self._stale.set(0)
+
+    def unserved(self, entries: int) -> None:
+        self._unserved.set(entries)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -215,7 +241,7 @@ class ModelsWatch:
             take=self._take,
             refused=self._refused,
             mended=self.metrics.mended,
-            faults=(ConfigError, CheckpointError, RedisUnavailableError),
+            faults=FAULTS,
         )
 
     async def run(self, served: Models) -> None:

@@ -13,8 +13,9 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPool
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import ENGINE_FLAGS
-from tandem_operator.builders.gateway import allowed_hosts, may_be_zero
+from tandem_operator.builders.gateway import allowed_hosts
 from tandem_operator.builders.naming import ROLE_LABEL
+from tandem_operator.builders.served import may_be_zero
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan, revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
@@ -25,6 +26,7 @@ from tandem_services.common.settings import read_settings
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.worker.service import ORDER_TIMEOUT_S, SHUTDOWN_GRACE_S
 from tandem_testing.kube_cluster import service_of
+from tandem_testing.kube_gateways import behind, gateway_of, plan_of
 from tandem_testing.pod_security import violations
 
 ROOT = Path(__file__).parents[4]
@@ -42,13 +44,21 @@ def manifests(path: Path) -> list[Manifest]:
     apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True, leader_worker_sets=True)
     settings = OperatorSettings(apis=apis, allow=frozenset({"routes", "monitors"}))
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
-    return list(plan.apply)
+    return [*plan.apply, *([] if service.has_gateways else of_its_gateway(settings))]
+
+
+def of_its_gateway(settings: OperatorSettings) -> list[Manifest]:
+    """Of the ModelGateway of the examples, with such a service and one on its claim."""
+    example = yaml.safe_load((ROOT / "examples/gateway/model-gateway.yaml").read_text())
+    gateway = gateway_of(example["spec"], name=example["metadata"]["name"])
+    claimed = behind("search", model={"claim": {"claimName": "models", "path": "search"}})
+    return list(plan_of(gateway, behind(), claimed, settings=settings).apply)
 
 
 def templates(path: Path) -> list[tuple[str, dict[str, Any]]]:
     found = []
     for one in manifests(path):
-        name, spec = one["metadata"]["name"], one["spec"]
+        name, spec = one["metadata"]["name"], one.get("spec", {})
         if one["kind"] == "Deployment":
             found.append((name, spec["template"]))
         elif one["kind"] == "LeaderWorkerSet":

@@ -6,11 +6,11 @@ import pytest
 from prometheus_client import generate_latest
 
 from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.error_reports import ReconcileResult
 from tandem_operator.controller.leader_election import NotLeading
 from tandem_operator.controller.observations import Observations, ObservationStore
 from tandem_operator.controller.pod_poller import PAUSE_S, STARTING_S, PodPollers
 from tandem_operator.controller.probes import OperatorMetrics
-from tandem_operator.controller.reconcile import ReconcileResult
 from tandem_operator.controller.store import ServiceKey, Store
 from tandem_operator.controller.workqueue import Dispatcher
 from tandem_operator.planning.observed import Canary

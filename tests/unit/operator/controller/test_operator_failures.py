@@ -9,8 +9,9 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.naming import labels_of
 from tandem_operator.controller.applier import Applier
 from tandem_operator.controller.cluster import ApiError
+from tandem_operator.controller.error_reports import REPORT_AFTER_FAILURES
 from tandem_operator.controller.observations import Observations, ObservationStore, Parts
-from tandem_operator.controller.reconcile import REPORT_AFTER_FAILURES, Reconciler
+from tandem_operator.controller.reconcile import Reconciler
 from tandem_operator.controller.store import ServiceKey, Store
 from tandem_operator.planning.plan import Plan, Scaling
 from tandem_operator.settings import OperatorSettings

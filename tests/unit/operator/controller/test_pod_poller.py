@@ -36,7 +36,7 @@ class Reader:
     def __init__(self, seen: LoadReading) -> None:
         self.seen = seen
 
-    async def read(self, pods):
+    async def read(self, pods, model):
         return self.seen
 
 

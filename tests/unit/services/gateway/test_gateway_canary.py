@@ -87,6 +87,20 @@ async def test_through_the_router(rack, tokenizer):
         assert service.chooser.open == 0, "what was reserved is given back"
 
 
+async def test_a_canary_may_name_a_model(rack, tokenizer):
+    rack.add("p", healthy(), Role.PREFILL)
+    rack.add("d", healthy(), Role.DECODE)
+    async with admin_port(rack, tokenizer) as (client, gateway):
+        [service] = gateway.models
+        assert (await canary(client, model=service.model.name))["passed"]
+        gateway.models.unserved = {"later": "its Redis is away"}
+        messages = [(await canary(client, model=name))["message"] for name in ("later", "other")]
+    assert messages == [
+        "model 'later' is not served here yet: its Redis is away",
+        "model 'other' is not served here yet",
+    ]
+
+
 async def failed(rack, tokenizer, **body) -> str:
     async with admin_port(rack, tokenizer) as (client, _):
         report = await canary(client, **body)

@@ -3,9 +3,8 @@
 import asyncio
 import json
 import logging
-import os
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
@@ -18,52 +17,13 @@ from tandem_services.gateway.app import build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig, ModelsSource
 from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch, read_models
-from tandem_services.gateway.models.service import Fleet
-from tandem_testing.gateway_builders import FakeChooser, SessionShelf, events, script, serving_gateway
+from tandem_testing.gateway_builders import events, serving_gateway
 from tandem_testing.metric_text import metric_sum
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
-from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.model_files import Door, entry, replace_file
 from tandem_testing.waiting import until
 
 WATCH = "tandem_services.gateway.models.file"
 DEFAULTS = ModelConfig(path=Path(), names=("unused",), redis=RedisAddress(url="redis://shared:6379"), recovery_s=0.5)
-
-
-@dataclass(eq=False)
-class OpenedFleet:
-    parts: Fleet
-    chooser: FakeChooser
-
-
-@dataclass
-class Door:
-    """Fleets of one mock engine each, which answers with its model's name."""
-
-    rack: object
-    tokenizer: object
-    refusal: Exception | None = None
-    """Of the next fleets."""
-    closed: list[str] = field(default_factory=list)
-
-    async def open(self, model: ModelConfig) -> OpenedFleet:
-        if self.refusal is not None and model.name.startswith("bad"):
-            raise self.refusal
-        text = f"I am {model.name}."
-        says = MockBehaviour(token=scripted_tokens(script(self.tokenizer, text, eos=EOS)), eos=EOS)
-        engine = self.rack.add(f"{model.name}-{len(self.rack.engines)}", says)
-        engine.model = model.name
-        chooser = FakeChooser([engine.view])
-        parts = Fleet(
-            config=model,
-            chooser=chooser,
-            sessions=SessionShelf(),
-            context=self.rack.context,
-            tokenizer=self.tokenizer,
-        )
-        return OpenedFleet(parts, chooser)
-
-    async def close(self, fleet: OpenedFleet) -> None:
-        self.closed.append(fleet.parts.config.name)
 
 
 @dataclass
@@ -92,17 +52,6 @@ class Live:
 
     async def metric(self, name: str) -> float:
         return metric_sum((await self.http.get("/metrics")).text, name)
-
-
-def entry(names: str | tuple[str, ...], **changes) -> dict:
-    first = names if isinstance(names, str) else names[0]
-    return {"model": ".", "served_model_name": names, "cluster": first, **changes}
-
-
-def replace_file(path: Path, text: str) -> None:
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text(text)
-    os.replace(fresh, path)
 
 
 def content(answer: httpx.Response) -> str:
@@ -196,7 +145,7 @@ async def test_other_words_for_a_model_leave_the_others_alone(serve):
     ("text", "complaint"),
     [
         ("{", "not valid JSON"),
-        ('{"models": []}', "length >= 1"),
+        ('{"models": []}', "models is empty"),
         (json.dumps({"models": [entry("a"), entry("a")]}), "given twice"),
         (json.dumps({"models": [{"model": "nowhere"}]}), "is no folder"),
         (json.dumps({"models": [entry("b"), entry("a")]}), "the first entry's"),

@@ -77,7 +77,7 @@ def test_a_redis_of_its_own_does_not_take_the_others_password(write, tmp_path):
 @pytest.mark.parametrize(
     ("entries", "sentence"),
     [
-        ([], "Expected `array` of length >= 1"),
+        ([], "models is empty"),
         ([{}], "missing required field `model`"),
         ([{"model": "absent"}], r"models\[0\].model: .*absent is no folder"),
         ([{"model": "llama", "modle": "x"}], "unknown field `modle`"),

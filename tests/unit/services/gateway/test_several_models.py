@@ -10,8 +10,8 @@ import pytest
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
+from tandem_services.gateway.fleets import load_tokenizers
 from tandem_services.gateway.models.service import Fleet
-from tandem_services.gateway.serve import load_tokenizers
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, events, script, serving_fleets
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.metric_text import metric_sum

@@ -1,0 +1,168 @@
+"""A ModelGateway on a real API server: services behind it come and go, and no gateway pod changes."""
+
+import json
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
+from tandem_testing.kube_services import GROUP
+from tandem_testing.waiting import wait_equal, wait_for
+
+pytestmark = KUBE
+
+FRONT = {"gatewayRef": {"name": "front"}}
+
+
+def is_leaving(pod: dict[str, Any]) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
+
+
+@dataclass(frozen=True)
+class Front:
+    """The ModelGateway `front` of one namespace."""
+
+    cluster: ControlPlane
+    namespace: str
+
+    @property
+    def path(self) -> str:
+        return f"{GROUP}/namespaces/{self.namespace}/modelgateways/front"
+
+    def apply(self, **spec: Any) -> None:
+        manifest = {
+            "apiVersion": "tandem.dev/v1alpha1",
+            "kind": "ModelGateway",
+            "metadata": {"name": "front", "namespace": self.namespace},
+            "spec": spec,
+        }
+        self.cluster.apply(manifest, force=True).raise_for_status()
+
+    def delete(self) -> None:
+        self.cluster.api.delete(self.path).raise_for_status()
+
+    def status(self) -> dict[str, Any]:
+        status: dict[str, Any] = self.cluster.get(self.path).get("status", {})
+        return status
+
+    def condition(self, kind: str) -> tuple[str, str]:
+        conditions = self.status().get("conditions", [])
+        return next(((one["status"], one["reason"]) for one in conditions if one["type"] == kind), ("", ""))
+
+    def wait_condition(self, kind: str, status: str, reason: str) -> None:
+        wait_equal(lambda: self.condition(kind), (status, reason), PATIENCE_S, lambda: str(self.status()))
+
+    def wait_served(self, **names: list[str]) -> None:
+        """Until the models file has these services with these names."""
+        wait_equal(self.served, names, PATIENCE_S, lambda: str(self.status()))
+
+    def served(self) -> dict[str, list[str]]:
+        """Names of models by service, as the gateways get them."""
+        found = self.cluster.api.get(f"/api/v1/namespaces/{self.namespace}/configmaps/front-models")
+        if found.status_code == 404:
+            return {}
+        entries = json.loads(found.json()["data"]["models.json"])["models"]
+        return {one["cluster"].rpartition(".")[2]: one["served_model_name"] for one in entries}
+
+    def files(self) -> set[str]:
+        """Kinds of files that the gateways get, with the service of each."""
+        data = self.cluster.get(f"/api/v1/namespaces/{self.namespace}/secrets/front-fleets").get("data", {})
+        return {f"{name.split('.')[0]} {'keys' if name.endswith('.json') else name.split('.')[1]}" for name in data}
+
+    def pods(self) -> dict[str, tuple[str, bool]]:
+        """Gateway pods with their templates, and whether they are being deleted."""
+        path = f"/api/v1/namespaces/{self.namespace}/pods"
+        items = self.cluster.api.get(path, params={"labelSelector": "tandem.dev/gateway=front"}).json()["items"]
+        return {
+            one["metadata"]["name"]: (
+                one["metadata"]["labels"]["pod-template-hash"],
+                "deletionTimestamp" in one["metadata"],
+            )
+            for one in items
+        }
+
+    def events(self) -> set[tuple[str, str]]:
+        items = self.cluster.get(f"/apis/events.k8s.io/v1/namespaces/{self.namespace}/events")["items"]
+        return {(one["type"], one["reason"]) for one in items if one["regarding"]["kind"] == "ModelGateway"}
+
+
+@pytest.fixture
+def front(control_plane: ControlPlane, namespace: str) -> Front:
+    return Front(control_plane, namespace)
+
+
+def test_services_come_and_go_behind_a_model_gateway(services, front, running):
+    front.apply(replicas=2)
+    front.wait_condition("Ready", "True", "GatewaysReady")
+    assert front.served() == {}
+    before = front.pods()
+    assert len(before) == 2
+
+    services.apply("chat", servedModelName="llama", aliases=["gpt"], **FRONT)
+    services.apply("search", **FRONT)
+    front.wait_served(chat=["llama", "gpt"], search=["search"])
+    wait_equal(front.files, {"chat keys", "chat redis-password", "search keys", "search redis-password"}, PATIENCE_S)
+    for name in ("chat", "search"):
+        services.wait_ready(name)
+        assert services.get(name)["status"]["endpoint"] == f"http://front-gateway.{front.namespace}.svc"
+        assert f"{name}-gateway" not in services.deployments(name)
+    wait_equal(lambda: (front.status().get("served"), front.status().get("ready")), (2, "2/2"), PATIENCE_S)
+
+    services.delete("search")
+    front.wait_served(chat=["llama", "gpt"])
+    wait_equal(front.files, {"chat keys", "chat redis-password"}, PATIENCE_S)
+    assert front.pods() == before
+    wait_equal(lambda: {("Normal", "ServiceAdded"), ("Normal", "ServiceRemoved")} <= front.events(), True, PATIENCE_S)
+
+
+def test_a_taken_name_is_refused_and_its_first_model_is_served_on(services, front, running):
+    front.apply()
+    services.apply("chat", servedModelName="llama", **FRONT)
+    front.wait_served(chat=["llama"])
+    services.apply("other", servedModelName="llama", **FRONT)
+    services.wait_condition("RouterReady", "False", "NameTaken", "other")
+    front.wait_condition("ServicesServed", "False", "NameTaken")
+    assert front.served() == {"chat": ["llama"]}
+    services.wait_ready("chat")
+    services.apply("other", servedModelName="qwen", **FRONT)
+    front.wait_served(chat=["llama"], other=["qwen"])
+    services.wait_ready("other")
+
+
+def test_a_service_waits_for_its_model_gateway_and_outlives_it(services, front, running):
+    services.apply("chat", **FRONT)
+    services.wait_condition("RouterReady", "False", "GatewayMissing")
+    front.apply()
+    services.wait_ready("chat")
+    workers = set(services.leaving("worker"))
+    front.delete()
+    services.wait_condition("RouterReady", "False", "GatewayMissing")
+    wait_for(lambda: front.pods() == {}, PATIENCE_S, lambda: str(front.pods()))
+    for kind, name in (("configmaps", "front-models"), ("secrets", "front-fleets"), ("secrets", "front-curve")):
+        path = f"/api/v1/namespaces/{front.namespace}/{kind}/{name}"
+        wait_equal(lambda path=path: front.cluster.api.get(path).status_code, 404, PATIENCE_S)
+    assert set(services.leaving("worker")) == workers
+
+    services.apply("chat")
+    services.wait_ready("chat")
+    assert services.get("chat")["status"]["endpoint"] == f"http://chat-gateway.{front.namespace}.svc"
+
+
+def test_what_belongs_to_a_model_gateway_is_refused_in_a_service(services, front, running):
+    front.apply(inferencePool={})
+    front.wait_condition("Valid", "False", "InvalidSpec")
+    services.apply("chat", gateway={"replicas": 2}, **FRONT)
+    services.wait_condition("Valid", "False", "InvalidSpec")
+    message = next(one["message"] for one in services.get()["status"]["conditions"] if one["type"] == "Valid")
+    assert message.startswith("spec.gateway.replicas: with gatewayRef it is of ModelGateway 'front'")
+
+
+def test_files_edited_by_hand_are_written_again(services, front, running):
+    front.apply()
+    services.apply("chat", **FRONT)
+    front.wait_served(chat=["chat"])
+    path = f"/api/v1/namespaces/{front.namespace}/configmaps/front-models"
+    front.cluster.merge(path, {"data": {"models.json": "{}"}}).raise_for_status()
+    wait_equal(lambda: front.cluster.get(path)["data"]["models.json"] != "{}", True, PATIENCE_S)
+    front.wait_served(chat=["chat"])

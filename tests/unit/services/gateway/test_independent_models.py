@@ -1,0 +1,138 @@
+"""Models that a gateway opens one by one (`--independent-models`): none keeps another out, and there may be none."""
+
+import json
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tandem_services.common.health import Health
+from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
+from tandem_services.gateway.app import Home, build_gateway
+from tandem_services.gateway.config import GatewayConfig, ModelConfig, ModelsSource
+from tandem_services.gateway.models.catalog import LiveModels
+from tandem_services.gateway.models.file import ModelsFileMetrics
+from tandem_services.gateway.models.independent import IndependentModels
+from tandem_testing.gateway_builders import serving_gateway
+from tandem_testing.metric_text import metric_sum
+from tandem_testing.model_files import Door, entry, replace_file
+from tandem_testing.service_clock import ServiceClock
+
+DEFAULTS = ModelConfig(path=Path(), names=("unused",), redis=RedisAddress(url="redis://home:6379"), recovery_s=0.5)
+
+
+@dataclass
+class Front:
+    http: httpx.AsyncClient
+    path: Path
+    door: Door
+    models: IndependentModels
+    clock: ServiceClock
+
+    async def say(self, *entries: dict) -> None:
+        replace_file(self.path, json.dumps({"models": entries}))
+        await self.models.poll()
+
+    async def later(self) -> None:
+        """The next attempt after the longest pause."""
+        self.clock.advance(60.0)
+        await self.models.poll()
+
+    async def answers(self, *names: str) -> dict[str, str | int]:
+        """What each model says, or the status."""
+        said: dict[str, str | int] = {}
+        for name in names:
+            body = {"model": name, "messages": [{"role": "user", "content": "hi"}]}
+            answer = await self.http.post("/v1/chat/completions", json=body)
+            good = answer.status_code == 200
+            said[name] = answer.json()["choices"][0]["message"]["content"] if good else answer.status_code
+        return said
+
+    async def metric(self, name: str) -> float:
+        return metric_sum((await self.http.get("/metrics")).text, name)
+
+
+@pytest.fixture
+def front(rack, tokenizer, tmp_path):
+    @asynccontextmanager
+    async def front():
+        path = tmp_path / "models.json"
+        source, clock = ModelsSource(path, DEFAULTS), ServiceClock()
+        settings = GatewayConfig(models=(), models_file=source, independent_models=True, ping_interval_s=5.0)
+        gateway = build_gateway(settings, [], clock=clock, health=Health(), home=Home(None, "home"))
+        door = Door(rack, tokenizer)
+        live = LiveModels(catalog=gateway.models, door=door, build=gateway.build_service, opened=[], independent=True)
+        metrics = ModelsFileMetrics(gateway.shared.families, served=0)
+        models = IndependentModels(source=source, live=live, metrics=metrics, clock=clock)
+        gateway.health.add_check("models", models.missing)
+        async with serving_gateway(gateway, settings) as http:
+            yield Front(http, path, door, models, clock)
+            await live.close()
+
+    return front
+
+
+async def test_a_gateway_without_models_is_ready_once_it_has_read(front):
+    async with front() as one:
+        await one.models.poll()
+        unread = await one.http.get("/ready")
+        assert (unread.status_code, unread.json()["reasons"][0].split(" (")[0]) == (
+            503,
+            f"models: --models: cannot read {one.path}",
+        )
+        await one.say()
+        assert (await one.http.get("/ready")).status_code == 200
+        assert (await one.http.get("/v1/models")).json()["data"] == []
+        nameless = await one.http.post("/v1/completions", json={"prompt": "hi"})
+        assert nameless.status_code == 400
+        await one.say(entry("a"))
+        assert await one.answers("a") == {"a": "I am a."}
+        await one.say()
+        assert await one.answers("a") == {"a": 404}
+        assert (await one.http.get("/ready")).status_code == 200
+
+
+async def test_an_entry_that_cannot_be_opened_keeps_no_other_out(front):
+    async with front() as one:
+        one.door.refusal = RedisUnavailableError("redis://bad:6379 does not answer")
+        nowhere = {**entry("lost"), "model": "nowhere"}
+        await one.say(entry("bad"), nowhere, entry("a"))
+        assert await one.answers("a", "bad", "lost") == {"a": "I am a.", "bad": 404, "lost": 404}
+        why = one.models.live.catalog.unserved
+        assert why["bad"] == "redis://bad:6379 does not answer"
+        assert "is no folder" in why["lost"]
+        assert await one.metric("tandem_gateway_models_unserved") == 2
+        served = one.models.live.fleets
+        one.door.refusal = None
+        await one.models.poll()
+        assert one.models.live.fleets == served, "the pause is not over"
+        await one.later()
+        assert await one.answers("a", "bad") == {"a": "I am a.", "bad": "I am bad."}
+        assert served[0] in one.models.live.fleets
+        assert one.door.closed == []
+
+
+async def test_a_successor_that_cannot_be_opened_leaves_its_model_alone(front):
+    async with front() as one:
+        await one.say(entry("bad"), entry("a"))
+        one.door.refusal = RedisUnavailableError("it does not answer")
+        await one.say(entry(("bad", "worse")), entry("a"))
+        assert await one.answers("bad", "worse") == {"bad": "I am bad.", "worse": 404}
+        await one.say({**entry(("bad", "worse")), "model": "nowhere"}, entry("a"))
+        assert await one.answers("bad", "worse") == {"bad": "I am bad.", "worse": 404}
+        one.door.refusal = None
+        await one.say(entry(("bad", "worse")), entry("a"))
+        assert await one.answers("bad", "worse") == {"bad": "I am bad.", "worse": "I am bad."}
+
+
+async def test_an_invalid_file_changes_nothing_until_it_is_mended(front):
+    async with front() as one:
+        await one.say(entry("a"))
+        await one.say(entry("a"), entry("a"))
+        assert await one.metric("tandem_gateway_models_file_stale") == 1
+        assert await one.answers("a") == {"a": "I am a."}
+        await one.say(entry("a"))
+        assert await one.metric("tandem_gateway_models_file_stale") == 0
+        assert one.door.closed == []
