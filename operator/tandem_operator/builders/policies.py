@@ -88,13 +88,13 @@ def _budget(service: Served, name: str, labels: Labels, settings: OperatorSettin
     }
 
 
-def network_policies(service: Served, settings: OperatorSettings, redis_ports: Iterable[int] = ()) -> list[Manifest]:
+def network_policies(service: Served, settings: OperatorSettings, other_ports: Iterable[int] = ()) -> list[Manifest]:
     """Only required clients reach these pods: clients the gateway, gateways and workers each other and Redis. The pods
     themselves reach each other, and outside of the service what the spec names. Gateways of a ModelGateway reach the
     pods of all services of the namespace, whose own policies decide.
 
     Args:
-        redis_ports: of external Redis of the services behind a ModelGateway.
+        other_ports: of external Redis of the services behind a ModelGateway.
     """
     security = service.spec.security
     if not security.network_policies:
@@ -138,7 +138,7 @@ def network_policies(service: Served, settings: OperatorSettings, redis_ports: I
     if service.shared:
         targets.append({"podSelector": {"matchExpressions": [{"key": SERVICE_LABEL, "operator": "Exists"}]}})
     return [
-        _policy(service, part, rules, _egress(service, part, targets, redis_ports)) for part, rules in reach.items()
+        _policy(service, part, rules, _egress(service, part, targets, other_ports)) for part, rules in reach.items()
     ]
 
 

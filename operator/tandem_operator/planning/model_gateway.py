@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
-from urllib.parse import urlsplit
 
 import msgspec
 
@@ -22,7 +21,7 @@ from tandem_operator.builders.gateway import gateway_deployment, gateway_service
 from tandem_operator.builders.models_file import FleetFile, entry_of, fleets_secret, models_config_map, tokenizer_folder
 from tandem_operator.builders.naming import cluster_name, gateway_name
 from tandem_operator.builders.policies import disruption_budgets, network_policies, pod_monitors
-from tandem_operator.builders.redis import PORT, redis_deployment, redis_service
+from tandem_operator.builders.redis import redis_deployment, redis_ports, redis_service
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.plan import Changes, endpoint_of, generated_secrets, with_patches
@@ -195,13 +194,13 @@ def shared_models(gateway: Served, referring: Iterable[Referring], former: Forme
         models_file=json.dumps({"models": entries}, indent=1),
         files=selection.files,
         services=tuple(services[name] for name in sorted(services)),
-        redis_ports=tuple(sorted({port for one in known.values() if (port := _external_port(one.service))})),
+        redis_ports=tuple(sorted({port for one in known.values() for port in _external_ports(one.service)})),
     )
 
 
-def _external_port(service: Served | None) -> int | None:
+def _external_ports(service: Served | None) -> list[int]:
     external = service.spec.redis.external if service is not None else None
-    return None if external is None else urlsplit(external.url).port or PORT
+    return [] if external is None else redis_ports(external)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

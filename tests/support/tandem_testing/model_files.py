@@ -3,6 +3,7 @@
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.models.service import Fleet
@@ -21,7 +22,8 @@ class OpenedFleet:
 class Door:
     """Fleets of one mock engine each, which answers with its model's name."""
 
-    rack: object
+    rack: Any
+    """Of mock engines."""
     tokenizer: object
     refusal: Exception | None = None
     """Of the next fleets."""

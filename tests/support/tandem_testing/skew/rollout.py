@@ -4,7 +4,7 @@ Each stage sends the same requests, with prefixes that no cache has, and compare
 of the old release alone. A stage that changes a member does so while most streams speak, and sends them again after it.
 """
 
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -51,7 +51,7 @@ class Rollout:
     _expected: dict[Ask, Answer] = field(default_factory=dict)
     _stages: int = 0
 
-    async def stages(self) -> AsyncIterator[StageResult]:
+    async def stages(self) -> AsyncGenerator[StageResult]:
         """The order of docs/upgrade-rollback.md: prefill and decode workers, then gateways; and a way back."""
         fleet, old, new = self.fleet, self.old, self.new
         fleet.add_gateway(old)
@@ -145,7 +145,7 @@ class Rollout:
         return Damage(failed=1) if expected is None else compare_answers(expected, answer)
 
 
-async def run_rollout(old: Release, new: Release, folder: Path) -> AsyncIterator[StageResult]:
+async def run_rollout(old: Release, new: Release, folder: Path) -> AsyncGenerator[StageResult]:
     """All stages in a fleet that is started for them; its logs stay in `folder`."""
     async with MixedFleet.running(folder) as fleet:
         async for result in Rollout(fleet=fleet, old=old, new=new).stages():

@@ -64,6 +64,21 @@ def test_an_entry_has_what_its_service_sets_for_its_model():
     assert models.redis_ports == (6380,)
 
 
+def test_an_entry_names_the_password_of_its_sentinels():
+    external = {
+        "url": "redis+sentinel://sentinel.example:26379/main",
+        "sentinelUser": "watch",
+        "sentinelPassword": {"name": "s", "key": "p"},
+    }
+    models = shared_models(gateway_of(), [behind(redis={"external": external})], Former())
+    (entry,) = json.loads(models.models_file)["models"]
+    file = "/etc/tandem/fleets/chat.redis-sentinel"
+    assert entry["redis_url"] == (
+        f"redis+sentinel://sentinel.example:26379/main?sentinel_username=watch&sentinel_password_file={file}"
+    )
+    assert file.rpartition("/")[2] in models.files
+
+
 def test_other_keys_are_another_entry():
     first, second = (shared_models(gateway_of(), [behind(keys=keys)], Former()) for keys in (b"{}", b"[]"))
     assert first.models_file != second.models_file
