@@ -36,6 +36,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from tandem_operator.api.model_adapter import ModelAdapterStatus
 from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import RoleName
@@ -61,6 +62,7 @@ from tandem_operator.controller.store import (
     Seen,
     ServiceKey,
     Store,
+    ask_of,
     digest,
     generation_of,
     kind_of,
@@ -329,6 +331,7 @@ class Applier:
             await self.delete(parts.owned[ref])
             wrote = True
         wrote |= await self._pool_statuses(service, plan.pools)
+        wrote |= await self.write_adapter_statuses(parts.model_adapters, plan.model_adapters)
         return wrote | await self.write_status(service, plan.status)
 
     async def _rehearse(self, service: Seen, parts: Parts, plan: Changes) -> None:
@@ -464,6 +467,24 @@ class Applier:
             if wanted != status_as(pool, WorkerPoolStatus):
                 await self._apply_status(pool, msgspec.to_builtins(wanted))
                 wrote = True
+        return wrote
+
+    async def write_adapter_statuses(
+        self, adapters: Iterable[Seen], statuses: Mapping[str, ModelAdapterStatus]
+    ) -> bool:
+        """Of ModelAdapters, where they are others. Whether any was written."""
+        wrote = False
+        for seen in adapters:
+            status = statuses.get(seen.ref.name)
+            if status is None or status == ask_of(seen).before:
+                continue
+            try:
+                await self._apply_status(seen, msgspec.to_builtins(status))
+            except ApiError as error:
+                # Deleted in the meantime, or another has its name by now: its event comes.
+                if not (error.absent or error.conflict):
+                    raise
+            wrote = True
         return wrote
 
     async def _apply_status(self, seen: Seen, status: Manifest) -> None:
