@@ -36,7 +36,6 @@ from typing import Protocol
 import msgspec
 import zmq
 
-from tandem_operator.api.model_adapter import ModelAdapterStatus
 from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import RoleName
@@ -62,7 +61,6 @@ from tandem_operator.controller.store import (
     Seen,
     ServiceKey,
     Store,
-    ask_of,
     digest,
     generation_of,
     kind_of,
@@ -331,7 +329,6 @@ class Applier:
             await self.delete(parts.owned[ref])
             wrote = True
         wrote |= await self._pool_statuses(service, plan.pools)
-        wrote |= await self.write_adapter_statuses(parts.model_adapters, plan.model_adapters)
         return wrote | await self.write_status(service, plan.status)
 
     async def _rehearse(self, service: Seen, parts: Parts, plan: Changes) -> None:
@@ -382,7 +379,7 @@ class Applier:
         """Through the status subresource, if it is another."""
         if status == status_as(service, type(status)):
             return False
-        await self._apply_status(service, msgspec.to_builtins(status))
+        await self.apply_status(service, msgspec.to_builtins(status))
         return True
 
     async def delete(self, seen: Seen) -> None:
@@ -465,29 +462,12 @@ class Applier:
                 continue
             wanted = msgspec.structs.replace(status, observed_generation=generation_of(pool))
             if wanted != status_as(pool, WorkerPoolStatus):
-                await self._apply_status(pool, msgspec.to_builtins(wanted))
+                await self.apply_status(pool, msgspec.to_builtins(wanted))
                 wrote = True
         return wrote
 
-    async def write_adapter_statuses(
-        self, adapters: Iterable[Seen], statuses: Mapping[str, ModelAdapterStatus]
-    ) -> bool:
-        """Of ModelAdapters, where they are others. Whether any was written."""
-        wrote = False
-        for seen in adapters:
-            status = statuses.get(seen.ref.name)
-            if status is None or status == ask_of(seen).before:
-                continue
-            try:
-                await self._apply_status(seen, msgspec.to_builtins(status))
-            except ApiError as error:
-                # Deleted in the meantime, or another has its name by now: its event comes.
-                if not (error.absent or error.conflict):
-                    raise
-            wrote = True
-        return wrote
-
-    async def _apply_status(self, seen: Seen, status: Manifest) -> None:
+    async def apply_status(self, seen: Seen, status: Manifest) -> None:
+        """Through the status subresource, of any object."""
         metadata = {"name": seen.ref.name, "namespace": seen.namespace, "uid": seen.uid}
         body = {"apiVersion": seen.ref.api_version, "kind": seen.ref.kind, "metadata": metadata, "status": status}
         self._store.put(Seen.of(await self._cluster.apply(body, subresource="status")))

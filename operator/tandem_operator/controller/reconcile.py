@@ -12,11 +12,10 @@ before the number of replicas: for scalings of the autoscaler, a rollout, an HPA
 
 import logging
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
-from tandem_operator.api.model_adapter import ModelAdapterStatus
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.naming import ROLE_LABEL, curve_secret_name, redis_secret_name
@@ -24,32 +23,20 @@ from tandem_operator.builders.served import Served, served
 from tandem_operator.controller.applier import Applier, SecretLookup, pods_that_hold
 from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.error_reports import ErrorReports, ReconcileResult, rfc3339
-from tandem_operator.controller.events import (
-    EventRecorder,
-    ServiceEvent,
-    events_for_conditions,
-    events_for_transition,
-)
+from tandem_operator.controller.events import EventRecorder, ServiceEvent, events_for_transition
+from tandem_operator.controller.model_adapters import ModelAdapterStatuses
 from tandem_operator.controller.model_gateways import gateway_pods, gateway_seen, namesakes
-from tandem_operator.controller.observations import (
-    Observations,
-    ObservationStore,
-    Parts,
-    canaries_by_readiness,
-    model_adapters_of,
-)
+from tandem_operator.controller.observations import Observations, ObservationStore, Parts, canaries_by_readiness
 from tandem_operator.controller.store import (
     DEPLOYMENT,
     WORKER_POOL,
     Seen,
     ServiceKey,
     Store,
-    ask_of,
     generation_of,
     spec_of,
     status_of,
 )
-from tandem_operator.planning.adapter_status import without_service
 from tandem_operator.planning.deletion import FORMER_FINALIZER, drain_bound_s, leaving
 from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed
 from tandem_operator.planning.plan import Plan, make_plan, refused, wanted_workers
@@ -176,6 +163,7 @@ class Reconciler:
         self._settings = settings
         self._now = now
         self._finalizer = Finalizer(applier, events, clock)
+        self._adapters = ModelAdapterStatuses(applier, events)
         self._reports = ErrorReports(store, applier, events, ModelServiceStatus, now)
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult:
@@ -190,7 +178,7 @@ class Reconciler:
         known = self._store.parts(key)
         if service is None:
             self._forget(key)
-            await self._report_adapters(key, known)
+            await self._adapters.write_without_service(known, key.name, rfc3339(self._now()))
             result = await self._finalizer.step(key, known)
             return ReconcileResult(result.wrote, result.again_s)
         service = await self._without_former_finalizer(service)
@@ -245,22 +233,8 @@ class Reconciler:
         self._reports.planned(service.key, plan.status)
         wrote = await self._applier.apply_plan(service, parts, plan)
         await self._reports.post(service, events_for_transition(before, plan.status))
-        await self._post_adapter_events(parts.model_adapters, plan.model_adapters)
+        wrote |= await self._adapters.write(parts.model_adapters, plan.model_adapters)
         return ReconcileResult(wrote)
-
-    async def _report_adapters(self, key: ServiceKey, known: Iterable[Seen]) -> None:
-        """ModelAdapters of a service that is not there."""
-        adapters = model_adapters_of(known)
-        statuses = without_service(map(ask_of, adapters), key.name, rfc3339(self._now()))
-        await self._applier.write_adapter_statuses(adapters, statuses)
-        await self._post_adapter_events(adapters, statuses)
-
-    async def _post_adapter_events(self, adapters: Iterable[Seen], statuses: Mapping[str, ModelAdapterStatus]) -> None:
-        """`adapters`: as they were before their statuses were written."""
-        for seen in adapters:
-            after = statuses.get(seen.ref.name)
-            if after is not None:
-                await self._reports.post(seen, events_for_conditions(ask_of(seen).before.conditions, after.conditions))
 
     async def _observe(self, wanted: Served, key: ServiceKey, parts: Parts) -> Observed:
         names = {*referenced_secrets(wanted)}

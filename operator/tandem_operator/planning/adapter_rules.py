@@ -67,12 +67,10 @@ def _sources(service: Served) -> Iterator[str]:
     known: dict[str, tuple[int, ImageSource | HuggingFaceSource]] = {}
     for number, one in enumerate(service.spec.adapters):
         image, hub = one.source.image, one.source.hugging_face
-        if image is not None:
-            place, source = image.reference, msgspec.structs.replace(image, path="")
-        elif hub is not None:
-            place, source = folder_of(one.source), hub
-        else:
+        source = hub if image is None else msgspec.structs.replace(image, path="")
+        if source is None:
             continue
+        place = folder_of(one.source) if image is None else image.reference
         first, other = known.setdefault(place, (number, source))
         if other != source:
             yield (

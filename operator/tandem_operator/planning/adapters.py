@@ -257,21 +257,23 @@ def _status(one: WantedAdapter, reading: Reading, workers: Workers, *, pinned: b
         digest=held.digest if held is not None else "",
         state=state,
         pinned=bool(reading.pinned_on[one.name]) if one.name in reading.pinned_on else pinned,
-        **_counts(held, workers),
+        prefill=_count(held, workers, "prefill"),
+        decode=_count(held, workers, "decode"),
         message=message[:MAX_MESSAGE],
         failed=_failed(failure),
     )
 
 
 def _leaving(one: AdapterStatus, reading: Reading, workers: Workers) -> AdapterStatus:
-    failure = _failure(reading, one.name, None)
+    held, failure = (reading.held or {}).get(one.name), _failure(reading, one.name, None)
     return AdapterStatus(
         name=one.name,
         source=one.source,
         model_adapter=one.model_adapter,
         digest=one.digest,
         state="Unloading",
-        **_counts((reading.held or {}).get(one.name), workers),
+        prefill=_count(held, workers, "prefill"),
+        decode=_count(held, workers, "decode"),
         message=(failure.message if failure is not None else reading.problem)[:MAX_MESSAGE],
         failed=_failed(failure),
     )
@@ -283,9 +285,9 @@ def _failure(reading: Reading, name: str, wanted: WantedAdapter | None) -> Failu
     return found if found is not None and found.wanted == wanted else None
 
 
-def _counts(held: HeldAdapter | None, workers: Workers) -> dict[RoleName, int]:
-    found = held.workers if held is not None else frozenset()
-    return {role: sum(of == role for name, of in workers.items() if name in found) for role in ("prefill", "decode")}
+def _count(held: HeldAdapter | None, workers: Workers, role: RoleName) -> int:
+    """Ready workers of a role that have it in memory."""
+    return 0 if held is None else sum(of == role for name, of in workers.items() if name in held.workers)
 
 
 def _failed(failure: Failure | None) -> list[FailedWorker]:
