@@ -215,6 +215,22 @@ async def test_without_a_gateway_the_last_list_stays(sync, gateway):
     assert older.held == first.held
 
 
+async def test_a_shared_gateway_gets_its_own_token_and_the_model(gateway):
+    tokens = []
+
+    async def token(served):
+        tokens.append(served.name)
+        return "token"
+
+    shared = replace(seen({**SPEC, "gatewayRef": {"name": "shared"}}, "sql"), gateway=service_of(name="shared"))
+    async with httpx.AsyncClient(transport=httpx.MockTransport(gateway.respond)) as client:
+        sync = AdapterSync(client, token)
+        await sync.step(shared)
+        await settled(sync)
+    assert tokens == ["shared"]
+    assert gateway.commands[0][1]["model"] == "chat"
+
+
 async def test_a_missing_key_file_is_reported(gateway):
     async def token(_):
         raise OrderFailedError("Secret 'chat-curve' does not exist yet")

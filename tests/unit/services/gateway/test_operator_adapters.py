@@ -116,6 +116,15 @@ async def test_a_wrong_name_is_an_answer_of_one_sentence(served):
     assert (missing.done, missing.message) == (False, "The adapter 'sql' is not loaded.")
 
 
+async def test_one_of_several_models_is_selected_by_name(served):
+    assert (await send_command(served.client, GATEWAY, TOKEN, Load(wanted=SQL, digest=""), model="mock")).done
+    assert list(await registered_adapters(served.client, GATEWAY, TOKEN, model="mock")) == ["sql"]
+    with pytest.raises(OrderFailedError, match="404: .*no model 'other' is served here yet"):
+        await registered_adapters(served.client, GATEWAY, TOKEN, model="other")
+    report = await send_command(served.client, GATEWAY, TOKEN, Unload(name="sql"), model="other")
+    assert (report.done, "no model 'other'" in report.message) == (False, True)
+
+
 @pytest.mark.parametrize("token", ["x" * 64, ""], ids=["another", "none"])
 async def test_nobody_without_the_token_is_answered(served, token):
     with pytest.raises(OrderFailedError, match="401"):
