@@ -33,6 +33,8 @@ class ClusterApis:
     """inference.networking.k8s.io/v1 is there."""
     leader_worker_sets: bool = False
     """leaderworkerset.x-k8s.io/v1 is there."""
+    model_adapters: bool = False
+    """The CRD of ModelAdapters is there: helm does not add CRDs to an installed release."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

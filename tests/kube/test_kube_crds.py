@@ -11,7 +11,7 @@ import yaml
 from tandem_operator.api.crds import crds
 from tandem_operator.api.model_service import Decision, ModelServiceStatus
 from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, TABLE, ControlPlane
-from tandem_testing.custom_resources import model_service, worker_pool
+from tandem_testing.custom_resources import model_adapter, model_service, worker_pool
 from tandem_testing.kube_cluster import KubeCluster, service_of
 from tandem_testing.schema_walk import defaults_below, fields_below, schema_of_crd
 from tandem_testing.waiting import wait_for
@@ -19,8 +19,8 @@ from tandem_testing.waiting import wait_for
 pytestmark = KUBE
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-SERVICE, POOL, GATEWAY = crds()
-KINDS = pytest.mark.parametrize("crd", [SERVICE, POOL], ids=["ModelService", "WorkerPool"])
+SERVICE, POOL, GATEWAY, ADAPTER = crds()
+KINDS = pytest.mark.parametrize("crd", [SERVICE, POOL, ADAPTER], ids=["ModelService", "WorkerPool", "ModelAdapter"])
 
 
 def applied(cluster: ControlPlane, manifest: dict[str, Any]) -> dict[str, Any]:
@@ -58,7 +58,7 @@ def test_no_status_is_made_up_by_defaults(control_plane, namespace):
     assert "status" not in applied(control_plane, worker_pool(namespace))
 
 
-@pytest.mark.parametrize("make", [model_service, worker_pool], ids=["ModelService", "WorkerPool"])
+@pytest.mark.parametrize("make", [model_service, worker_pool, model_adapter])
 def test_the_status_is_a_subresource(control_plane, namespace, make):
     manifest = make(namespace)
     before = applied(control_plane, manifest)

@@ -16,15 +16,19 @@ import yaml
 
 from tandem_operator.api.crds import crds
 from tandem_testing.control_plane import KUBE, ControlPlane
-from tandem_testing.custom_resources import model_service, worker_pool
+from tandem_testing.custom_resources import model_adapter, model_service, worker_pool
 from tandem_testing.schema_walk import at_path, fields_below, merged, rules_below, schema_of_crd
 
 pytestmark = KUBE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SERVICE, POOL, GATEWAY = crds()
-CRD_OF = {"ModelService": SERVICE, "WorkerPool": POOL}
-MAKE = {"ModelService": model_service, "WorkerPool": worker_pool}
+SERVICE, POOL, GATEWAY, ADAPTER_KIND = crds()
+CRDS = (SERVICE, POOL, ADAPTER_KIND)
+CRD_OF = {crd["spec"]["names"]["kind"]: crd for crd in CRDS}
+MAKE = {"ModelService": model_service, "WorkerPool": worker_pool, "ModelAdapter": model_adapter}
+ADAPTER = {"name": "sql", "source": {"claim": {"claimName": "adapters"}}}
+AROUND = {".spec.adapters[0]": ADAPTER}
+"""What entries of a list have to have, without which rules within them would not be looked at."""
 
 
 @dataclass(frozen=True)
@@ -108,8 +112,23 @@ VIOLATIONS = {
     ),
     "role cannot change: a pool has one role": Violation({"role": "prefill"}, before={"role": "decode"}),
     "serviceName cannot change": Violation({"serviceName": "other"}, before={"serviceName": "chat"}),
+    "give exactly one of claim, image and huggingFace": Violation({"image": {"reference": "r/a:1"}}),
+    "huggingFace: a branch or tag may change between the starts of two pods; set revision to a commit, or give the "
+    "digest": Violation({"source": {"huggingFace": {"id": "a/b", "revision": "main"}}}),
+    "adapters: a name is one of aliases; give the adapter another name": Violation(
+        {"aliases": ["sql"], "adapters": [ADAPTER]}
+    ),
+    "adapters: a name is servedModelName; give the adapter another name": Violation(
+        {"servedModelName": "sql", "adapters": [ADAPTER]}
+    ),
+    "serviceName cannot change: make another ModelAdapter": Violation(
+        {"serviceName": "other"}, before={"serviceName": "chat"}
+    ),
+    "metadata.name: an adapter has a name of at most 128 characters; give spec.name": Violation(
+        {"metadata": {"name": "x" * 129}}
+    ),
 }
-RULES = [(crd["spec"]["names"]["kind"], *rule) for crd in (SERVICE, POOL) for rule in rules_below(schema_of_crd(crd))]
+RULES = [(crd["spec"]["names"]["kind"], *rule) for crd in CRDS for rule in rules_below(schema_of_crd(crd))]
 
 
 @pytest.mark.parametrize(("kind", "path", "message"), RULES, ids=lambda text: text[:40])
@@ -117,6 +136,8 @@ def test_every_rule_is_enforced_where_it_stands(control_plane, namespace, kind, 
     assert message in VIOLATIONS, "write down what violates this rule"
     violation = VIOLATIONS[message]
     base = merged(MAKE[kind](namespace), violation.around)
+    for place, part in AROUND.items():
+        base = merged(base, at_path(place, part)) if path.startswith(place) else base
     if violation.before is not None:
         good = merged(base, at_path(path, violation.before))
         control_plane.apply(good).raise_for_status()
@@ -157,6 +178,9 @@ def test_no_violation_is_left_over():
         {"spec": {"decode": {"pod": {"labels": {"team": "search"}}}}},
         {"metadata": {"name": "x" * 40}},
         {"metadata": {"name": "a-1-b2"}},
+        {"spec": {"adapters": [ADAPTER], "aliases": ["sql-2"]}},
+        {"spec": {"adapters": [{"name": "a.b@c", "source": {"huggingFace": {"id": "a/b", "revision": "c" * 40}}}]}},
+        {"spec": {"adapters": [{**ADAPTER, "digest": "0123456789abcdef" * 2}]}},
         {"spec": {"model": {"path": "/models/a..b/.cache/..c"}}},
         {"spec": {"gateway": {"httpRoute": {"parentRefs": [{"name": "g"}], "timeouts": {"backendRequest": "1h30m"}}}}},
         {"spec": {"gateway": {"httpRoute": {"parentRefs": [{"name": "g"}], "timeouts": {"request": "90s"}}}}},
@@ -215,7 +239,7 @@ def test_every_bound_of_every_field_is_enforced(control_plane, namespace):
                 if answer.status_code != 422 or field.removeprefix(".") not in answer.text:
                     accepted.append((field, bad, answer.status_code))
     assert accepted == [], "\n".join(map(str, accepted))
-    everything = {path for crd in (SERVICE, POOL) for path, _ in fields_below(schema_of_crd(crd)["properties"]["spec"])}
+    everything = {path for crd in CRDS for path, _ in fields_below(schema_of_crd(crd)["properties"]["spec"])}
     elsewhere = re.compile(
         r"\.(prefill|decode)\.engine\.|\.(decode|gateway|inferencePool|redis\.managed)\.(pod|resources)\."
     )
@@ -236,7 +260,12 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     engine = {"kvCacheGib": 4}
     hub = {"huggingFace": {"id": "Qwen/Qwen3-8B", "sizeLimit": "20Gi"}}
     rest = model_service(namespace, redis={"managed": redis}, prefill=prefill, engine=engine, model=hub)
-    return [*manifests, rest, worker_pool(namespace, replicas=2)]
+    listed = yaml.safe_load((EXAMPLES / "adapters.yaml").read_text())["spec"]["adapters"]
+    manifests += [model_service(namespace, adapters=[one]) for one in listed]
+    adapter = yaml.safe_load((EXAMPLES / "adapters/model-adapter.yaml").read_text())
+    adapter["metadata"]["namespace"] = namespace
+    adapter["spec"]["digest"] = "0123456789abcdef" * 2
+    return [*manifests, rest, worker_pool(namespace, replicas=2), adapter]
 
 
 def tried(cluster: ControlPlane, collection: str, manifest: dict[str, Any]) -> httpx.Response:

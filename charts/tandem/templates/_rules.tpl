@@ -9,8 +9,11 @@ server: nothing is missing, and nothing is left over.
   resources: [modelservices]
   verbs: [list, watch, patch]
 - apiGroups: [tandem.dev]
-  resources: [modelgateways]
+  resources: [modelgateways, modeladapters]
   verbs: [list, watch]
+- apiGroups: [tandem.dev]
+  resources: [modeladapters/status]
+  verbs: [patch]
 # Clusters that check owner references want the right to block the owner's deletion.
 - apiGroups: [tandem.dev]
   resources: [modelservices/finalizers, modelgateways/finalizers]

@@ -20,6 +20,7 @@ import msgspec
 import yaml
 from msgspec import inspect as types
 
+from tandem_operator.api.model_adapter import ModelAdapter
 from tandem_operator.api.model_gateway import ModelGateway
 from tandem_operator.api.model_service import GROUP, VERSION, ModelService
 from tandem_operator.api.types import rules_of
@@ -211,6 +212,15 @@ GATEWAY_COLUMNS = (
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 
+ADAPTER_COLUMNS = (
+    ("Service", "string", ".spec.serviceName", 0),
+    ("Ready", "string", '.status.conditions[?(@.type=="Ready")].status', 0),
+    ("Loaded", "integer", ".status.loaded", 0),
+    ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
+    ("Digest", "string", ".status.digest", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+
 SCALE = {
     "specReplicasPath": ".spec.replicas",
     "statusReplicasPath": ".status.replicas",
@@ -219,7 +229,7 @@ SCALE = {
 
 
 def crds() -> tuple[Manifest, ...]:
-    """Of ModelService, WorkerPool and ModelGateway."""
+    """Of ModelService, WorkerPool, ModelGateway and ModelAdapter."""
     service = _crd(
         schema_of(ModelService), "ModelService", "modelservices", ("ms",), SERVICE_COLUMNS, subresources={"status": {}}
     )
@@ -234,7 +244,15 @@ def crds() -> tuple[Manifest, ...]:
     gateway = _crd(
         schema_of(ModelGateway), "ModelGateway", "modelgateways", ("mg",), GATEWAY_COLUMNS, subresources={"status": {}}
     )
-    return service, pool, gateway
+    adapter = _crd(
+        schema_of(ModelAdapter),
+        "ModelAdapter",
+        "modeladapters",
+        ("madapter",),
+        ADAPTER_COLUMNS,
+        subresources={"status": {}},
+    )
+    return service, pool, gateway, adapter
 
 
 def _crd(

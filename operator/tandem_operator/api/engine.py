@@ -55,6 +55,17 @@ class Sessions(Api, frozen=True, kw_only=True):
     """Maximum number of sessions of a worker."""
 
 
+class Lora(Api, frozen=True, kw_only=True):
+    """Limits of LoRA adapters."""
+
+    max_lora_rank: PositiveInt | None = None
+    """Largest rank of an adapter, 64 by default."""
+    max_cpu_loras: Annotated[int, msgspec.Meta(ge=1, le=256)] | None = None
+    """Maximum number of adapters in a worker's memory, 256 by default. The least recently used makes way."""
+    turn_seconds: Annotated[float, msgspec.Meta(gt=0.0, le=3600.0)] | None = None
+    """With more adapters in use than that: seconds that one is used before it makes way, 2 by default."""
+
+
 class Engine(Api, frozen=True, kw_only=True):
     """Engine settings."""
 
@@ -107,6 +118,8 @@ class Engine(Api, frozen=True, kw_only=True):
     """Host memory below the KV cache."""
     sessions: Sessions | None = None
     """KV of conversations."""
+    lora: Lora | None = None
+    """LoRA adapters. Those of a role replace the common ones."""
     args: Arguments = []
     """Further flags of `tandem worker`, each one word: --flag or --flag=value. An init container checks them before a
     worker starts. Flags that have a field, and those that the operator sets, are rejected. Flags of a role are added

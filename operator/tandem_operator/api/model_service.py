@@ -11,11 +11,12 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
+from tandem_operator.api.adapters import Adapter, AdapterStatus
 from tandem_operator.api.engine import Engine, Transfer
 from tandem_operator.api.gateway import Gateway
 from tandem_operator.api.pods import PodOverrides, Resources, SecretKey
+from tandem_operator.api.sources import ModelSource
 from tandem_operator.api.types import (
-    AbsolutePath,
     Api,
     Conditions,
     Count,
@@ -26,11 +27,9 @@ from tandem_operator.api.types import (
     Name,
     Port,
     Quantity,
-    RelativePath,
     Rule,
     Seconds,
     Share,
-    within_folder,
 )
 
 
@@ -98,77 +97,6 @@ class Images(Api, frozen=True, kw_only=True):
     """When images are pulled; empty: the cluster's default."""
     pull_secrets: Annotated[list[Name], msgspec.Meta(max_length=8)] = []
     """Secrets for pulling images."""
-
-
-class ClaimSource(Api, frozen=True, kw_only=True):
-    """A directory of a persistent volume, mounted read-only by all pods (access mode ReadOnlyMany or more)."""
-
-    claim_name: Name
-    """PersistentVolumeClaim in the same namespace."""
-    path: RelativePath = ""
-    """Directory of the checkpoint within the volume; empty: its root."""
-
-
-class ImageSource(Api, frozen=True, kw_only=True):
-    """An OCI image or artifact that holds the checkpoint, mounted as a volume (Kubernetes 1.31 and later)."""
-
-    reference: Image
-    """Image, preferably by digest."""
-    path: RelativePath = ""
-    """Directory of the checkpoint within the image; empty: its root."""
-    pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    """When it is pulled; empty: the cluster's default."""
-
-
-class HuggingFaceSource(Api, frozen=True, kw_only=True):
-    """A model of the Hugging Face hub, downloaded by an init container of each pod."""
-
-    id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._A-Za-z0-9]*/[A-Za-z0-9][-._A-Za-z0-9]*$", max_length=192)]
-    """owner/name."""
-    revision: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._/A-Za-z0-9]*$", max_length=128)] = "main"
-    """Branch, tag or commit. With a commit all pods of a revision have the same model, whenever they start."""
-    token_secret: SecretKey | None = None
-    """Access token, for gated models."""
-    cache_claim: Name | None = None
-    """PersistentVolumeClaim for downloads; without it each pod has a separate copy."""
-    size_limit: Quantity | None = None
-    """Size limit of a pod's separate copy, 1Ti by default; a pod that exceeds it is evicted."""
-    resources: Resources = Resources(requests={"cpu": "250m", "memory": "512Mi"}, limits={"memory": "4Gi"})
-    """Resources of the init container that downloads."""
-
-    RULES: ClassVar = (
-        within_folder("revision"),
-        Rule(
-            "!(has(self.sizeLimit) && has(self.cacheClaim))",
-            "sizeLimit is that of a pod's own copy, and with cacheClaim there is none: give one of them",
-        ),
-    )
-
-
-class ModelSource(Api, frozen=True, kw_only=True):
-    """Exactly one of its fields."""
-
-    path: AbsolutePath | None = None
-    """Directory within the engine's and the gateway's image."""
-    claim: ClaimSource | None = None
-    """Directory of a persistent volume."""
-    image: ImageSource | None = None
-    """OCI image with the checkpoint."""
-    hugging_face: HuggingFaceSource | None = None
-    """Model of the Hugging Face hub."""
-
-    RULES: ClassVar = (
-        within_folder("path"),
-        Rule(
-            "[has(self.path), has(self.claim), has(self.image), has(self.huggingFace)].filter(x, x).size() == 1",
-            "give exactly one of path, claim, image and huggingFace",
-        ),
-        Rule(
-            "has(self.path) == has(oldSelf.path) && has(self.claim) == has(oldSelf.claim) && "
-            "has(self.image) == has(oldSelf.image) && has(self.huggingFace) == has(oldSelf.huggingFace)",
-            "the kind of source cannot change: make another ModelService",
-        ),
-    )
 
 
 class Observability(Api, frozen=True, kw_only=True):
@@ -361,6 +289,20 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
         list[ModelName], msgspec.Meta(max_length=16, extra_json_schema={"x-kubernetes-list-type": "set"})
     ] = []
     """More names for the same model."""
+    adapters: Annotated[
+        list[Adapter],
+        msgspec.Meta(
+            max_length=64,
+            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["name"]},
+        ),
+    ] = []
+    """LoRA adapters of the model, for workers on CPUs. A change replaces no pods unless it changes which volumes the
+    workers have. ModelAdapters add further ones."""
+    adapter_claims: Annotated[
+        list[Name], msgspec.Meta(max_length=16, extra_json_schema={"x-kubernetes-list-type": "set"})
+    ] = []
+    """PersistentVolumeClaims with adapters that all workers mount read-only, whether an adapter is on them or not:
+    adapters on them come and go without new pods. Required for ModelAdapters."""
     images: Images = Images()
     """Container images."""
     engine: Engine = Engine()
@@ -397,6 +339,15 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
         ),
         _gpu_rule("prefill"),
         _gpu_rule("decode"),
+        Rule(
+            "!has(self.adapters) || !has(self.aliases) || !self.adapters.exists(a, a.name in self.aliases)",
+            "adapters: a name is one of aliases; give the adapter another name",
+        ),
+        Rule(
+            "!has(self.adapters) || !has(self.servedModelName) || "
+            "!self.adapters.exists(a, a.name == self.servedModelName)",
+            "adapters: a name is servedModelName; give the adapter another name",
+        ),
     )
 
 
@@ -464,6 +415,8 @@ class ModelServiceStatus(Api, frozen=True, kw_only=True):
     """Former revisions, newest first."""
     decisions: Annotated[list[Decision], msgspec.Meta(max_length=10)] = []
     """The autoscaler's last decisions, newest first."""
+    adapters: Annotated[list[AdapterStatus], msgspec.Meta(max_length=256)] = []
+    """Adapters of the spec and of ModelAdapters, and removed ones until they are unloaded."""
 
 
 NAME_RULES = (

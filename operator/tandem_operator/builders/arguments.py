@@ -100,6 +100,9 @@ WORKER = FlagTable(
         "--session-kv-gib": "engine.sessions.kvGib",
         "--session-ttl": "engine.sessions.ttlSeconds",
         "--max-sessions": "engine.sessions.max",
+        "--max-lora-rank": "engine.lora.maxLoraRank",
+        "--max-cpu-loras": "engine.lora.maxCpuLoras",
+        "--lora-turn": "engine.lora.turnSeconds",
         "--kv-digest": "transfer.digest",
         "--expect-transport": "transfer.expect",
         "--served-model-name": "servedModelName",
@@ -131,9 +134,7 @@ WORKER = FlagTable(
             *("--speculative-disable-by-batch-size", "--speculative-disable-adaptive"),
             *("--transport", "--grant-timeout", "--hold-timeout", "--kv-push-layers", "--link-probe-mib"),
             *("--grammar-backend", "--grammar-compile-timeout", "--grammar-cache-size"),
-            *("--enable-lora", "--lora-modules", "--lora-dir", "--max-loras", "--max-cpu-loras", "--max-lora-rank"),
-            "--lora-turn",
-            "--allow-runtime-lora-updating",
+            *("--enable-lora", "--lora-modules", "--lora-dir", "--max-loras", "--allow-runtime-lora-updating"),
         }
     ),
     aliases={

@@ -15,7 +15,7 @@ from typing import Literal
 
 import msgspec
 
-from tandem_operator.api.engine import Engine, HostCache, Sessions, Speculation, Transfer
+from tandem_operator.api.engine import Engine, HostCache, Lora, Sessions, Speculation, Transfer
 from tandem_operator.api.pods import Resources
 from tandem_operator.builders.containers import parse_quantity
 
@@ -98,6 +98,7 @@ def engine_flags(engine: Engine, transfer: Transfer, model_folder: str, *, devic
     words += _speculation(engine.speculation, model_folder)
     words += _host_cache(engine.host_cache)
     words += _sessions(engine.sessions)
+    words += _lora(engine.lora)
     words += ["--kv-digest", transfer.digest, "--expect-transport", transfer.expect]
     return words
 
@@ -142,3 +143,11 @@ def _sessions(sessions: Sessions | None) -> Iterator[str]:
     yield from _flag("--session-kv-gib", sessions.kv_gib)
     yield from _flag("--session-ttl", sessions.ttl_seconds)
     yield from _flag("--max-sessions", sessions.max)
+
+
+def _lora(lora: Lora | None) -> Iterator[str]:
+    if lora is None:
+        return
+    yield from _flag("--max-lora-rank", lora.max_lora_rank)
+    yield from _flag("--max-cpu-loras", lora.max_cpu_loras)
+    yield from _flag("--lora-turn", lora.turn_seconds)

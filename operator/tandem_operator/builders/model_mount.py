@@ -1,9 +1,10 @@
 """How a pod gets the checkpoint: volumes, mounts, an init container for downloads, and the directory to load."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from tandem_operator.api.model_service import ClaimSource, HuggingFaceSource, ImageSource, ModelSource
 from tandem_operator.api.pods import SecretKey
+from tandem_operator.api.sources import ClaimSource, HuggingFaceSource, ImageSource, ModelSource
 from tandem_operator.builders.containers import TMP, Manifest, container_security, resources_of, scratch, value
 
 MOUNT = "/models"
@@ -46,48 +47,68 @@ def model_mount(source: ModelSource, *, image: str, weights: bool) -> ModelMount
 def _claim(source: ClaimSource) -> ModelMount:
     return ModelMount(
         folder=f"{MOUNT}/{source.path}".rstrip("/"),
-        volumes=({"name": "model", "persistentVolumeClaim": {"claimName": source.claim_name, "readOnly": True}},),
+        volumes=(claim_volume("model", source.claim_name, read_only=True),),
         mounts=({"name": "model", "mountPath": MOUNT, "readOnly": True},),
     )
+
+
+def claim_volume(name: str, claim: str, *, read_only: bool) -> Manifest:
+    """A volume of a pod that is a PersistentVolumeClaim."""
+    return {"name": name, "persistentVolumeClaim": {"claimName": claim, **({"readOnly": True} if read_only else {})}}
 
 
 def _image(source: ImageSource) -> ModelMount:
+    return ModelMount(
+        folder=f"{MOUNT}/{source.path}".rstrip("/"),
+        volumes=(image_volume("model", source),),
+        mounts=({"name": "model", "mountPath": MOUNT, "readOnly": True},),
+    )
+
+
+def image_volume(name: str, source: ImageSource) -> Manifest:
+    """A volume of a pod that is an OCI image."""
     volume: Manifest = {"reference": source.reference}
     if source.pull_policy is not None:
         volume["pullPolicy"] = source.pull_policy
-    return ModelMount(
-        folder=f"{MOUNT}/{source.path}".rstrip("/"),
-        volumes=({"name": "model", "image": volume},),
-        mounts=({"name": "model", "mountPath": MOUNT, "readOnly": True},),
-    )
+    return {"name": name, "image": volume}
 
 
 def _hugging_face(source: HuggingFaceSource, image: str, *, weights: bool) -> ModelMount:
     store, mount = scratch("model", MOUNT, limit=str(source.size_limit or MODEL_LIMIT))
     if source.cache_claim is not None:
-        store = {"name": "model", "persistentVolumeClaim": {"claimName": source.cache_claim}}
+        store = claim_volume("model", source.cache_claim, read_only=False)
     # Several pods may share a claim: one folder per revision, and the hub's client locks each file.
     folder = DOWNLOADED if source.cache_claim is None else f"{MOUNT}/{source.id}/{source.revision}"
-    command = ["hf", "download", source.id, "--revision", source.revision, "--local-dir", folder]
-    if not weights:
-        command += [word for pattern in TOKENIZER_FILES for word in ("--include", pattern)]
     home, home_mount = scratch("hf-home", "/hf", limit=HUB_CACHE_LIMIT)
-    download: Manifest = {
-        "name": "download",
-        "image": image,
-        "command": command,
-        "env": [value("HF_HOME", "/hf"), *_token(source.token_secret)],
-        "resources": resources_of(source.resources),
-        # Every pod has this volume; without it Python finds no folder for temporary files.
-        "volumeMounts": [mount, home_mount, {"name": "tmp", "mountPath": TMP}],
-        "securityContext": container_security(),
-    }
+    include = () if weights else TOKENIZER_FILES
+    download = hub_download("download", source, folder=folder, include=include, image=image, mounts=[mount, home_mount])
     return ModelMount(
         folder=folder,
         volumes=(store, home),
         mounts=({**mount, "readOnly": True},),
         init_containers=(download,),
     )
+
+
+def hub_download(
+    name: str, source: HuggingFaceSource, *, folder: str, include: Sequence[str], image: str, mounts: list[Manifest]
+) -> Manifest:
+    """An init container that downloads a repository to `folder`; `include`: patterns of its files, none for all.
+
+    One of `mounts` is `/hf`, for the hub client's own files.
+    """
+    command = ["hf", "download", source.id, "--revision", source.revision, "--local-dir", folder]
+    command += [word for pattern in include for word in ("--include", pattern)]
+    return {
+        "name": name,
+        "image": image,
+        "command": command,
+        "env": [value("HF_HOME", "/hf"), *_token(source.token_secret)],
+        "resources": resources_of(source.resources),
+        # Every pod has this volume; without it Python finds no folder for temporary files.
+        "volumeMounts": [*mounts, {"name": "tmp", "mountPath": TMP}],
+        "securityContext": container_security(),
+    }
 
 
 def _token(secret: SecretKey | None) -> list[Manifest]:

@@ -154,7 +154,8 @@ def _egress(service: Served, part: str, targets: list[Manifest], ports: Iterable
     if spec.observability.otlp_traces_endpoint is not None:
         collector = urlsplit(spec.observability.otlp_traces_endpoint)
         reached.append(collector.port or (HTTPS if collector.scheme == "https" else HTTP))
-    if spec.model.hugging_face is not None:
+    adapters = part == "worker" and any(one.source.hugging_face is not None for one in spec.adapters)
+    if spec.model.hugging_face is not None or adapters:
         reached.append(HTTPS)
     if reached:
         rules.append({"ports": [_port(port) for port in dict.fromkeys(reached)]})

@@ -18,10 +18,10 @@ from tandem_operator.api.model_service import (
     Images,
     ManagedRedis,
     ModelServiceSpec,
-    ModelSource,
     Redis,
     Role,
 )
+from tandem_operator.api.sources import ModelSource
 from tandem_operator.api.types import RoleName
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import Device, device_of, merged, nodes_of

@@ -14,6 +14,7 @@ import msgspec
 from tandem_engine.base.addresses import EVERY_ADDRESS
 from tandem_operator.api.model_service import ModelServiceSpec, Observability, Role
 from tandem_operator.api.types import RoleName
+from tandem_operator.builders.adapters import lora_words, with_adapters
 from tandem_operator.builders.arguments import check_container, worker_arguments
 from tandem_operator.builders.containers import (
     TMP,
@@ -112,7 +113,7 @@ def worker_template(service: Served, role: RoleName, labels: dict[str, str], *, 
     """A pod with `labels`: a worker, or one of the pods that a worker is made of."""
     spec, part = service.spec, service.role(role)
     image = service.engine_image(role)
-    mount = model_mount(spec.model, image=image, weights=True)
+    mount = with_adapters(model_mount(spec.model, image=image, weights=True), service, image=image)
     volumes, mounts = _files(service, part, mount)
     container: Manifest = {
         "name": "worker",
@@ -158,6 +159,7 @@ def _arguments(service: Served, role: RoleName, mount: ModelMount) -> list[str]:
     nodes = service.nodes(role)
     engine = msgspec.structs.replace(service.engine(role), nodes=nodes if nodes > 1 else None)
     words += engine_flags(engine, spec.transfer, mount.folder, device=service.device(role))
+    words += lora_words(service)
     words += [] if nodes == 1 else _meeting()
     return words + worker_arguments(service, role)
 

@@ -379,7 +379,7 @@ class Applier:
         """Through the status subresource, if it is another."""
         if status == status_as(service, type(status)):
             return False
-        await self._apply_status(service, msgspec.to_builtins(status))
+        await self.apply_status(service, msgspec.to_builtins(status))
         return True
 
     async def delete(self, seen: Seen) -> None:
@@ -462,11 +462,12 @@ class Applier:
                 continue
             wanted = msgspec.structs.replace(status, observed_generation=generation_of(pool))
             if wanted != status_as(pool, WorkerPoolStatus):
-                await self._apply_status(pool, msgspec.to_builtins(wanted))
+                await self.apply_status(pool, msgspec.to_builtins(wanted))
                 wrote = True
         return wrote
 
-    async def _apply_status(self, seen: Seen, status: Manifest) -> None:
+    async def apply_status(self, seen: Seen, status: Manifest) -> None:
+        """Through the status subresource, of any object."""
         metadata = {"name": seen.ref.name, "namespace": seen.namespace, "uid": seen.uid}
         body = {"apiVersion": seen.ref.api_version, "kind": seen.ref.kind, "metadata": metadata, "status": status}
         self._store.put(Seen.of(await self._cluster.apply(body, subresource="status")))

@@ -31,6 +31,7 @@ from tandem_operator.controller.store import (
     HTTP_ROUTE,
     INFERENCE_POOL,
     LEADER_WORKER_SET,
+    MODEL_ADAPTER,
     MODEL_GATEWAY,
     MODEL_SERVICE,
     NETWORK_POLICY,
@@ -313,6 +314,7 @@ async def discover(cluster: Cluster) -> ClusterApis:
         http_routes=await cluster.serves(HTTP_ROUTE),
         inference_pools=await cluster.serves(INFERENCE_POOL),
         leader_worker_sets=await cluster.serves(LEADER_WORKER_SET),
+        model_adapters=await cluster.serves(MODEL_ADAPTER),
     )
 
 
@@ -338,6 +340,7 @@ def watched_kinds(apis: ClusterApis) -> tuple[Kind, ...]:
         (INFERENCE_POOL, apis.inference_pools),
         (POD_MONITOR, apis.pod_monitors),
         (LEADER_WORKER_SET, apis.leader_worker_sets),
+        (MODEL_ADAPTER, apis.model_adapters),
     )
     optional = [kind for kind, there in offered if there]
     ours = (MODEL_SERVICE, WORKER_POOL, MODEL_GATEWAY)

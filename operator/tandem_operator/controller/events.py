@@ -18,7 +18,15 @@ from tandem_operator.api.types import Condition
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.store import EVENT, Seen
-from tandem_operator.planning.status import ARGUMENTS_ACCEPTED, DEGRADED, READY, TRANSPORT_READY, VALID
+from tandem_operator.planning.adapter_status import ACCEPTED
+from tandem_operator.planning.status import (
+    ADAPTERS_READY,
+    ARGUMENTS_ACCEPTED,
+    DEGRADED,
+    READY,
+    TRANSPORT_READY,
+    VALID,
+)
 
 logger = logging.getLogger(__name__)
 CONTROLLER = "tandem.dev/operator"
@@ -32,8 +40,13 @@ EVENT_CONDITIONS = {
     DEGRADED: "False",
     TRANSPORT_READY: "True",
     ARGUMENTS_ACCEPTED: "True",
+    ADAPTERS_READY: "True",
+    ACCEPTED: "True",
 }
 """Conditions whose changes become events, and their good status."""
+
+ERRORS = (VALID, DEGRADED, ACCEPTED)
+"""Those of which another reason, or the same error of another generation, is an event as well."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,14 +78,14 @@ def _is_new(before: Condition | None, after: Condition) -> bool:
     good = EVENT_CONDITIONS[after.type]
     if before is None:
         # The initial state becomes an event only when it is bad.
-        return after.type in (VALID, DEGRADED) and after.status != good
+        return after.type in ERRORS and after.status != good
     if "Unknown" in (before.status, after.status):
         # What becomes known is an event when it is bad.
         return before.status != after.status and after.status not in ("Unknown", good)
     if before.status != after.status:
         return True
     changed = (before.reason, before.observed_generation) != (after.reason, after.observed_generation)
-    return after.type in (VALID, DEGRADED) and after.status != good and changed
+    return after.type in ERRORS and after.status != good and changed
 
 
 def _of_condition(one: Condition) -> ServiceEvent:

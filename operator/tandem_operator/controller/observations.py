@@ -18,7 +18,17 @@ from tandem_operator.builders.arguments import CHECK
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL, selector_of
 from tandem_operator.builders.served import Served
 from tandem_operator.builders.worker import FOLLOWER
-from tandem_operator.controller.store import DEPLOYMENT, LEADER_WORKER_SET, POD, WORKER_POOL, Seen, ServiceKey
+from tandem_operator.controller.store import (
+    DEPLOYMENT,
+    LEADER_WORKER_SET,
+    MODEL_ADAPTER,
+    POD,
+    WORKER_POOL,
+    Seen,
+    ServiceKey,
+    ask_of,
+)
+from tandem_operator.planning.adapters import AdapterAsk, Reading
 from tandem_operator.planning.deletion import gateway_selector
 from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed, Ref
 from tandem_operator.planning.plan import wanted_workers
@@ -38,13 +48,16 @@ class Parts:
     owned: dict[Ref, Seen]
     pods: tuple[Seen, ...]
     """With the service's label; ended ones left out. Their owners are ReplicaSets."""
+    model_adapters: tuple[Seen, ...] = ()
+    """Those that name the service; ones being deleted left out. People own them."""
 
     @staticmethod
     def of(uid: str, seen: Iterable[Seen]) -> "Parts":
         """`uid`: of the service."""
         everything = list(seen)
         owned = {one.ref: one for one in everything if one.owner == uid}
-        return Parts(owned=owned, pods=tuple(one for one in everything if one.ref.kind == POD.name and not _ended(one)))
+        pods = tuple(one for one in everything if one.ref.kind == POD.name and not _ended(one))
+        return Parts(owned=owned, pods=pods, model_adapters=model_adapters_of(everything))
 
     def removable(self) -> frozenset[Ref]:
         """Objects that a plan may delete: not pools, which stay with the service, and not objects being deleted."""
@@ -79,6 +92,15 @@ class Parts:
         failure = found.failure or _failure({}, followers, failing)
         return replace(found, paused=_partition(seen) > 0, failure=failure)
 
+    def adapter_asks(self) -> tuple[AdapterAsk, ...]:
+        """ModelAdapters, in the form for planning."""
+        return tuple(map(ask_of, self.model_adapters))
+
+    def ready_workers(self) -> dict[str, RoleName]:
+        """Roles of ready workers by pod."""
+        seen = self.pods_seen()
+        return {pod.name: pod.worker_role for pod in seen if pod.worker_role and pod.ready and not pod.terminating}
+
     def pods_seen(self) -> tuple[PodSeen, ...]:
         """Workers and gateways, in the form for polling."""
         return tuple(pod for one in self.pods if (pod := PodSeen.of(one.body)) is not None)
@@ -90,6 +112,11 @@ class Parts:
     def ready_pods(self, labels: Mapping[str, str]) -> list[Seen]:
         """Pods with these labels that accept requests."""
         return [pod for pod in self.pods_with(labels) if _ready(pod) and not pod.deleting]
+
+
+def model_adapters_of(seen: Iterable[Seen]) -> tuple[Seen, ...]:
+    """ModelAdapters among objects of one service."""
+    return tuple(one for one in seen if one.ref.kind == MODEL_ADAPTER.name and not one.deleting)
 
 
 def _deployment(seen: Seen, pods: list[Seen], failing: Mapping[str, str]) -> DeploymentSeen:
@@ -186,6 +213,8 @@ class Observations:
     """Decisions of the autoscaler, newest first; None: none since this operator leads, those in the status stay."""
     holding: str = ""
     """Why the autoscaler changes nothing; empty if it may."""
+    adapters: Reading = field(default_factory=Reading)
+    """What the gateways have."""
     pods: LoadReading | None = field(default=None, compare=False)
     """The last metrics of pods. They change each time and do not cause a reconcile."""
 
@@ -249,6 +278,11 @@ class Subject:
     def model(self) -> str:
         """Name of its model at gateways that have several; empty for its own."""
         return "" if self.wanted.has_gateways else self.wanted.model_name
+
+    @property
+    def adapter_asks(self) -> tuple[AdapterAsk, ...]:
+        """ModelAdapters that name the service."""
+        return self.parts.adapter_asks()
 
     @property
     def rolling_out(self) -> bool:

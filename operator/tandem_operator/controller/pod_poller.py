@@ -1,6 +1,7 @@
 """Polls the pods of each service once per period and acts on the results: canaries, links, autoscaling.
 
 pods ─▶ due canaries ─▶ workers on standby are offered to the router once their revision has passed
+     ─▶ registered adapters ─▶ the next command about one (`adapter_sync`)
      ─▶ metrics ─▶ links slower than expected
                 ─▶ the autoscaler (mode internal): pod costs, then role flips, then replicas of pools
                                                              all results ─▶ `Observations`, which reconciles read
@@ -27,6 +28,7 @@ from tandem_operator.api.model_service import Decision
 from tandem_operator.api.types import ROLES
 from tandem_operator.builders.naming import pool_name
 from tandem_operator.builders.served import Served, served
+from tandem_operator.controller.adapter_sync import AdapterSync
 from tandem_operator.controller.applier import Applier
 from tandem_operator.controller.canary_runner import CanaryRunner, RevisionCanaries, steady
 from tandem_operator.controller.cluster import ApiError
@@ -73,11 +75,13 @@ class PodPoller:
     clock: Callable[[], float] = time.monotonic
     autoscaler: Autoscaler = field(default_factory=Autoscaler)
     reader: LoadReader = field(init=False)
+    adapters: AdapterSync = field(init=False)
     next_read: float = -math.inf
     """When metrics are read again."""
 
     def __post_init__(self) -> None:
         self.reader = LoadReader(client=self.client, now=self.clock)
+        self.adapters = AdapterSync(self.client, self.token, self.clock)
 
     async def run_canaries(self, subject: Subject, before: Observations | None) -> Observations:
         """Sends due canaries. `before` is None in the first poll, which waits for the results, because plans need
@@ -85,6 +89,10 @@ class PodPoller:
         """
         canaries = await self.canary_runner.run_due(subject, timeout_s=None if before is None else QUICK_S)
         return replace(before or Observations(), canaries=canaries, failing=self.canary_runner.failing)
+
+    async def sync_adapters(self, subject: Subject, known: Observations) -> Observations:
+        """Sends due commands about adapters, and waits for none."""
+        return replace(known, adapters=await self.adapters.step(subject))
 
     async def poll(self, subject: Subject, known: Observations) -> Observations:
         """Reads metrics, if they are due, and acts on them. Raises `ApiError` if the API server rejects a change."""
@@ -107,7 +115,7 @@ class PodPoller:
     @property
     def expecting(self) -> bool:
         """Whether the next poll should be soon."""
-        return self.canary_runner.expecting
+        return self.canary_runner.expecting or self.adapters.expecting
 
     async def _seen(self, subject: Subject) -> LoadReading | None:
         if subject.wanted.spec.autoscaling.mode == "external":
@@ -115,8 +123,9 @@ class PodPoller:
         return await self.reader.read(subject.pods, subject.model)
 
     def close(self) -> None:
-        """Cancels canaries in flight."""
+        """Cancels canaries in flight, and waits for no command about adapters."""
         self.canary_runner.close()
+        self.adapters.close()
 
     def _decide(self, subject: Subject, seen: LoadReading) -> Scaled | None:
         pools = subject.parts.pools()
@@ -347,6 +356,8 @@ class PodPollers:
         subject = self._subject(service, served(service.ref.name, service.namespace, spec, self._settings))
         found = await entry.poller.run_canaries(subject, self._observations.of(service.key))
         # Plans need the canaries; metrics may arrive later.
+        self._found(service.key, found)
+        found = await entry.poller.sync_adapters(subject, found)
         self._found(service.key, found)
         self._found(service.key, await entry.poller.poll(subject, found))
         period_s = spec.autoscaling.period_seconds

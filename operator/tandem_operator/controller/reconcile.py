@@ -24,6 +24,7 @@ from tandem_operator.controller.applier import Applier, SecretLookup, pods_that_
 from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.error_reports import ErrorReports, ReconcileResult, rfc3339
 from tandem_operator.controller.events import EventRecorder, ServiceEvent, events_for_transition
+from tandem_operator.controller.model_adapters import ModelAdapterStatuses
 from tandem_operator.controller.model_gateways import gateway_pods, gateway_seen, namesakes
 from tandem_operator.controller.observations import Observations, ObservationStore, Parts, canaries_by_readiness
 from tandem_operator.controller.store import (
@@ -162,6 +163,7 @@ class Reconciler:
         self._settings = settings
         self._now = now
         self._finalizer = Finalizer(applier, events, clock)
+        self._adapters = ModelAdapterStatuses(applier, events)
         self._reports = ErrorReports(store, applier, events, ModelServiceStatus, now)
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult:
@@ -176,6 +178,7 @@ class Reconciler:
         known = self._store.parts(key)
         if service is None:
             self._forget(key)
+            await self._adapters.write_without_service(known, key.name, rfc3339(self._now()))
             result = await self._finalizer.step(key, known)
             return ReconcileResult(result.wrote, result.again_s)
         service = await self._without_former_finalizer(service)
@@ -230,6 +233,7 @@ class Reconciler:
         self._reports.planned(service.key, plan.status)
         wrote = await self._applier.apply_plan(service, parts, plan)
         await self._reports.post(service, events_for_transition(before, plan.status))
+        wrote |= await self._adapters.write(parts.model_adapters, plan.model_adapters)
         return ReconcileResult(wrote)
 
     async def _observe(self, wanted: Served, key: ServiceKey, parts: Parts) -> Observed:
@@ -266,6 +270,9 @@ class Reconciler:
             links=observations.links,
             decisions=observations.decisions,
             holding=observations.holding,
+            adapter_asks=parts.adapter_asks(),
+            adapters=observations.adapters,
+            ready_workers=parts.ready_workers(),
         )
 
     async def _without_former_finalizer(self, service: Seen) -> Seen:

@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
+from tandem_operator.api.model_adapter import ModelAdapterSpec, ModelAdapterStatus
 from tandem_operator.api.model_gateway import ModelGatewaySpec, ModelGatewayStatus
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceSpec, ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPoolStatus
@@ -30,6 +31,7 @@ from tandem_operator.builders.arguments import CHECK
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.naming import GATEWAY_LABEL, SERVICE_LABEL
 from tandem_operator.builders.worker import LEADER_WORKER_SETS
+from tandem_operator.planning.adapters import AdapterAsk
 from tandem_operator.planning.observed import Ref
 
 
@@ -75,6 +77,7 @@ OURS = f"{GROUP}/{VERSION}"
 MODEL_SERVICE = Kind(OURS, "ModelService", "modelservices")
 WORKER_POOL = Kind(OURS, "WorkerPool", "workerpools")
 MODEL_GATEWAY = Kind(OURS, "ModelGateway", "modelgateways")
+MODEL_ADAPTER = Kind(OURS, "ModelAdapter", "modeladapters")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 POD = Kind("v1", "Pod", "pods")
 SERVICE = Kind("v1", "Service", "services")
@@ -101,6 +104,7 @@ _BY_NAME = {
         MODEL_SERVICE,
         WORKER_POOL,
         MODEL_GATEWAY,
+        MODEL_ADAPTER,
         CONFIG_MAP,
         DEPLOYMENT,
         POD,
@@ -155,9 +159,9 @@ class Seen:
     owner: str
     """UID of its controller; empty without one."""
     service: str
-    """Name of the ModelService that its labels name; empty without."""
+    """Name of the ModelService that its labels name, or the spec of a ModelAdapter; empty without."""
     gateway: str
-    """The same of a ModelGateway."""
+    """Name of the ModelGateway that its labels name; empty without."""
     fingerprint: bytes
     body: Manifest
     """Without `managedFields`; of a pod only what is read of it, and nothing of the contents of a Secret."""
@@ -193,11 +197,18 @@ class Seen:
             uid=given["uid"],
             version=int(given["resourceVersion"]),
             owner=next((one["uid"] for one in given.get("ownerReferences", ()) if one.get("controller")), ""),
-            service=given.get("labels", {}).get(SERVICE_LABEL, ""),
+            service=_service_of(body),
             gateway=given.get("labels", {}).get(GATEWAY_LABEL, ""),
             fingerprint=b"" if ref.kind == POD.name else _fingerprint(kept, body.get("data")),
             body=kept,
         )
+
+
+def _service_of(body: Mapping[str, Any]) -> str:
+    if body["kind"] == MODEL_ADAPTER.name:
+        # People write these; a label of theirs means nothing.
+        return str(body.get("spec", {}).get("serviceName", ""))
+    return str(body["metadata"].get("labels", {}).get(SERVICE_LABEL, ""))
 
 
 def digest(part: object) -> bytes:
@@ -372,6 +383,28 @@ def gateway_name_of(service: Seen) -> str:
     """The ModelGateway to which a ModelService refers; empty without."""
     reference = service.body.get("spec", {}).get("gatewayRef")
     return str(reference.get("name", "")) if isinstance(reference, dict) else ""
+
+
+def ask_of(seen: Seen) -> AdapterAsk:
+    """A ModelAdapter as plans use it."""
+    spec, problem = None, ""
+    try:
+        spec = msgspec.convert(seen.body.get("spec"), ModelAdapterSpec)
+    except msgspec.ValidationError as error:
+        problem = f"{_path(str(error))}; apply the CRDs of this operator's version and correct it"
+    try:
+        before = msgspec.convert(seen.body.get("status", {}), ModelAdapterStatus)
+    except msgspec.ValidationError as error:
+        logger.warning("resetting the invalid status of ModelAdapter %s: %s", seen.ref.name, error)
+        before = ModelAdapterStatus()
+    return AdapterAsk(
+        name=seen.ref.name,
+        created=seen.body["metadata"].get("creationTimestamp", ""),
+        generation=generation_of(seen),
+        spec=spec,
+        problem=problem,
+        before=before,
+    )
 
 
 def generation_of(seen: Seen) -> int:

@@ -27,7 +27,7 @@ import kopf
 
 from tandem_operator.builders.naming import MANAGED
 from tandem_operator.controller.cluster import ApiError, Cluster
-from tandem_operator.controller.store import ROOTS, Kind, Seen, ServiceKey, Store
+from tandem_operator.controller.store import MODEL_ADAPTER, ROOTS, Kind, Seen, ServiceKey, Store
 
 logger = logging.getLogger(__name__)
 FORBIDDEN = 403
@@ -44,7 +44,7 @@ LEFT_OUT_S = 15.0
 
 def selector_for(kind: Kind) -> str:
     """Label selector of what concerns us of this kind: what the operator has created, and all that users write."""
-    return "" if kind.name in ROOTS else MANAGED
+    return "" if kind.name in (*ROOTS, MODEL_ADAPTER.name) else MANAGED
 
 
 class Resync:

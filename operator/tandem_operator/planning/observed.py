@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 from tandem_operator.api.model_service import Decision
 from tandem_operator.api.types import RoleName
+from tandem_operator.planning.adapters import AdapterAsk, Reading, Workers
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,6 +97,12 @@ class Observed:
     """Why the autoscaler holds; empty while it does not."""
     gateway: GatewaySeen | None = None
     """Of a service with `gatewayRef`; None where there is no ModelGateway of that name."""
+    adapter_asks: tuple[AdapterAsk, ...] = ()
+    """ModelAdapters that name the service."""
+    adapters: Reading = field(default_factory=Reading)
+    """What its gateways have."""
+    ready_workers: Workers = field(default_factory=dict)
+    """Roles by pod."""
 
     def workers(self) -> list[DeploymentSeen]:
         """Those of workers, oldest first."""

@@ -29,6 +29,7 @@ from typing import Any
 import msgspec
 
 from tandem_engine.base.addresses import Address
+from tandem_operator.api.model_adapter import ModelAdapterStatus
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus, RevisionStatus, RoleStatus
 from tandem_operator.api.types import ROLES, Condition, RoleName
 from tandem_operator.api.worker_pool import WorkerPoolStatus
@@ -49,6 +50,8 @@ from tandem_operator.builders.policies import WorkerSet, disruption_budgets, net
 from tandem_operator.builders.redis import redis_deployment, redis_service
 from tandem_operator.builders.served import Served, worker_pool
 from tandem_operator.builders.worker import LEADER_WORKER_SETS, workers
+from tandem_operator.planning.adapter_status import adapters_ready, model_adapter_statuses
+from tandem_operator.planning.adapters import accepted, statuses_of
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
 from tandem_operator.planning.status import READY, health_of, invalid, name_taken, ready, settled, status_error
@@ -140,6 +143,8 @@ class Changes:
 class Plan(Changes):
     """Of a ModelService: at the end, its status is written."""
 
+    model_adapters: Mapping[str, ModelAdapterStatus] = field(default_factory=dict)
+    """Statuses of the ModelAdapters, by their names."""
     status: ModelServiceStatus
 
 
@@ -160,14 +165,18 @@ def make_plan(
     if unfit:
         return refused(unfit, observed, before, generation)
     manifests = held(patched, service, observed)
-    conditions = health_of(service, observed, target, wanted)
-    status = _status(before, conditions, observed, generation)
+    found = accepted(service, observed.adapter_asks)
+    workers, reading = observed.ready_workers, observed.adapters
+    adapters = statuses_of(found.wanted, before.adapters, reading, workers)
+    conditions = [*health_of(service, observed, target, wanted), *adapters_ready(adapters, before.conditions)]
+    status = msgspec.structs.replace(_status(before, conditions, observed, generation), adapters=adapters)
     return Plan(
         secrets=generated_secrets(service, observed),
         apply=manifests,
         scale=(*_pool_scalings(service, observed, wanted), *_old_scalings(observed, target, step)),
         delete=_superfluous(observed, manifests, step),
         pools={role: _pool_status(service, observed, role) for role in ROLES},
+        model_adapters=model_adapter_statuses(observed.adapter_asks, found, adapters, reading, workers, observed.now),
         status=_with_workers(status, service, observed, target, wanted, step),
     )
 
@@ -316,6 +325,7 @@ def _status(
         revisions=before.revisions,
         history=before.history,
         decisions=before.decisions if observed.decisions is None else list(observed.decisions),
+        adapters=before.adapters,
     )
 
 

@@ -2,7 +2,8 @@
 
     Valid ─ ModelAvailable ─ RedisReady ─ PrefillWorkersReady ─ DecodeWorkersReady ─ RouterReady
                                       all of them  →  Ready
-    ArgumentsAccepted (where `args` are given), TransportReady, Progressing, AutoscalingActive, Degraded
+    ArgumentsAccepted (where `args` are given), AdaptersReady (where there are adapters), TransportReady, Progressing,
+    AutoscalingActive, Degraded
                                                                informational; not part of Ready
 
 `lastTransitionTime` changes only with the status of its condition, so that an unchanged service is not written again.
@@ -30,6 +31,7 @@ REDIS_READY = "RedisReady"
 WORKERS_READY = {"prefill": "PrefillWorkersReady", "decode": "DecodeWorkersReady"}
 ROUTER_READY = "RouterReady"
 ARGUMENTS_ACCEPTED = "ArgumentsAccepted"
+ADAPTERS_READY = "AdaptersReady"
 TRANSPORT_READY = "TransportReady"
 READY = "Ready"
 PROGRESSING = "Progressing"
@@ -77,6 +79,7 @@ def status_error(conditions: Sequence[Condition]) -> str:
         ARGUMENTS_ACCEPTED: "False",
         DEGRADED: "True",
         MODEL_AVAILABLE: "False",
+        ADAPTERS_READY: "False",
         TRANSPORT_READY: "False",
     }
     by_type = {one.type: one for one in conditions}
@@ -174,8 +177,8 @@ def referenced_secrets(service: Served) -> list[str]:
         external = spec.redis.external
         secrets = (external.password, external.sentinel_password, external.ca_secret)
         names += [one.name for one in secrets if one is not None]
-    if spec.model.hugging_face is not None and spec.model.hugging_face.token_secret is not None:
-        names.append(spec.model.hugging_face.token_secret.name)
+    hubs = (spec.model.hugging_face, *(one.source.hugging_face for one in spec.adapters))
+    names += [hub.token_secret.name for hub in hubs if hub is not None and hub.token_secret is not None]
     return [name for name in dict.fromkeys(names) if name is not None]
 
 

@@ -60,6 +60,27 @@ async def post_order(
     within_s: float,
 ) -> dict[str, Any]:
     """The pod's answer to `body`. Raises `OrderFailedError`."""
+    return await _answer(client, "POST", pod, port, path, body, token=token, within_s=within_s)
+
+
+async def get_with_token(
+    client: httpx.AsyncClient, pod: PodSeen, port: str, path: str, *, token: str, within_s: float
+) -> dict[str, Any]:
+    """What the pod has at `path`, for those with the token. Raises `OrderFailedError`."""
+    return await _answer(client, "GET", pod, port, path, None, token=token, within_s=within_s)
+
+
+async def _answer(
+    client: httpx.AsyncClient,
+    method: str,
+    pod: PodSeen,
+    port: str,
+    path: str,
+    body: Mapping[str, Any] | None,
+    *,
+    token: str,
+    within_s: float,
+) -> dict[str, Any]:
     url = pod.url(port, path)
     if url is None:
         raise OrderFailedError(f"pod {pod.name} has no address yet")
@@ -67,7 +88,7 @@ async def post_order(
     try:
         async with (
             asyncio.timeout(within_s),
-            client.stream("POST", url, json=body, headers=headers, timeout=within_s) as response,
+            client.stream(method, url, json=body, headers=headers, timeout=within_s) as response,
         ):
             data = bytearray()
             async for chunk in response.aiter_bytes():

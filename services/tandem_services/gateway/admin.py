@@ -5,6 +5,7 @@
     /v1/adapters                               adapters with their digests and workers
     /v1/load_lora_adapter                      POST: load an adapter on all workers; also without /v1
     /v1/unload_lora_adapter                    POST: the opposite
+    /operator/adapters                         the same for the Kubernetes operator (`api.operator_adapters`)
     /drain                                     POST: same effect as SIGTERM
     /canary                                    POST: a test request through a pair of workers (`Canary`)
     /console                                   the console page, with its scripts and styles, without a key
@@ -12,9 +13,9 @@
     /v1/models and the generation routes       same as on the API port, for the console's playground
     /openapi.json                              description of the API port, for the console's view of it
 
-With a key file, every route except probes, the page and /canary needs a key whose entry has `"admin": true`. /canary,
-and without a key file every other POST that changes something, needs the order token (`common.tokens`), also from the
-same machine.
+With a key file, every route except probes, the page, /canary and /operator/… needs a key whose entry has `"admin":
+true`. /canary and /operator/…, and without a key file every other POST that changes something, need the order token
+(`common.tokens`), also from the same machine.
 
 A canary is one short greedy request through a prefill and a decode worker:
 
@@ -52,6 +53,7 @@ from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide, attempt_id
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, bad_request, not_found
+from tandem_services.gateway.api.operator_adapters import OPERATOR_PATHS, OperatorAdapterRoutes
 from tandem_services.gateway.app import Gateway, adapter_routes, boundary_of, description_route, generation_routes
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError
@@ -248,8 +250,8 @@ def _not_served(gateway: Gateway, model: str | None) -> str:
 
 CANARY = "/canary"
 
-OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY}
-"""Without an API key; canaries have a guard of their own."""
+OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY} | OPERATOR_PATHS
+"""Without an API key; what the operator sends has a guard of its own."""
 
 
 def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Console | None = None) -> Starlette:
@@ -296,6 +298,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         Route("/drain", begin_drain, methods=["POST"]),
         Route(CANARY, run_canary, methods=["POST"]),
         *adapter_routes(gateway),
+        *OperatorAdapterRoutes(gateway.models, gateway.order_access).routes(),
     ]
     if console is not None:
         access = console.admit(access)

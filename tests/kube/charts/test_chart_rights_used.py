@@ -12,6 +12,7 @@ from tandem_operator.planning.deletion import FORMER_FINALIZER
 from tandem_testing.account_access import account_token
 from tandem_testing.audit import Asked, asked_by
 from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
+from tandem_testing.custom_resources import model_adapter
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import OperatorProcess
@@ -79,7 +80,9 @@ def verbs_of(request: Asked) -> list[str]:
 
 
 def live(services: Services) -> None:
-    """Made, rolled to another revision, scaled, made different in what takes objects away, and deleted."""
+    """Made, rolled to another revision, scaled, made different in what takes objects away, and deleted; next to it a
+    ModelAdapter that waits for a claim."""
+    services.cluster.apply(model_adapter(services.namespace)).raise_for_status()
     services.apply(gateway={"replicas": 2}, security={"networkPolicies": True})
     # As an operator of a former release has left it.
     services.cluster.merge(services.path(), {"metadata": {"finalizers": [FORMER_FINALIZER]}}).raise_for_status()
@@ -91,6 +94,7 @@ def live(services: Services) -> None:
     services.wait_ready()
     services.apply(redis={"external": {"url": "redis://elsewhere:6379/0"}}, security={"networkPolicies": False})
     services.wait_ready()
+    services.wait_event("Warning", "NotMounted", "sql")
     services.delete()
     wait_for(services.gone, PATIENCE_S, services.described)
 

@@ -23,3 +23,13 @@ def worker_pool(namespace: str, name: str = "chat-decode", **spec: Any) -> Manif
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"serviceName": "chat", "role": "decode", **spec},
     }
+
+
+def model_adapter(namespace: str, of: str = "sql", **spec: Any) -> Manifest:
+    """One of the service `chat`, on its claim `adapters`; `of` is the name of the object."""
+    return {
+        "apiVersion": "tandem.dev/v1alpha1",
+        "kind": "ModelAdapter",
+        "metadata": {"name": of, "namespace": namespace},
+        "spec": {"serviceName": "chat", "source": {"claim": {"claimName": "adapters", "path": of}}, **spec},
+    }

@@ -1,6 +1,7 @@
 """Answers over HTTP for the containers of pods that fake kubelets run: workers that stand by, gateways with canaries.
 
     pod with an address ─▶ a server on each of its ports ─▶ worker: /ready, /offer      gateway: /canary
+                                                                          and /operator/adapters
     /offer ─▶ the annotation that keeps the pod from being Ready goes, as a readiness probe would find
 
 Canaries pass for the revisions that `passing` names. Everything that was asked is in `journal`, in order.
@@ -40,6 +41,10 @@ class Answering:
     """What was asked of which revision: canary, passed or offer; "" is whatever the router chooses."""
     offered: set[str] = field(default_factory=set)
     """Names of pods."""
+    adapters: dict[str, Manifest] = field(default_factory=dict)
+    """What gateways have registered, by name; all workers have it in memory."""
+    refused: dict[str, Manifest] = field(default_factory=dict)
+    """Reports of commands that fail, by the name of the adapter."""
     _pods: dict[str, Manifest] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -97,6 +102,8 @@ class Answering:
 
     def ready(self, pod: str, path: str) -> tuple[int, Manifest]:
         """GET of a pod."""
+        if path.partition("?")[0] == "/operator/adapters":
+            return 200, {"adapters": list(self.adapters.values())}
         if path != "/ready":
             return 404, {}
         return (200, {"status": "ok"}) if pod in self.offered else (503, {"status": "standby", "reasons": []})
@@ -109,6 +116,8 @@ class Answering:
             passed = self.passing(revision) and not any(map(self.broken, through))
             self._note("passed" if passed else "canary", revision)
             return 200, {"passed": passed, "message": "as the test says"}
+        if path.startswith("/operator/adapters/"):
+            return 200, self._adapter(path.rpartition("/")[2], body)
         if path == "/hold":
             return 200, {"message": "stands by"}
         self._note("offer", self._revision(pod))
@@ -117,6 +126,20 @@ class Answering:
         body = {"metadata": {"annotations": {NOT_READY: None}}}
         self.services.cluster.merge(path, body).raise_for_status()
         return 200, {"message": "offered"}
+
+    def _adapter(self, command: str, body: Manifest) -> Manifest:
+        name = body["lora_name"]
+        self._note(command, name)
+        if name in self.refused:
+            return self.refused[name]
+        if command == "unload":
+            self.adapters.pop(name, None)
+        else:
+            workers = [pod["metadata"]["name"] for pod in self.services.pods("worker", None)]
+            digest = body["digest"] or "d" * 32
+            folder = body["lora_path"]
+            self.adapters[name] = {"name": name, "digest": digest, "folder": folder, "workers": workers}
+        return {"done": True, "message": command}
 
     def _note(self, what: str, revision: str) -> None:
         with self._lock:

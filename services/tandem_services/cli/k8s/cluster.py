@@ -42,6 +42,7 @@ Object = dict[str, Any]
 API = f"apis/{GROUP}/{VERSION}"
 SERVICES = "modelservices"
 POOLS = "workerpools"
+ADAPTERS = "modeladapters"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 MERGE = "application/merge-patch+json"
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
@@ -170,6 +171,9 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def pools(self, namespace: str) -> list[Object]:
         return self._list(self._custom(POOLS, namespace))
+
+    def model_adapters(self, namespace: str) -> list[Object]:
+        return self._list(self._custom(ADAPTERS, namespace))
 
     def pods(self, namespace: str, selector: str) -> list[Object]:
         return self._list(f"api/v1/namespaces/{namespace}/pods", labelSelector=selector)

@@ -23,6 +23,7 @@ examples:
   {prog} flip llama-decode-5d8f-x2k9j prefill
   {prog} queue llama                   waiting requests in gateways and on workers, and their waits
   {prog} explain chatcmpl-4f1c         workers of a request, reasons and alternatives
+  {prog} adapters llama                LoRA adapters, their digests and workers
   {prog} decisions llama               last decisions of the autoscaler, with reasons
   {prog} scale llama --prefill 2 --decode 4
   {prog} drain llama-decode-5d8f-x2k9j
@@ -105,6 +106,9 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     add_api_key(explain)
     decisions = _command(commands, "decisions", "the autoscaler's last ten decisions, with reasons", _decisions)
     _name(decisions, optional=True)
+    adapters = _command(commands, "adapters", "LoRA adapters with their sources, digests and workers", _adapters)
+    _name(adapters, optional=True)
+    _watch(adapters)
     chat = _command(commands, "chat", "chat with a ModelService through a port-forward to its gateway", _chat)
     _name(chat, optional=False)
     add_conversation(chat)
@@ -187,6 +191,12 @@ def _decisions(args: argparse.Namespace) -> int:
     from tandem_services.cli.k8s.views import show_decisions
 
     return show_decisions(args)
+
+
+def _adapters(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.adapters import show_adapters
+
+    return show_adapters(args)
 
 
 def _flip(args: argparse.Namespace) -> int:

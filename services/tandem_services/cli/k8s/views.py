@@ -300,21 +300,21 @@ def show_status(args: argparse.Namespace) -> int:
             return _nothing(cluster, everywhere=args.all_namespaces)
         return tree_text(trees, now=now(), wide=args.output == "wide", namespaces=args.all_namespaces)
 
-    return _shown(args, draw)
+    return show(args, draw)
 
 
 def show_roles(args: argparse.Namespace) -> int:
     def draw(cluster: Cluster) -> str:
         return roles_text(_trees(cluster, args.name)) or _nothing(cluster)
 
-    return _shown(args, draw)
+    return show(args, draw)
 
 
 def show_queue(args: argparse.Namespace) -> int:
     def draw(cluster: Cluster) -> str:
         return queue_text(_trees(cluster, args.name)) or _nothing(cluster)
 
-    return _shown(args, draw)
+    return show(args, draw)
 
 
 def show_decisions(args: argparse.Namespace) -> int:
@@ -426,7 +426,7 @@ def _document(value: object, kind: str) -> str:
     return str(yaml.safe_dump(json.loads(json.dumps(value)), sort_keys=False, allow_unicode=True)).rstrip()
 
 
-def _shown(args: argparse.Namespace, draw: Callable[[Cluster], str]) -> int:
+def show(args: argparse.Namespace, draw: Callable[[Cluster], str]) -> int:
     """Once, or with --watch again and again: then a moment without an API server ends nothing."""
     with Cluster.of(args) as cluster:
         print(draw(cluster))

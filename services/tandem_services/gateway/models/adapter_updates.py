@@ -18,7 +18,7 @@ gateways meet at the workers: each has the digest of what it is about, so none u
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
@@ -86,6 +86,14 @@ class AdapterChange(msgspec.Struct, frozen=True, kw_only=True):
     workers: list[WorkerResult]
 
 
+class WorkersFailedError(ApiError):
+    """Workers have not carried out the command. `failed`: reason by worker."""
+
+    def __init__(self, error: ApiError, failed: Mapping[str, str]) -> None:
+        super().__init__(error.status, str(error), kind=error.kind, param=error.param, retry_after=error.retry_after)
+        self.failed = failed
+
+
 class _Failed(msgspec.Struct, frozen=True, kw_only=True):
     worker: str
     error: WorkerRejectedError | WorkerSilentError
@@ -115,10 +123,15 @@ class AdapterUpdates:
         problem = "cannot synchronize registered adapters"
         await for_ever(self.registered.sync, every_s=HEARTBEAT_S, logger=logger, complaint=problem, at_once=True)
 
-    async def load(self, name: str, path: str, *, replaces: bool, pinned: bool = False) -> AdapterChange:
-        """Raises `ApiError`: 400 for an adapter that cannot be loaded, 503 where workers fail or are busy."""
+    async def load(
+        self, name: str, path: str, *, replaces: bool, pinned: bool = False, digest: str = ""
+    ) -> AdapterChange:
+        """`digest`: other content is refused; "" for any.
+
+        Raises `ApiError`: 400 for an adapter that cannot be loaded, 503 where workers fail or are busy.
+        """
         async with self._turn():
-            return await self._load(name, path, replaces=replaces, pinned=pinned)
+            return await self._load(name, path, replaces=replaces, pinned=pinned, required=digest)
 
     async def unload(self, name: str) -> AdapterChange:
         """Raises `ApiError`: 404 where no worker has it, 503 where workers fail or are busy."""
@@ -140,7 +153,7 @@ class AdapterUpdates:
         finally:
             self._one_at_a_time.release()
 
-    async def _load(self, name: str, path: str, *, replaces: bool, pinned: bool) -> AdapterChange:
+    async def _load(self, name: str, path: str, *, replaces: bool, pinned: bool, required: str) -> AdapterChange:
         await self.registered.sync()
         entry = self.registered.find(name)
         if entry is None and self.registered.full:
@@ -162,13 +175,13 @@ class AdapterUpdates:
 
         for reader in self._workers():
             # A registered name is replaced on purpose only.
-            await load_on(reader, "" if entry is None or replaces else entry.digest)
+            await load_on(reader, required or ("" if entry is None or replaces else entry.digest))
             if done:
                 break
             if (failure := failed.get(reader.incarnation)) is not None and isinstance(
                 failure.error, WorkerRejectedError
             ):
-                raise _rejected(failure.error)
+                raise WorkersFailedError(_rejected(failure.error), {failure.worker: str(failure.error)})
         if not done:
             raise self._no_reader(failed.values())
         first = next(iter(done.values()))
@@ -313,7 +326,8 @@ def _incomplete(failed: Iterable[_Failed], *, undone: bool) -> ApiError:
     named = "; ".join(f"{each.worker}: {each.error}" for each in failures[:MAX_NAMED])
     more = f"; and {len(failures) - MAX_NAMED} more" if len(failures) > MAX_NAMED else ""
     effect = "No other worker has changed." if undone else "Other workers have carried it out: repeat the command."
-    return unavailable(
+    error = unavailable(
         f"{len(failures)} workers have not carried out the command ({named}{more}). {effect}",
         retry_after=RETRY_AFTER_S,
     )
+    return WorkersFailedError(error, {each.worker: str(each.error) for each in failures})

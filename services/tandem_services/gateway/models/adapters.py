@@ -32,6 +32,8 @@ class HeldAdapter(msgspec.Struct, kw_only=True):
     """The name stands for it."""
     registered: bool
     """A command to a gateway has registered the name."""
+    source: str
+    """Folder of the registered name, in the workers' --lora-dir; "" of other content."""
     workers: list[str]
     """Ids of those that have it in memory."""
 
@@ -87,11 +89,16 @@ class AdapterNames:
                 root=adapter.root,
                 requested=current[adapter.name].digest == adapter.digest,
                 registered=adapter.name in self._registered,
+                source=self._source_of(adapter),
                 workers=sorted(w.worker_id for w in self._all if w.has_adapter(bytes.fromhex(adapter.digest))),
             )
             for adapter in named
         }
         return [held[key] for key in sorted(held)]
+
+    def _source_of(self, adapter: ServedAdapter) -> str:
+        entry = self._registered.get(adapter.name)
+        return entry.source if entry is not None and entry.digest == adapter.digest else ""
 
 
 class _Vote:

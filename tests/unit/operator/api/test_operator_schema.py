@@ -17,7 +17,7 @@ from tandem_testing.schema_walk import fields_below
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-SERVICE, POOL, GATEWAY = crds()
+SERVICE, POOL, GATEWAY, ADAPTER = crds()
 
 
 def schema(crd: dict[str, Any]) -> dict[str, Any]:
@@ -83,7 +83,7 @@ def test_rules_name_only_fields_that_exist():
                         assert name in known or name in CEL_WORDS, f"{path}: {name} in {rule['rule']}"
 
 
-CEL_WORDS = {"all", "startsWith", "size", "matches", "metadata", "name", "memory", "exists", "exists_one", "filter"}
+CEL_WORDS = set("all startsWith size matches metadata name memory exists exists_one filter in".split())
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -95,7 +95,7 @@ def test_examples_decode(path):
 
 
 def test_the_full_example_has_every_field():
-    """But those that exclude each other, and what the same class has elsewhere in the example."""
+    """But those that exclude each other, such as adapters on GPUs, and what the same class has elsewhere."""
     spec = yaml.safe_load((ROOT / "examples/full.yaml").read_text())["spec"]
     elsewhere = ("spec.prefill.engine.", "spec.decode.engine.", "spec.gateway.pod.", "spec.gateway.inferencePool.pod.")
     absent = missing(schema(SERVICE)["properties"]["spec"], spec, "spec")
@@ -106,6 +106,7 @@ def test_the_full_example_has_every_field():
         "spec.redis.managed",
         "spec.gatewayRef",
         "spec.engine.kvCacheGib",
+        *("spec.adapters", "spec.adapterClaims", "spec.engine.lora"),
         *(f"spec.{role}.pod.{name}" for role in ("prefill", "decode") for name in PRIVILEGED),
     }
 

@@ -168,6 +168,9 @@ class StubPoller:
             raise self.error
         return Observations(canaries={"": Canary(passed=True)})
 
+    async def sync_adapters(self, subject, known):
+        return known
+
     async def poll(self, subject, known):
         return known
 

@@ -21,7 +21,10 @@ ROUTES = {
     "metrics": {("GET", "/metrics"), ("GET", "/version")},
     "admin": {("GET", "/requests/{request_id}/explain"), ("GET", "/v1/adapters"), ("POST", "/drain")},
     "adapters": {("POST", path) for path in ADAPTER_PATHS},
-    "operator": {("POST", "/canary")},
+    "operator": {
+        *(("POST", "/canary"), ("GET", "/operator/adapters")),
+        *(("POST", f"/operator/adapters/{name}") for name in ("load", "unload")),
+    },
 }
 
 

@@ -19,7 +19,7 @@ from tandem_services.cli.k8s.cluster import Cluster, access_of
 from tandem_testing.forwarding_api_server import ForwardingApiServer
 from tandem_testing.kubernetes_objects import KEY_FILE, PODS, POOLS, SECRETS, SERVICES, deployed, follower, pod
 
-COMMANDS = ["status", "roles", "flip", "queue", "drain", "explain", "decisions", "chat", "scale"]
+COMMANDS = ["status", "roles", "flip", "queue", "drain", "explain", "decisions", "adapters", "chat", "scale"]
 
 
 @pytest.fixture

@@ -1,0 +1,135 @@
+"""Adapters that the Kubernetes operator loads: its own client against the admin port of a gateway."""
+
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+
+import httpx
+import pytest
+
+from tandem_engine.base.clock import MonotonicClock
+from tandem_engine.config import Role
+from tandem_operator.planning.adapters import HeldAdapter, Load, Unload, WantedAdapter
+from tandem_operator.telemetry.adapter_orders import registered_adapters, send_command
+from tandem_operator.telemetry.worker_control import OrderFailedError
+from tandem_services.common.health import Health
+from tandem_services.gateway.admin import create_admin_app
+from tandem_services.gateway.app import build_gateway
+from tandem_services.gateway.models import adapter_updates
+from tandem_testing.adapter_ports import CONTENT, AdapterPort, adapter_ports
+from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
+from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.pod_builders import pod
+from tandem_testing.tokenizer_builders import EOS
+
+TOKEN = "t" * 64
+GATEWAY = pod("g", "gateway", revision="")
+SQL = WantedAdapter(name="sql", folder="one")
+
+
+@dataclass
+class Served:
+    """A gateway with a prefill and a decode worker."""
+
+    client: httpx.AsyncClient
+    ports: list[AdapterPort]
+
+    async def send(self, command: Load | Unload):
+        return await send_command(self.client, GATEWAY, TOKEN, command)
+
+    async def load(self, wanted: WantedAdapter = SQL, digest: str = ""):
+        return await self.send(Load(wanted=wanted, digest=digest))
+
+    async def registered(self):
+        return await registered_adapters(self.client, GATEWAY, TOKEN)
+
+
+@pytest.fixture
+async def served(rack, tokenizer, monkeypatch, tmp_path):
+    """Clients of its API need keys, which the operator does not have."""
+    monkeypatch.setattr(adapter_updates, "RETRY_S", 0.0)
+    async with serving(rack, tokenizer, write_keys(tmp_path, alice={})) as one:
+        yield one
+
+
+@asynccontextmanager
+async def serving(rack, tokenizer, keys):
+    for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
+        rack.add(name, MockBehaviour(token=lambda *_: EOS, eos=EOS), role)
+    config = config_of(admin_port=1, api_keys=keys)
+    chooser = FakeChooser([engine.view for engine in rack.engines])
+    fleet = fleet_of(config, chooser, SessionShelf(), rack.context, tokenizer)
+    gateway = build_gateway(config, [fleet], clock=MonotonicClock(), health=Health())
+    gateway = replace(gateway, order_access=replace(gateway.order_access, token=TOKEN))
+    transport = httpx.ASGITransport(app=create_admin_app(gateway, drain=lambda: None), client=("10.9.9.9", 5))
+    try:
+        async with httpx.AsyncClient(transport=transport) as client, adapter_ports(chooser) as ports:
+            yield Served(client, ports)
+    finally:
+        await gateway.close()
+
+
+async def test_an_adapter_is_loaded_listed_and_unloaded(served):
+    assert await served.registered() == {}
+    done = await served.load()
+    assert (done.done, done.failed) == (True, {})
+    workers = frozenset({"p", "d"})
+    assert await served.registered() == {"sql": HeldAdapter(digest=CONTENT["one"], folder="one", workers=workers)}
+    assert (await served.send(Unload(name="sql"))).done
+    assert await served.registered() == {}
+    assert [port.loaded for port in served.ports] == [{}, {}]
+
+
+async def test_the_spec_replaces_what_a_name_stands_for(served):
+    await served.load()
+    assert (await served.load(replace(SQL, folder="two"))).done
+    held = (await served.registered())["sql"]
+    assert (held.digest, held.folder) == (CONTENT["two"], "two")
+
+
+async def test_other_content_than_the_digest_is_refused(served):
+    report = await served.load(digest="f" * 32)
+    assert not report.done
+    assert f"digest {CONTENT['one']} here" in report.message
+    assert list(report.failed) == ["d"], "the worker that has read it is named"
+    assert await served.registered() == {}
+    assert [port.loaded for port in served.ports] == [{}, {}]
+
+
+async def test_each_failed_worker_is_named_with_its_reason(served):
+    prefill = next(port for port in served.ports if port.chooser.fleet[port.number].worker_id == "p")
+    del prefill.contents["one"]
+    report = await served.load()
+    assert (report.done, list(report.failed)) == (False, ["p"])
+    assert "no such folder" in report.failed["p"]
+
+
+async def test_a_pinned_adapter_is_pinned_on_workers(served):
+    await served.load(replace(SQL, pinned=True))
+    assert [order.pinned for port in served.ports for order in port.orders] == [True, True]
+
+
+async def test_a_wrong_name_is_an_answer_of_one_sentence(served):
+    report = await served.load(replace(SQL, name="a/b"))
+    assert (report.done, "a name has 1 to 128 bytes" in report.message) == (False, True)
+    missing = await served.send(Unload(name="sql"))
+    assert (missing.done, missing.message) == (False, "The adapter 'sql' is not loaded.")
+
+
+async def test_one_of_several_models_is_selected_by_name(served):
+    assert (await send_command(served.client, GATEWAY, TOKEN, Load(wanted=SQL, digest=""), model="mock")).done
+    assert list(await registered_adapters(served.client, GATEWAY, TOKEN, model="mock")) == ["sql"]
+    with pytest.raises(OrderFailedError, match="404: .*no model 'other' is served here yet"):
+        await registered_adapters(served.client, GATEWAY, TOKEN, model="other")
+    report = await send_command(served.client, GATEWAY, TOKEN, Unload(name="sql"), model="other")
+    assert (report.done, "no model 'other'" in report.message) == (False, True)
+
+
+@pytest.mark.parametrize("token", ["x" * 64, ""], ids=["another", "none"])
+async def test_nobody_without_the_token_is_answered(served, token):
+    with pytest.raises(OrderFailedError, match="401"):
+        await registered_adapters(served.client, GATEWAY, token)
+    report = await send_command(served.client, GATEWAY, token, Load(wanted=SQL, digest=""))
+    assert (report.done, "401" in report.message) == (False, True)
+    headers = bearer("alice")
+    assert (await served.client.get(GATEWAY.url("admin", "/operator/adapters"), headers=headers)).status_code == 401
