@@ -73,7 +73,7 @@ def test_a_way_out_of_its_job_is_no_right_of_it(resource):
 
 
 def test_secrets_are_read_by_name_alone():
-    assert {verb for resource, verb in rights_of(OPERATOR) if resource == "secrets"} == {"get", "create"}
+    assert {verb for resource, verb in rights_of(OPERATOR) if resource == "secrets"} == {"get", "create", "patch"}
 
 
 @NEEDS_HELM

@@ -68,7 +68,7 @@ server: nothing is missing, and nothing is left over.
 # The models file of a ModelGateway.
 - apiGroups: [""]
   resources: [configmaps]
-  verbs: [get, list, watch, create, patch, delete]
+  verbs: [get, list, watch, create, patch]
 - apiGroups: [events.k8s.io]
   resources: [events]
   verbs: [create]

@@ -14,6 +14,7 @@ from tandem_testing.audit import Asked, asked_by
 from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
 from tandem_testing.custom_resources import model_adapter
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM
+from tandem_testing.kube_fronts import FRONT, Front
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import OperatorProcess
 from tandem_testing.operator_process import operator as operator_process
@@ -38,6 +39,7 @@ NOT_ASKED_HERE = {
     ("workerpools.tandem.dev", "delete"),
     # Asked for by the admission plugin OwnerReferencesPermissionEnforcement, not by the operator.
     ("modelservices/finalizers.tandem.dev", "update"),
+    ("modelgateways/finalizers.tandem.dev", "update"),
 }
 
 
@@ -97,6 +99,17 @@ def live(services: Services) -> None:
     services.wait_event("Warning", "NotMounted", "sql")
     services.delete()
     wait_for(services.gone, PATIENCE_S, services.described)
+    live_behind(Front(services.cluster, services.namespace), services)
+
+
+def live_behind(front: Front, services: Services) -> None:
+    """Served by a ModelGateway, until both are deleted."""
+    front.apply()
+    services.apply("behind", **FRONT)
+    services.wait_ready("behind")
+    services.delete("behind")
+    front.wait_served()
+    front.delete()
 
 
 def test_the_operator_is_granted_what_it_asks_for_and_asks_for_what_it_is_granted(control_plane, namespace, running):
