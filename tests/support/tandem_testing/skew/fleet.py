@@ -37,7 +37,6 @@ class Member:
     part: Part
     url: str
     role: str
-    release: Release
 
     async def end(self) -> None:
         """SIGTERM, as a kubelet sends it, and its exit."""
@@ -106,7 +105,7 @@ class MixedFleet:
             *("--served-model-name", MODEL, "--host", LOOPBACK, "--health-host", LOOPBACK, "--health-port", str(port)),
             *("--drain-timeout", str(DRAIN_S), *self._common, *ENGINE_FLAGS),
         )
-        return self._start(name, argv, port, role, release)
+        return self._start(name, argv, port, role)
 
     def add_gateway(self, release: Release) -> Member:
         port, name = free_port(), self._name("gateway", release)
@@ -114,7 +113,7 @@ class MixedFleet:
             *("gateway", "--host", LOOPBACK, "--port", str(port), "--model", str(bundled_model())),
             *("--served-model-name", MODEL, "--local-prefill-tokens", SHORT_REST, *self._common),
         )
-        return self._start(name, argv, port, "gateway", release)
+        return self._start(name, argv, port, "gateway")
 
     async def retire(self, member: Member) -> None:
         """Drain it and forget it."""
@@ -170,10 +169,10 @@ class MixedFleet:
         except httpx.HTTPError:
             return False
 
-    def _start(self, name: str, argv: list[str], port: int, role: str, release: Release) -> Member:
+    def _start(self, name: str, argv: list[str], port: int, role: str) -> Member:
         part = Part(name=name, argv=argv, log=self.folder / f"{name}.log")
         part.start()
-        member = Member(part=part, url=Address(LOOPBACK, port).url(), role=role, release=release)
+        member = Member(part=part, url=Address(LOOPBACK, port).url(), role=role)
         self.members.append(member)
         return member
 

@@ -1,4 +1,4 @@
-"""Run by an older release, with its own packages: which messages of standard input it reads.
+"""Run by an older release, with its packages: which messages of standard input it reads.
 
 Input: a JSON object of names of structs and their bytes in hexadecimal. Output: one of names and problems; "" for a
 message that was read, and nothing for a struct that the release does not have.

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[4]
-PACKAGES = ("engine", "services", "operator", "lab")
+PACKAGES = ("engine", "services", "operator", "lab", "tests/support")
 """Folders that hold packages; an older release may lack some."""
 
 

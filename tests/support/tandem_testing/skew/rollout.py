@@ -62,7 +62,9 @@ class Rollout:
         fleet.add_gateway(new)
         await fleet.ready()
         yield await self._stage("two gateways, old workers")
-        yield await self._stage("new prefill", self._replaced("prefill", new))
+        fleet.add_worker(new, "prefill")
+        await fleet.ready()
+        yield await self._stage("old prefill drains, a new one", self._retired("prefill"))
         yield await self._stage("old decode killed", self._killed("decode"))
         fleet.add_worker(new, "decode")
         await fleet.ready()
@@ -71,22 +73,16 @@ class Rollout:
         fleet.add_worker(new, "decode")
         await fleet.ready()
         yield await self._stage("two gateways, new workers")
-        yield await self._stage("prefill rolled back", self._replaced("prefill", old))
-        yield await self._stage("new decode killed, old prefill", self._killed("decode"))
-        fleet.add_worker(new, "decode")
+        fleet.add_worker(old, "prefill")
         await fleet.ready()
-        yield await self._stage("new prefill again", self._replaced("prefill", new))
+        yield await self._stage("prefill rolled back", self._retired("prefill"))
+        yield await self._stage("new decode killed, old prefill", self._killed("decode"))
+        for role in ("prefill", "decode"):
+            fleet.add_worker(new, role)
+        await fleet.ready()
+        yield await self._stage("new prefill again", self._retired("prefill"))
         await fleet.retire(fleet.of("gateway")[0])
         yield await self._stage("new release alone")
-
-    def _replaced(self, role: str, release: Release) -> Change:
-        async def change() -> None:
-            leaving = self.fleet.of(role)[0]
-            self.fleet.add_worker(release, role)
-            await self.fleet.ready()
-            await self.fleet.retire(leaving)
-
-        return change
 
     def _retired(self, role: str) -> Change:
         async def change() -> None:
@@ -109,6 +105,7 @@ class Rollout:
             if change is not None:
                 speaking = len(salted) - 4
                 await until(lambda: load.begun >= speaking or load.finished, SPEAK_TIMEOUT_S, "streams speak")
+                assert load.speaking, f"all streams ended before the change of {name!r}"
                 await change()
             answers = await load.gathered()
             if change is not None:
