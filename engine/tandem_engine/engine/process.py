@@ -7,6 +7,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import torch
+
 from tandem_engine.base.errors import EngineError
 from tandem_engine.base.freed_memory import give_back
 from tandem_engine.base.linux import die_with_parent
@@ -14,7 +16,6 @@ from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import EngineConfig
 from tandem_engine.engine import Engine, EnginePort
 from tandem_engine.engine.control import Operations
-from tandem_engine.engine.device_label import device_label, kernel_target
 from tandem_engine.engine.launch import launched_engine
 from tandem_engine.engine.process_loop import Control, EngineLoop, Outbox, Reports, Requests
 from tandem_engine.engine.watchdog import Watchdog, describe_scheduler
@@ -172,9 +173,23 @@ def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, test: S
         transport=engine.transport_name,
         adapters=engine.served_adapters,
         adapter_memory=engine.adapter_memory,
-        device=device_label(config.engine.device),
-        kernel_target=kernel_target(config.engine.device),
+        device=_device_label(config.engine.device),
+        kernel_target=_kernel_target(config.engine.device),
     )
+
+
+def _device_label(device: str) -> str:
+    """`device` with the name of the GPU, as in `cuda:0 (NVIDIA H200)`."""
+    return device if device == "cpu" else f"{device} ({torch.cuda.get_device_name(device)})"
+
+
+def _kernel_target(device: str) -> str:
+    """The kind of CPU that the kernels of an engine on `device` are compiled for; empty for a GPU."""
+    if device != "cpu":
+        return ""
+    from tandem_engine.kernels.cpu.target import target  # needs llvmlite, which engines on a GPU may lack
+
+    return target().name
 
 
 def _open_control(context: IpcContext, config: ProcessConfig) -> Control | None:

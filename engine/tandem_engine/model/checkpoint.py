@@ -40,10 +40,10 @@ from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory
 from tandem_engine.model.config_fields import ConfigFields, read_fields
 from tandem_engine.model.families.registry import find_family, require_family
 from tandem_engine.model.families.text_towers import text_part, text_tensors, tower_of
-from tandem_engine.model.gpt_oss_tensors import outputs_first, unstacked
 from tandem_engine.model.quantization.dequantized import dequantized
 from tandem_engine.model.quantization.kv_scales import without_scales
 from tandem_engine.model.quantization.scheme import Holding, WeightFormat, described, holding_of, read_scheme
+from tandem_engine.model.stacked_experts import outputs_first, unstacked_gpt_oss
 from tandem_engine.model.tensor_aliases import canonical_tensors
 from tandem_engine.model.tensor_names import EMBEDDING, LM_HEAD, require_tensors
 
@@ -171,7 +171,7 @@ def open_weights(
     """
     tensors = without_scales(open_stored(directory, config))
     if config.moe is not None and config.moe.interleaved:
-        return outputs_first(dequantized(unstacked(tensors), scheme))
+        return outputs_first(dequantized(unstacked_gpt_oss(tensors), scheme))
     return canonical_tensors(dequantized(tensors, scheme), config)
 
 

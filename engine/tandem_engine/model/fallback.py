@@ -10,8 +10,9 @@ run       all tokens of a step as one flat sequence, each with its own position
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.utils import logging
 
 from tandem_engine.base.errors import CheckpointError
@@ -20,13 +21,12 @@ from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.attention.backend import Attend, AttentionSpec
 from tandem_engine.model.checkpoint_folder import ModelDirectory
 from tandem_engine.model.config_fields import read_fields
-from tandem_engine.model.fallback_angles import set_long_angles
 from tandem_engine.model.fallback_config import load_config, refused_by_transformers
 from tandem_engine.model.fallback_examination import examine
 from tandem_engine.model.fallback_interface import ATTEND, NAME, Head, register
 from tandem_engine.model.fallback_states import InOrder, Mixers, find_mixers
 from tandem_engine.model.layers.delta import StatefulAttend
-from tandem_engine.model.long_context import has_long_angles
+from tandem_engine.model.long_context import LONGROPE, has_long_angles, log_long_angles
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,7 +102,7 @@ def load_fallback(
             mixers=mixers,
         )
         if has_long_angles(config, context_length):
-            set_long_angles(body, hf_config)
+            _set_long_angles(body, hf_config)
     _require_told_window(hf_config, found.specs)
     facts = replace(
         config,
@@ -151,3 +151,28 @@ def _require_told_window(hf_config: PreTrainedConfig, specs: tuple[AttentionSpec
             f"sliding_window is {window}, but no layer passes it to the attention interface; "
             "remove it from config.json if the model has no window"
         )
+
+
+def _set_long_angles(body: PreTrainedModel, config: PreTrainedConfig) -> None:
+    """Have every call of `body` rotate as transformers does beyond the original context.
+
+    Raises:
+        CheckpointError: the model keeps its angles elsewhere.
+    """
+    original = config.rope_parameters["original_max_position_embeddings"]
+    modules = [module for module in body.modules() if _is_rotary(module)]
+    if not modules:
+        raise CheckpointError(
+            f"rotary angles of {config.model_type} cannot be set; pass --context-length {original} or less"
+        )
+    for module in modules:
+        long, _ = ROPE_INIT_FUNCTIONS[LONGROPE](config, module.inv_freq.device, seq_len=original + 1)
+        # transformers takes the first for short calls and the second for long ones.
+        module.original_inv_freq = long
+        module.long_inv_freq = long
+        module.inv_freq = long.clone()
+    log_long_angles(original)
+
+
+def _is_rotary(module: nn.Module) -> bool:
+    return getattr(module, "rope_type", None) == LONGROPE and hasattr(module, "original_inv_freq")

@@ -68,7 +68,7 @@ WITH_STATES = ("conv", "hybrid", "linear_attention", "mamba", "mlp", "moe")
 """Kinds of layers that keep states in the cache of transformers (`fallback_states`), or nothing."""
 
 LONGROPE = "longrope"
-"""Has two sets of angles; which one all requests have follows from the context length (`fallback_angles`)."""
+"""Has two sets of angles; which one all requests have follows from the context length (`fallback`)."""
 
 OWN_LONGROPE = ("phimoe",)
 """Models that scale more than their angles by the length of a call."""

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from tandem_engine.config import ModelConfig
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor
-from tandem_engine.model.llama4_tensors import unstacked_experts
 from tandem_engine.model.quantization.dequantized import DequantizedRows, DequantizedTensor
+from tandem_engine.model.stacked_experts import unstacked_llama4
 from tandem_engine.model.tensor_names import CHOICE_BIAS, DELTA, KEY_VALUE, canonical_experts
 
 QKV = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
@@ -40,7 +40,7 @@ class Aliases:
     joined: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     """Names within a layer, to those of the projections, in the order of their rows."""
     inputs_first: bool = False
-    """Whether experts of a layer are stored together and their inputs first (`llama4_tensors`)."""
+    """Whether experts of a layer are stored together and their inputs first (`stacked_experts`)."""
     extra_layers: bool = False
     """Whether there may be layers beyond the last one, each with a `PREDICTS_AHEAD`."""
     skipped: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ ALIASES: Mapping[str, Aliases] = {
 def canonical_tensors(tensors: Mapping[str, ReadableTensor], config: ModelConfig) -> dict[str, ReadableTensor]:
     """`tensors` of a checkpoint of `config` under our names; what has an odd shape keeps its name."""
     aliases = ALIASES.get(config.family, Aliases())
-    found = canonical_experts(unstacked_experts(tensors) if aliases.inputs_first else tensors)
+    found = canonical_experts(unstacked_llama4(tensors) if aliases.inputs_first else tensors)
     result: dict[str, ReadableTensor] = {}
     for name, tensor in found.items():
         if not _is_skipped(name, aliases, config, found):

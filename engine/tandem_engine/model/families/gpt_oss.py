@@ -1,4 +1,4 @@
-"""gpt_oss: its config.json. Its tensors are in `gpt_oss_tensors`.
+"""gpt_oss: its config.json. Its tensors are in `stacked_experts`.
 
 Differences to a plain decoder with experts:
 

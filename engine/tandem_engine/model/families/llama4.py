@@ -1,4 +1,4 @@
-"""Llama 4, its text: config.json. Its tensors are in `llama4_tensors`.
+"""Llama 4, its text: config.json. Its tensors are in `stacked_experts`.
 
 Differences to a plain decoder with experts:
 

@@ -7,7 +7,7 @@ message that begins with /.
 import re
 import sys
 from collections.abc import Iterator
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import httpx
 
@@ -16,7 +16,6 @@ from tandem_services.cli.chat.conversation import Conversation, Turn
 from tandem_services.cli.chat.display import Display
 from tandem_services.cli.chat.history import LineHistory
 from tandem_services.cli.chat.plain_text import harmless
-from tandem_services.cli.chat.report import report
 from tandem_services.cli.text.explanation import explain_text
 from tandem_services.common.errors import RemoteError
 
@@ -152,8 +151,32 @@ class Loop:
             with self._display.answer() as show:
                 for piece in pieces:
                     show(piece)
-        self._display.note(report(turn, self._conversation.explain(turn)))
+        self._display.note(_summary(turn, self._conversation.explain(turn)))
 
     def _say(self, text: str) -> None:
         """To the user; standard output is for answers where it is no terminal."""
         print(harmless(text), file=sys.stdout if sys.stdout.isatty() else sys.stderr)
+
+
+def _summary(turn: Turn, explained: dict[str, Any]) -> str:
+    """One line about a turn: tokens, speed, workers, what moved. `explained`: the record of the gateway, if any."""
+    prompt = turn.usage.get("prompt_tokens", 0)
+    cached = (turn.usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    output = turn.usage.get("completion_tokens", 0)
+    parts = [f"{prompt} prompt tokens ({cached} cached)", f"{output} out"]
+    if turn.first_token is not None and turn.ended is not None:
+        parts.append(f"first after {(turn.first_token - turn.began) * 1e3:.0f} ms")
+        if output > 1:
+            parts.append(f"{(output - 1) / max(turn.ended - turn.first_token, 1e-9):.0f} tokens/s")
+    for choice in explained.get("choices", [])[:1]:
+        last = choice["attempts"][-1] if choice["attempts"] else {}
+        parts.append(" → ".join(_worker(last[role]) for role in ("prefill", "decode") if last.get(role)))
+        moved = choice.get("transfer")
+        if moved:
+            parts.append(f"{moved['pages']} pages, {moved['bytes'] / 1024:.0f} KiB moved")
+    return " · ".join(part for part in parts if part)
+
+
+def _worker(incarnation: str) -> str:
+    """The stable name in `worker_id@number`."""
+    return incarnation.rpartition("@")[0]

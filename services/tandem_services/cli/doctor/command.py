@@ -12,7 +12,7 @@ from pathlib import Path
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.version import product_version
 from tandem_engine.config.flags import host_address
-from tandem_services.cli.doctor import limits, memory, processor, services, software
+from tandem_services.cli.doctor import processor, resources, services, software
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, Status, run_all
 from tandem_services.cli.flags import add_redis, port_number
 from tandem_services.cli.run_dir import listed_logs
@@ -85,8 +85,7 @@ def all_checks(args: argparse.Namespace, machine: Machine) -> list[Check]:
     return [
         *software.checks(machine),
         *processor.checks(machine),
-        *memory.checks(machine, folders),
-        *limits.checks(machine),
+        *resources.checks(machine, folders),
         *services.checks(machine, host=args.host, port=args.port, redis=redis),
     ]
 

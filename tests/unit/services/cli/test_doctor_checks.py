@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.base.cgroups import memory_limit
-from tandem_services.cli.doctor import limits, memory, processor, services, software
+from tandem_services.cli.doctor import processor, resources, services, software
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, Status, ok, run_all
 from tandem_services.common.errors import StartupError
 from tandem_services.common.redis_client import RedisAddress
@@ -147,14 +147,14 @@ def test_machine_that_computes_something_else_is_warned_of(machine):
 
 
 def test_little_memory_or_a_low_cgroup_limit_is_warned_of(machine):
-    assert_ok(memory.memory(machine), "8.0 GiB available")
+    assert_ok(resources.memory(machine), "8.0 GiB available")
     limit = machine.cgroup / "tandem.slice/memory.max"
     limit.write_text(f"{1 << 30}\n")
-    assert_found(memory.memory(machine), Status.WARN, "1.0 GiB allowed by the cgroup", "--both 1")
+    assert_found(resources.memory(machine), Status.WARN, "1.0 GiB allowed by the cgroup", "--both 1")
     limit.write_text(f"{4 << 30}\n")
-    assert_ok(memory.memory(machine))
+    assert_ok(resources.memory(machine))
     (machine.proc / "meminfo").write_text("MemAvailable: 1024 kB\n")
-    assert_found(memory.memory(machine), Status.WARN, "0.0 GiB available", "--kv-cache-gib")
+    assert_found(resources.memory(machine), Status.WARN, "0.0 GiB available", "--kv-cache-gib")
 
 
 def test_memory_limit_of_the_older_cgroups_is_read(machine):
@@ -169,39 +169,39 @@ def test_memory_limit_of_the_older_cgroups_is_read(machine):
 
 def test_shared_memory_that_is_small_or_missing_is_named(machine):
     folder = machine.dev / "shm"
-    assert_found(memory.shared_memory(folder, minimum=1 << 62), Status.WARN, "GiB free", "--shm-size=512m")
-    assert_ok(memory.shared_memory(folder, minimum=1))
+    assert_found(resources.shared_memory(folder, minimum=1 << 62), Status.WARN, "GiB free", "--shm-size=512m")
+    assert_ok(resources.shared_memory(folder, minimum=1))
     folder.rmdir()
-    assert_found(memory.shared_memory(folder), Status.FAIL, "is no folder", "mount -t tmpfs tmpfs /dev/shm")
+    assert_found(resources.shared_memory(folder), Status.FAIL, "is no folder", "mount -t tmpfs tmpfs /dev/shm")
 
 
 def test_folder_that_cannot_be_made_or_is_full_is_named(tmp_path):
     (tmp_path / "file").touch()
-    assert_found(memory.disk(tmp_path / "file/run", "--run-dir DIR"), Status.FAIL, "no folder", "--run-dir DIR")
-    assert_ok(memory.disk(tmp_path / "other/run", "--run-dir DIR", minimum=1))
-    full = memory.disk(tmp_path, "--run-dir DIR", minimum=1 << 62)
+    assert_found(resources.disk(tmp_path / "file/run", "--run-dir DIR"), Status.FAIL, "no folder", "--run-dir DIR")
+    assert_ok(resources.disk(tmp_path / "other/run", "--run-dir DIR", minimum=1))
+    full = resources.disk(tmp_path, "--run-dir DIR", minimum=1 << 62)
     assert_found(full, Status.WARN, "GiB free", "free some, or --run-dir DIR")
     assert [each.name for each in tmp_path.iterdir()] == ["file"], "the check made a folder"
 
 
 def test_low_limit_of_open_files_is_warned_of():
-    assert_found(limits.open_files(1024), Status.WARN, "at most 1024 open files", "LimitNOFILE=65536")
-    assert_ok(limits.open_files(65536))
-    assert_ok(limits.open_files(resource.RLIM_INFINITY))
+    assert_found(resources.open_files(1024), Status.WARN, "at most 1024 open files", "LimitNOFILE=65536")
+    assert_ok(resources.open_files(65536))
+    assert_ok(resources.open_files(resource.RLIM_INFINITY))
 
 
 def test_low_limit_of_processes_is_warned_of():
-    assert_found(limits.processes((100, 200)), Status.WARN, "100 of at most 200", "podPidsLimit")
-    assert_ok(limits.processes((100, 1000)))
-    assert_ok(limits.processes(None))
+    assert_found(resources.processes((100, 200)), Status.WARN, "100 of at most 200", "podPidsLimit")
+    assert_ok(resources.processes((100, 1000)))
+    assert_ok(resources.processes(None))
 
 
 def test_locked_memory_matters_where_devices_read_it(machine):
-    assert_ok(limits.locked_memory(machine, 8 << 20))
+    assert_ok(resources.locked_memory(machine, 8 << 20))
     (machine.dev / "infiniband").mkdir()
     (machine.dev / "infiniband/uverbs0").touch()
-    assert_found(limits.locked_memory(machine, 8 << 20), Status.WARN, "8 MiB", "LimitMEMLOCK=infinity")
-    assert_ok(limits.locked_memory(machine, resource.RLIM_INFINITY))
+    assert_found(resources.locked_memory(machine, 8 << 20), Status.WARN, "8 MiB", "LimitMEMLOCK=infinity")
+    assert_ok(resources.locked_memory(machine, resource.RLIM_INFINITY))
 
 
 def test_redis_that_is_missing_is_named_with_what_installs_it(tmp_path):
