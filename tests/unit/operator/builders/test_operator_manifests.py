@@ -122,7 +122,7 @@ def test_selectors_find_their_own_pods_alone(path):
     """Of two Deployments none takes the other's pods, and every Service and budget finds some."""
     labels = {name: template["metadata"]["labels"] for name, template in templates(path)}
     for one in manifests(path):
-        selector = one["spec"].get("selector")
+        selector = one.get("spec", {}).get("selector")  # ConfigMaps and Secrets have no spec
         if not isinstance(selector, dict):
             continue
         wanted = selector.get("matchLabels", selector)
