@@ -293,6 +293,7 @@ class KvMemory:
         if self.anchors is not None:
             drop_anchors(kv, self.anchors)
             kv.anchor_lens.clear()
+            kv.trial_lens.clear()
 
     def reserve_state(self) -> tuple[int, Touched] | None:
         """A slot for the state of a prefix that a peer writes once it is `untouched`. None if none is free.

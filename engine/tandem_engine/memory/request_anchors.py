@@ -2,11 +2,13 @@
 
 1. aim       it begins at an anchor, if it found one, and the lengths at which others may continue are set
 2. moves     a step is launched: it copies anchors to rows that begin, and states of rows to slots, pending
+             anchors on trial last, where slots are left for them
 3. attach    the step has settled and the cache has the pages: pending copies become anchors
    drop      the request ends, or its steps count for nothing: what is pending is given back
 """
 
-from collections.abc import Sequence
+from bisect import bisect_left, insort
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from tandem_engine.forward.batch import Snapshot
@@ -24,15 +26,34 @@ class StateMoves(NamedTuple):
 NO_MOVES = StateMoves()
 
 
+TRIALS = (1, 2, 4, 8, 12, 14, 15)
+"""Sixteenths of what the cache lacks of a prompt, after which a state is kept on trial. So another prompt with the same
+beginning computes at most a quarter of it again, and less, the closer to its end they part."""
+
+TRIAL_DISTANCE = 128
+"""Tokens that an anchor on trial saves at least."""
+
+
 def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
     """Continue from the anchor that was found, and copy the state where others may continue: before the last token of
-    `tokens`, and where these leave what is cached, which is `known` tokens."""
+    `tokens`, and where these leave what is cached, which is `known` tokens. On trial also between these two."""
+    kv.known_len = known
     if kv.pages and not (kv.slower is not None and kv.slower.has_state):
         kv.continues_from = kv.pages[-1]
         anchors.pin(kv.continues_from)
     aims = {anchors.at_most(known), anchors.at_most(tokens - 1)}
     kv.anchor_lens = sorted(length for length in aims if length > kv.committed_len)
+    kv.trial_lens = list(_trials_between(known, tokens, anchors))
     kv.aimed_len = max(aims)
+
+
+def _trials_between(known: int, tokens: int, anchors: StateAnchors) -> Iterator[int]:
+    before, last = known, anchors.at_most(tokens - 1)
+    for share in TRIALS:
+        length = anchors.at_most(known + (tokens - known) * share // 16)
+        if length - before >= TRIAL_DISTANCE and last - length >= TRIAL_DISTANCE:
+            yield length
+            before = length
 
 
 def moves_of_step(
@@ -43,16 +64,22 @@ def moves_of_step(
     Anchors that requests begin with are read before any slot is given to another one.
     """
     reads = [(_read_anchor(kv, anchors), int(kv.row)) for kv in kvs if kv.continues_from is not None]
-    writes, snapshots = [], []
-    for sequence, (kv, start, stop) in enumerate(zip(kvs, starts, stops, strict=True)):
+    spans = [*zip(kvs, starts, stops, strict=True)]
+    kept: list[Snapshot] = []
+    for sequence, (kv, start, stop) in enumerate(spans):
         for length in _lengths_to_keep(kv, anchors, start, stop):
-            slot = _slot_for(kv, anchors, length, step)
-            if slot is None:
-                continue
-            if length == start:
-                writes.append((int(kv.row), slot))
-            else:
-                snapshots.append(Snapshot(sequence, length, slot))
+            slot = _slot_for(kv, anchors)
+            if slot is not None:
+                kept.append(Snapshot(sequence, length, slot))
+                kv.pending_anchors.append(PendingAnchor(length, slot, step))
+    for sequence, (kv, _, stop) in enumerate(spans):
+        for length in _first_below(kv.trial_lens, stop):
+            slot = anchors.take(on_trial=True)
+            if slot is not None:
+                kept.append(Snapshot(sequence, length, slot))
+                insort(kv.pending_anchors, PendingAnchor(length, slot, step))
+    writes = [(int(kvs[each.sequence].row), each.slot) for each in kept if each.length == starts[each.sequence]]
+    snapshots = sorted(each for each in kept if each.length > starts[each.sequence])
     return StateMoves((*reads, *writes), tuple(snapshots))
 
 
@@ -83,17 +110,18 @@ def _lengths_to_keep(kv: RequestKv, anchors: StateAnchors, start: int, stop: int
     """Of its states before or within a step that computes tokens [start, stop)."""
     if start > kv.aimed_len:
         return [start] if start % anchors.grain == 0 else []
-    lengths = [length for length in kv.anchor_lens if length < stop]
-    del kv.anchor_lens[: len(lengths)]
-    return lengths
+    return _first_below(kv.anchor_lens, stop)
 
 
-def _slot_for(kv: RequestKv, anchors: StateAnchors, length: int, step: int) -> int | None:
+def _first_below(lengths: list[int], stop: int) -> list[int]:
+    """Takes those out of `lengths`, which ascend."""
+    taken = lengths[: bisect_left(lengths, stop)]
+    del lengths[: len(taken)]
+    return taken
+
+
+def _slot_for(kv: RequestKv, anchors: StateAnchors) -> int | None:
     """Of one more of its pending anchors. A decode keeps its newest state alone."""
     if kv.pending_anchors and kv.pending_anchors[-1].length > kv.aimed_len:
-        slot: int | None = kv.pending_anchors.pop().slot
-    else:
-        slot = anchors.take()
-    if slot is not None:
-        kv.pending_anchors.append(PendingAnchor(length, slot, step))
-    return slot
+        return kv.pending_anchors.pop().slot
+    return anchors.take()
