@@ -210,9 +210,10 @@ def make_anchors(pools: GroupPools, config: CacheConfig, facts: ModelConfig) -> 
     """Where cached prefixes can be continued, if layers keep states and there is a cache."""
     if pools.states is None or not config.enable_prefix_cache:
         return None
+    page_size = pools.first.page_size
     # By token, what follows the first copy within a prompt would be as slow as decoding.
-    trials = not facts.states_by_token
-    return StateAnchors(pools.states.anchor_slots, page_size=pools.first.page_size, trials=trials)
+    states, trials = pools.states, not facts.states_by_token
+    return StateAnchors(states.anchor_slots, page_size=page_size, slot_bytes=states.page_bytes, trials=trials)
 
 
 def make_memory(

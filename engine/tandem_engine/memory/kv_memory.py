@@ -149,6 +149,7 @@ class KvMemory:
             cache_protected_len=matched,
             committed_len=matched,
             computed_from=matched,
+            known_len=match.known * self.page_size,
             lock=match.lock,
             slower=match.slower,
             copy=self.copies.newest_load,

@@ -37,7 +37,6 @@ TRIAL_DISTANCE = 128
 def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
     """Continue from the anchor that was found, and copy the state where others may continue: before the last token of
     `tokens`, and where these leave what is cached, which is `known` tokens. On trial also between these two."""
-    kv.known_len = known
     if kv.pages and not (kv.slower is not None and kv.slower.has_state):
         kv.continues_from = kv.pages[-1]
         anchors.pin(kv.continues_from)
@@ -73,7 +72,8 @@ def moves_of_step(
                 kept.append(Snapshot(sequence, length, slot))
                 kv.pending_anchors.append(PendingAnchor(length, slot, step))
     for sequence, (kv, _, stop) in enumerate(spans):
-        for length in _first_below(kv.trial_lens, stop):
+        # The longest first: where slots are short, it saves most.
+        for length in reversed(_first_below(kv.trial_lens, stop)):
             slot = anchors.take(on_trial=True)
             if slot is not None:
                 kept.append(Snapshot(sequence, length, slot))

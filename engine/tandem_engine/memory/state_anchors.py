@@ -36,21 +36,23 @@ PENDING_SHARE = 4
 class AnchorCounts(NamedTuple):
     """Slots of anchors by what they hold; what is pending is in `slots` alone."""
 
-    slots: int = 0
-    kept: int = 0
-    on_trial: int = 0
-    replaced: int = 0
+    slots: int
+    slot_bytes: int
+    kept: int
+    on_trial: int
+    replaced: int
     """Anchors that gave their slot to another one, so far."""
 
 
 class StateAnchors:
     """Scheduler thread only."""
 
-    def __init__(self, slots: Sequence[int], *, page_size: int, trials: bool = True) -> None:
+    def __init__(self, slots: Sequence[int], *, page_size: int, slot_bytes: int, trials: bool = True) -> None:
         """`slots` of the state pool that no request has. Without `trials` no anchor is made on trial."""
         self.grain = lcm(page_size, CHUNK)
         self._page_size = page_size
         self._slots = tuple(slots)
+        self._slot_bytes = slot_bytes
         self._free = [*reversed(slots)]
         self._slot_of: OrderedDict[PageId, int] = OrderedDict()
         self._trials: OrderedDict[PageId, None] = OrderedDict()
@@ -141,7 +143,11 @@ class StateAnchors:
         """What the slots hold now."""
         on_trial = len(self._trials)
         return AnchorCounts(
-            slots=len(self._slots), kept=len(self._slot_of) - on_trial, on_trial=on_trial, replaced=self._replaced
+            slots=len(self._slots),
+            slot_bytes=self._slot_bytes,
+            kept=len(self._slot_of) - on_trial,
+            on_trial=on_trial,
+            replaced=self._replaced,
         )
 
     def drop(self, pages: Iterable[PageId]) -> None:

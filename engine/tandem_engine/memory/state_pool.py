@@ -170,6 +170,8 @@ class StatePool:
         self.anchor_slots = range(1 + rows, 1 + rows + anchors)
         num_slots = self.anchor_slots.stop
         self._bytes = zeroed((num_slots, spec.slot_bytes), torch.uint8, torch.device(device))
+        # By words, and each slot's view made once: a step of many decodes copies as many slots.
+        self._slots = self._bytes.view(torch.int64).unbind(0)
         self.views = spec.views(self._bytes)
         """Of each part of all slots."""
 
@@ -212,7 +214,7 @@ class StatePool:
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Whole slots, (source, target) each, one after the other."""
         for source, target in copies:
-            self._bytes[target].copy_(self._bytes[source])
+            self._slots[target].copy_(self._slots[source])
 
     def bytes_view(self) -> Tensor:
         """The bytes of all slots: uint8 [slots, slot_bytes], a view."""

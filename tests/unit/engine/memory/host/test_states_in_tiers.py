@@ -43,7 +43,7 @@ class Hybrid:
     ) -> None:
         self.device = HeldCopies()
         copies = CopyQueue(submit=self.device)
-        anchors = StateAnchors(range(SLOT, SLOT + slots), page_size=PAGE)
+        anchors = StateAnchors(range(SLOT, SLOT + slots), page_size=PAGE, slot_bytes=1024)
         self.host = HostMemory.build(
             HostPool(num_pages=host_pages, page_bytes=PAGE_BYTES),
             copies,
