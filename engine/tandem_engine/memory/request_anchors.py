@@ -7,8 +7,8 @@
    drop      the request ends, or its steps count for nothing: what is pending is given back
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Iterator, Sequence
+from bisect import insort
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem_engine.forward.batch import Snapshot
@@ -26,12 +26,13 @@ class StateMoves(NamedTuple):
 NO_MOVES = StateMoves()
 
 
-TRIALS = (1, 2, 4, 8, 12, 14, 15)
-"""Sixteenths of what the cache lacks of a prompt, after which a state is kept on trial. So another prompt with the same
-beginning computes at most a quarter of it again, and less, the closer to its end they part."""
+TRIALS = (12, 8, 14, 4, 10, 15, 6, 13, 2, 1)
+"""Sixteenths of what the cache lacks of a prompt, after which a state is kept on trial; where slots are short, the first
+of them. So another prompt with the same beginning computes at most an eighth of this one again, and less near its end.
+"""
 
 TRIAL_DISTANCE = 128
-"""Tokens that an anchor on trial saves at least."""
+"""Tokens between an anchor on trial and any other."""
 
 
 def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
@@ -42,17 +43,18 @@ def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> Non
         anchors.pin(kv.continues_from)
     aims = {anchors.at_most(known), anchors.at_most(tokens - 1)}
     kv.anchor_lens = sorted(length for length in aims if length > kv.committed_len)
-    kv.trial_lens = list(_trials_between(known, tokens, anchors))
+    kv.trial_lens = _trials_between(known, tokens, anchors)
     kv.aimed_len = max(aims)
 
 
-def _trials_between(known: int, tokens: int, anchors: StateAnchors) -> Iterator[int]:
-    before, last = known, anchors.at_most(tokens - 1)
+def _trials_between(known: int, tokens: int, anchors: StateAnchors) -> list[int]:
+    """Lengths of anchors on trial, in the order in which they get slots."""
+    others, chosen = [anchors.at_most(known), anchors.at_most(tokens - 1)], []
     for share in TRIALS:
         length = anchors.at_most(known + (tokens - known) * share // 16)
-        if length - before >= TRIAL_DISTANCE and last - length >= TRIAL_DISTANCE:
-            yield length
-            before = length
+        if all(abs(length - other) >= TRIAL_DISTANCE for other in (*others, *chosen)):
+            chosen.append(length)
+    return chosen
 
 
 def moves_of_step(
@@ -72,8 +74,8 @@ def moves_of_step(
                 kept.append(Snapshot(sequence, length, slot))
                 kv.pending_anchors.append(PendingAnchor(length, slot, step))
     for sequence, (kv, _, stop) in enumerate(spans):
-        # The longest first: where slots are short, it saves most.
-        for length in reversed(_first_below(kv.trial_lens, stop)):
+        for length in [each for each in kv.trial_lens if each < stop]:
+            kv.trial_lens.remove(length)
             slot = anchors.take(on_trial=True)
             if slot is not None:
                 kept.append(Snapshot(sequence, length, slot))
@@ -110,14 +112,9 @@ def _lengths_to_keep(kv: RequestKv, anchors: StateAnchors, start: int, stop: int
     """Of its states before or within a step that computes tokens [start, stop)."""
     if start > kv.aimed_len:
         return [start] if start % anchors.grain == 0 else []
-    return _first_below(kv.anchor_lens, stop)
-
-
-def _first_below(lengths: list[int], stop: int) -> list[int]:
-    """Takes those out of `lengths`, which ascend."""
-    taken = lengths[: bisect_left(lengths, stop)]
-    del lengths[: len(taken)]
-    return taken
+    lengths = [length for length in kv.anchor_lens if length < stop]
+    del kv.anchor_lens[: len(lengths)]
+    return lengths
 
 
 def _slot_for(kv: RequestKv, anchors: StateAnchors) -> int | None:

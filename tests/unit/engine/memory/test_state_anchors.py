@@ -141,7 +141,7 @@ def test_a_prompt_that_leaves_a_cached_one_marks_where_it_does():
 
 
 LONG = [*range(1024)]
-TRIALS = [128, 256, 512, 768]
+TRIALS = [128, 256, 384, 512, 640, 768]
 """Of `LONG`, whose last anchor is at 960."""
 
 
@@ -160,7 +160,7 @@ def test_trials_within_a_prompt_are_snapshots_in_order():
     kv = memory.begin(LONG, space=BASE_SPACE, max_match=1023)
     assert kv is not None
     moves = launch(memory, kv, 0, 700)
-    assert [each.length for each in moves.snapshots] == [128, 256, 512]
+    assert [each.length for each in moves.snapshots] == [128, 256, 384, 512, 640]
     moves = launch(memory, kv, 700, 1024)
     assert [each.length for each in moves.snapshots] == [768, 960]
     audited(memory, kv)
@@ -170,7 +170,7 @@ def test_a_trial_where_a_chunk_ends_is_copied_by_the_next():
     memory = make(range(5, 37), pages=200)
     kv = memory.begin(LONG, space=BASE_SPACE, max_match=1023)
     assert kv is not None
-    assert [each.length for each in launch(memory, kv, 0, 512).snapshots] == [128, 256]
+    assert [each.length for each in launch(memory, kv, 0, 512).snapshots] == [128, 256, 384]
     moves = launch(memory, kv, 512, 600)
     assert [source for source, _ in moves.copies] == [kv.row]
     memory.commit(kv, 600)
@@ -179,7 +179,7 @@ def test_a_trial_where_a_chunk_ends_is_copied_by_the_next():
     audited(memory, kv)
 
 
-@pytest.mark.parametrize(("shared", "usable"), [(1000, 960), (900, 768), (767, 512), (512, 512), (300, 256), (100, 0)])
+@pytest.mark.parametrize(("shared", "usable"), [(1000, 960), (900, 768), (767, 640), (512, 512), (300, 256), (100, 0)])
 def test_the_second_prompt_continues_before_it_parts(shared, usable):
     memory = make(range(5, 37), pages=200)
     end(memory, compute(memory, LONG), LONG)
