@@ -26,9 +26,7 @@ PARTING = tuple(
 """Two beginnings, each with prompts that leave the first one where no anchor is."""
 
 
-def engine_of(
-    *, overlap: bool, page_size: int = 4, anchors: int = 2, tokens: int = 240, **settings: object
-) -> Engine:
+def engine_of(*, overlap: bool, page_size: int = 4, anchors: int = 2, tokens: int = 240, **settings: object) -> Engine:
     """Room for one request and a half, and for two anchors."""
     return make_engine(
         anchors=anchors,

@@ -114,4 +114,3 @@ def test_trials_that_make_room_change_no_token(together, tmp_path):
         assert engine.memory.anchors.counts.replaced > 0
     assert [each.token_ids for each in found] == expected(model, asked)
     assert sum(each.cached_tokens for each in found) > 0
-

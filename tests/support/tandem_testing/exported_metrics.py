@@ -64,9 +64,7 @@ def worker_metrics() -> list[Metric]:
     adapter = ServedAdapter(name="sql", digest="0a" * 16, rank=8, root="sql")
     link = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
     anchors = StateAnchorStats(slots=72, slot_bytes=77 << 20, kept=9, on_trial=4, replaced_total=0)
-    stats = idle_stats(
-        speculation=speculation, links=(link,), head_waits="no_pages", waiting=1, state_anchors=anchors
-    )
+    stats = idle_stats(speculation=speculation, links=(link,), head_waits="no_pages", waiting=1, state_anchors=anchors)
     service = ServiceNumbers(
         registered=True,
         offered=True,
