@@ -27,9 +27,9 @@ NO_MOVES = StateMoves()
 
 
 TRIALS = (12, 8, 14, 4, 10, 15, 6, 13, 2, 1)
-"""Sixteenths of what the cache lacks of a prompt, after which a state is kept on trial; where slots are short, the first
-of them. So another prompt with the same beginning computes at most an eighth of this one again, and less near its end.
-"""
+"""Sixteenths of what the cache lacks of a prompt, after which a state is kept on trial; the first of them where slots
+are short. So another prompt with the same beginning computes at most an eighth of this one again, and less near its
+end."""
 
 TRIAL_DISTANCE = 128
 """Tokens between an anchor on trial and any other."""

@@ -25,9 +25,7 @@ from math import lcm
 from typing import NamedTuple
 
 from tandem_engine.base.names import PageId
-
-CHUNK = 64
-"""Tokens (`model.layers.delta_rule`)."""
+from tandem_engine.memory.cache_groups import STATE_CHUNK
 
 PENDING_SHARE = 4
 """One slot of so many may be pending on trial."""
@@ -49,7 +47,7 @@ class StateAnchors:
 
     def __init__(self, slots: Sequence[int], *, page_size: int, slot_bytes: int, trials: bool = True) -> None:
         """`slots` of the state pool that no request has. Without `trials` no anchor is made on trial."""
-        self.grain = lcm(page_size, CHUNK)
+        self.grain = lcm(page_size, STATE_CHUNK)
         self._page_size = page_size
         self._slots = tuple(slots)
         self._slot_bytes = slot_bytes
@@ -98,7 +96,7 @@ class StateAnchors:
         return self._slot_of[page]
 
     def take(self, *, on_trial: bool = False) -> int | None:
-        """A slot for a pending anchor; None if all are pending or pinned, or, `on_trial`, have an anchor that is not."""
+        """A slot for a pending anchor; None if all are pending or pinned. `on_trial`: none of another anchor."""
         if on_trial and len(self._pending_trials) >= self._most_pending_trials:
             return None
         if not self._free:

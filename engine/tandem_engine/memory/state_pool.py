@@ -25,8 +25,8 @@ from torch import Tensor
 from tandem_engine.config import StatePart
 from tandem_engine.forward.batch import ForwardBatch, Snapshot
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
+from tandem_engine.memory.cache_groups import STATE_CHUNK
 from tandem_engine.memory.pool import PageLayout, zeroed
-from tandem_engine.memory.state_anchors import CHUNK
 
 ALIGNMENT = 256
 """Bytes that a slot is a multiple of."""
@@ -298,7 +298,7 @@ def _runs(host: ForwardBatch, snapshots: Sequence[Snapshot]) -> Iterator[Run]:
                 continue
             tokens = stop - (total - each.length) - start
             copies.append(StateCopy(tokens, each.slot))
-            if tokens % CHUNK:
+            if tokens % STATE_CHUNK:
                 yield Run(start, start + tokens, row, fresh=fresh, snapshots=tuple(copies))
                 start, fresh, copies = start + tokens, False, []
         yield Run(start, stop, row, fresh=fresh, snapshots=tuple(copies))

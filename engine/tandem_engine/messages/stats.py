@@ -171,8 +171,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     disk_cached_tokens_total: int = 0
     """Those that came from files."""
     unusable_tokens_total: int = 0
-    """Prompt tokens that the cache had and requests computed, because no state was kept, or pages of a window were gone,
-    from which to continue there."""
+    """Prompt tokens that the cache had and requests computed, because no state was kept from which to continue there,
+    or pages of a window were gone."""
     state_anchors: StateAnchorStats | None = None
     """None where no layer keeps a state, or nothing is cached."""
     host_pages: int = 0

@@ -70,8 +70,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prompt_tokens", "Prompt tokens of finished prefills.", lambda s: s.prompt_tokens_total),
     (
         "prefix_cache_unusable_tokens",
-        "Prompt tokens computed although cached, because no state was kept, or pages of a window were gone, to continue "
-        "from.",
+        "Prompt tokens computed although cached: no state was kept to continue from, or pages of a window were gone.",
         lambda s: s.unusable_tokens_total,
     ),
     ("generation_tokens", "Output tokens.", lambda s: s.output_tokens_total),
