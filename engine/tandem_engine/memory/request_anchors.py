@@ -49,7 +49,8 @@ def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> Non
 
 def _trials_between(known: int, tokens: int, anchors: StateAnchors) -> list[int]:
     """Lengths of anchors on trial, in the order in which they get slots."""
-    others, chosen = [anchors.at_most(known), anchors.at_most(tokens - 1)], []
+    others = [anchors.at_most(known), anchors.at_most(tokens - 1)]
+    chosen: list[int] = []
     for share in TRIALS:
         length = anchors.at_most(known + (tokens - known) * share // 16)
         if all(abs(length - other) >= TRIAL_DISTANCE for other in (*others, *chosen)):
