@@ -215,9 +215,11 @@ def handoff(bench: Bench) -> dict[str, Ratio]:
 def turns(bench: Bench) -> dict[str, Ratio]:
     model = bench.model("Qwen3NextConfig", **HYBRID)
     text, question = bench.tokens * 7 // 8, bench.tokens // 64
-    limits = {"turn_2": 0.2, "question_2": 0.3, "question_3": 0.3}
+    limits = {"turn_2": 0.2, "question_2": 0.3, "question_3": 0.3, "question_2_between": 0.3}
     found: dict[str, list[float]] = {name: [] for name in limits}
-    with bench.engine(model, pages=4 * bench.tokens * (bench.rounds + 1) // 16) as engine:
+    between = bench.tokens * 27 // 32
+    """Where another text is left: in the middle between two states on trial."""
+    with bench.engine(model, pages=6 * bench.tokens * (bench.rounds + 1) // 16) as engine:
         for number in range(bench.rounds + 1):
             opening = prompt(9 * number, bench.tokens)
             first = seconds(engine, request(f"turn 1, {number}", opening, outputs=1))
@@ -226,6 +228,10 @@ def turns(bench: Bench) -> dict[str, Ratio]:
             for index in (2, 3):
                 asked = [*opening[:text], *prompt(9 * number + index, bench.tokens - text)]
                 times[f"question_{index}"] = seconds(engine, request(f"question {index}, {number}", asked, outputs=1))
+            other = prompt(9 * number + 4, bench.tokens)
+            engine.generate([request(f"other, {number}", other, outputs=1)])
+            asked = [*other[:between], *prompt(9 * number + 5, bench.tokens - between)]
+            times["question_2_between"] = seconds(engine, request(f"between, {number}", asked, outputs=1))
             if number:  # the first round warms up
                 for name, value in times.items():
                     found[name].append(value / first)
@@ -236,9 +242,10 @@ def snapshots(bench: Bench) -> dict[str, Ratio]:
     """Streams of equal lengths, so that all of them pass a multiple of 64 in the same step."""
     model = bench.model("Qwen3NextConfig", **HYBRID)
     times: dict[bool, list[float]] = {True: [], False: []}
-    with bench.engine(model, pages=STREAMS * 4 * (bench.rounds + 4)) as engine:
+    copies = 4 * bench.rounds
+    with bench.engine(model, pages=STREAMS * 4 * (copies + 4)) as engine:
         for stream in range(STREAMS):
-            engine.add(request(f"stream {stream}", prompt(stream, 64), outputs=64 * (bench.rounds + 2)))
+            engine.add(request(f"stream {stream}", prompt(stream, 64), outputs=64 * (copies + 2)))
         states = engine._parts.pools.states
         assert states is not None, "a model without states"
         copy, copied = states.copy, 0

@@ -325,6 +325,8 @@ class ModelConfig:
     """Whether the sigmoid of one more output of q_proj multiplies what each head gathers (Qwen3-Next)."""
     state_parts: tuple[StatePart, ...] = ()
     """What layers keep of a sequence besides K and V, where transformers computes them."""
+    states_by_token: bool = False
+    """Whether these are computed token by token in a run that continues a sequence."""
     attention_layers: int | None = None
     """Layers that keep K and V, where some do not and transformers computes them; pages count those alone."""
     text_part: bool = False

@@ -206,11 +206,14 @@ def _pools(
     )
 
 
-def make_anchors(pools: GroupPools, config: CacheConfig) -> StateAnchors | None:
+def make_anchors(pools: GroupPools, config: CacheConfig, facts: ModelConfig) -> StateAnchors | None:
     """Where cached prefixes can be continued, if layers keep states and there is a cache."""
     if pools.states is None or not config.enable_prefix_cache:
         return None
-    return StateAnchors(pools.states.anchor_slots, page_size=pools.first.page_size)
+    page_size = pools.first.page_size
+    # By token, what follows the first copy within a prompt would be as slow as decoding.
+    states, trials = pools.states, not facts.states_by_token
+    return StateAnchors(states.anchor_slots, page_size=page_size, slot_bytes=states.page_bytes, trials=trials)
 
 
 def make_memory(
@@ -415,7 +418,7 @@ def make_parts(
     joint = JointWork(group=loaded.parallel.forward, failure=loaded.parallel.failure)
     executor = platform.executor(_executor_parts(loaded, config, runner, joint, host_pool, pools.states))
     copies = CopyQueue(submit=executor.copy, least=None if loaded.parallel.size == 1 else agreement.least)
-    anchors = make_anchors(pools, config.cache)
+    anchors = make_anchors(pools, config.cache, loaded.model_config)
     host = make_host_memory(host_pool, pools, copies, config.cache, geometry, anchors)
     memory = make_memory(pools, config, copies, host, anchors)
     generations = Generations()

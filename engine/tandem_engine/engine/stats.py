@@ -8,8 +8,9 @@ from tandem_engine.disaggregation.base import PrefixCounters
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.memory.page_copies import CopyKind
+from tandem_engine.memory.state_anchors import AnchorCounts
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput, TransferReport
-from tandem_engine.messages.stats import EngineStats, PrefixFetchStats
+from tandem_engine.messages.stats import EngineStats, PrefixFetchStats, StateAnchorStats
 from tandem_engine.scheduler.scheduler import Scheduler
 
 
@@ -87,6 +88,8 @@ def engine_stats(
         speculation=stats.speculation,
         host_cached_tokens_total=stats.host_cached_tokens_total,
         disk_cached_tokens_total=stats.disk_cached_tokens_total,
+        unusable_tokens_total=stats.unusable_tokens_total,
+        state_anchors=None if memory.anchors is None else _state_anchors(memory.anchors.counts),
         host_pages=0 if host is None else host.pool.num_pages,
         host_pages_used=0 if host is None else host.pool.num_pages - host.tier.pages.available,
         host_load_pages_per_s=memory.copies.pages_per_s(CopyKind.HOST_TO_DEVICE) or 0.0,
@@ -103,6 +106,16 @@ def engine_stats(
         links=() if handoff is None else handoff.links.reports(),
         kernels_compiled_starting=COMPILED.counts.starting,
         kernels_compiled_serving=COMPILED.counts.serving,
+    )
+
+
+def _state_anchors(counts: AnchorCounts) -> StateAnchorStats:
+    return StateAnchorStats(
+        slots=counts.slots,
+        slot_bytes=counts.slot_bytes,
+        kept=counts.kept,
+        on_trial=counts.on_trial,
+        replaced_total=counts.replaced,
     )
 
 

@@ -17,6 +17,10 @@ from typing import NamedTuple, Self
 import numpy as np
 import numpy.typing as npt
 
+STATE_CHUNK = 64
+"""Tokens: layers with states compute a prompt in chunks (`model.layers.delta_rule`). A state after a whole number of
+them has the same bits however a prompt is divided."""
+
 
 @dataclass(frozen=True, slots=True)
 class Reach:

@@ -149,6 +149,7 @@ class KvMemory:
             cache_protected_len=matched,
             committed_len=matched,
             computed_from=matched,
+            known_len=match.known * self.page_size,
             lock=match.lock,
             slower=match.slower,
             copy=self.copies.newest_load,
@@ -293,6 +294,7 @@ class KvMemory:
         if self.anchors is not None:
             drop_anchors(kv, self.anchors)
             kv.anchor_lens.clear()
+            kv.trial_lens.clear()
 
     def reserve_state(self) -> tuple[int, Touched] | None:
         """A slot for the state of a prefix that a peer writes once it is `untouched`. None if none is free.

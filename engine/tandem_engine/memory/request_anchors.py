@@ -2,10 +2,12 @@
 
 1. aim       it begins at an anchor, if it found one, and the lengths at which others may continue are set
 2. moves     a step is launched: it copies anchors to rows that begin, and states of rows to slots, pending
+             anchors on trial last, where slots are left for them
 3. attach    the step has settled and the cache has the pages: pending copies become anchors
    drop      the request ends, or its steps count for nothing: what is pending is given back
 """
 
+from bisect import insort
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -24,15 +26,36 @@ class StateMoves(NamedTuple):
 NO_MOVES = StateMoves()
 
 
+TRIALS = (12, 8, 14, 4, 10, 15, 6, 13, 2, 1)
+"""Sixteenths of what the cache lacks of a prompt, after which a state is kept on trial; the first of them where slots
+are short. So another prompt with the same beginning computes at most an eighth of this one again, and less near its
+end."""
+
+TRIAL_DISTANCE = 128
+"""Tokens between an anchor on trial and any other."""
+
+
 def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
     """Continue from the anchor that was found, and copy the state where others may continue: before the last token of
-    `tokens`, and where these leave what is cached, which is `known` tokens."""
+    `tokens`, and where these leave what is cached, which is `known` tokens. On trial also between these two."""
     if kv.pages and not (kv.slower is not None and kv.slower.has_state):
         kv.continues_from = kv.pages[-1]
         anchors.pin(kv.continues_from)
     aims = {anchors.at_most(known), anchors.at_most(tokens - 1)}
     kv.anchor_lens = sorted(length for length in aims if length > kv.committed_len)
+    kv.trial_lens = _trials_between(known, tokens, anchors)
     kv.aimed_len = max(aims)
+
+
+def _trials_between(known: int, tokens: int, anchors: StateAnchors) -> list[int]:
+    """Lengths of anchors on trial, in the order in which they get slots."""
+    others = [anchors.at_most(known), anchors.at_most(tokens - 1)]
+    chosen: list[int] = []
+    for share in TRIALS:
+        length = anchors.at_most(known + (tokens - known) * share // 16)
+        if all(abs(length - other) >= TRIAL_DISTANCE for other in (*others, *chosen)):
+            chosen.append(length)
+    return chosen
 
 
 def moves_of_step(
@@ -43,16 +66,23 @@ def moves_of_step(
     Anchors that requests begin with are read before any slot is given to another one.
     """
     reads = [(_read_anchor(kv, anchors), int(kv.row)) for kv in kvs if kv.continues_from is not None]
-    writes, snapshots = [], []
-    for sequence, (kv, start, stop) in enumerate(zip(kvs, starts, stops, strict=True)):
+    spans = [*zip(kvs, starts, stops, strict=True)]
+    kept: list[Snapshot] = []
+    for sequence, (kv, start, stop) in enumerate(spans):
         for length in _lengths_to_keep(kv, anchors, start, stop):
-            slot = _slot_for(kv, anchors, length, step)
-            if slot is None:
-                continue
-            if length == start:
-                writes.append((int(kv.row), slot))
-            else:
-                snapshots.append(Snapshot(sequence, length, slot))
+            slot = _slot_for(kv, anchors)
+            if slot is not None:
+                kept.append(Snapshot(sequence, length, slot))
+                kv.pending_anchors.append(PendingAnchor(length, slot, step))
+    for sequence, (kv, _, stop) in enumerate(spans):
+        for length in [each for each in kv.trial_lens if each < stop]:
+            kv.trial_lens.remove(length)
+            slot = anchors.take(on_trial=True)
+            if slot is not None:
+                kept.append(Snapshot(sequence, length, slot))
+                insort(kv.pending_anchors, PendingAnchor(length, slot, step))
+    writes = [(int(kvs[each.sequence].row), each.slot) for each in kept if each.length == starts[each.sequence]]
+    snapshots = sorted(each for each in kept if each.length > starts[each.sequence])
     return StateMoves((*reads, *writes), tuple(snapshots))
 
 
@@ -88,12 +118,8 @@ def _lengths_to_keep(kv: RequestKv, anchors: StateAnchors, start: int, stop: int
     return lengths
 
 
-def _slot_for(kv: RequestKv, anchors: StateAnchors, length: int, step: int) -> int | None:
+def _slot_for(kv: RequestKv, anchors: StateAnchors) -> int | None:
     """Of one more of its pending anchors. A decode keeps its newest state alone."""
     if kv.pending_anchors and kv.pending_anchors[-1].length > kv.aimed_len:
-        slot: int | None = kv.pending_anchors.pop().slot
-    else:
-        slot = anchors.take()
-    if slot is not None:
-        kv.pending_anchors.append(PendingAnchor(length, slot, step))
-    return slot
+        return kv.pending_anchors.pop().slot
+    return anchors.take()

@@ -45,12 +45,16 @@ class RequestKv:
     waits for its ack."""
     passed: list[int] = field(default_factory=list)
     """For each group of layers with a window, the leading blocks that the window has passed."""
+    known_len: int = 0
+    """Tokens of its prompt that the cache had when it began, those included from which it could not continue."""
     continues_from: PageId | None = None
     """Whose anchor its first step begins with, until that is launched; None without one."""
     anchor_lens: list[int] = field(default_factory=list)
     """Lengths within what it was admitted with at which its state is yet to be copied, ascending."""
+    trial_lens: list[int] = field(default_factory=list)
+    """The same of anchors on trial, in the order in which they get slots."""
     aimed_len: int = 0
-    """The last of these. Decodes beyond it keep the newest state at which an anchor may be."""
+    """The last of both. Decodes beyond it keep the newest state at which an anchor may be."""
     pending_anchors: list[PendingAnchor] = field(default_factory=list)
     """Ascending."""
     released: bool = False

@@ -9,6 +9,10 @@ of requests.
     3. pinned    a request was given the prefix, and its first step is not launched yet
     4. free      the tree dropped the page, or another anchor needs the slot: the one used longest ago, if not pinned
 
+An anchor is on trial where a prompt is cut only in case another one leaves it there. Anchors on trial give their slots
+first, the oldest first, also to each other, and take none of another anchor. One that a request continues from is on
+trial no longer. Steps in flight may fill a quarter of the slots with them at most, so others always have some.
+
 Copies and steps run in the order of launches: a slot may be given away as soon as the step that reads it is launched.
 
 Lengths are multiples of `grain`, a whole number of blocks and of chunks of the delta rule: a copy in the middle of a
@@ -18,27 +22,48 @@ prompt then leaves the bits of its state as they are.
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Sequence
 from math import lcm
+from typing import NamedTuple
 
 from tandem_engine.base.names import PageId
+from tandem_engine.memory.cache_groups import STATE_CHUNK
 
-CHUNK = 64
-"""Tokens (`model.layers.delta_rule`)."""
+PENDING_SHARE = 4
+"""One slot of so many may be pending on trial."""
+
+
+class AnchorCounts(NamedTuple):
+    """Slots of anchors by what they hold; what is pending is in `slots` alone."""
+
+    slots: int
+    slot_bytes: int
+    kept: int
+    on_trial: int
+    replaced: int
+    """Anchors that gave their slot to another one, so far."""
 
 
 class StateAnchors:
     """Scheduler thread only."""
 
-    def __init__(self, slots: Sequence[int], *, page_size: int) -> None:
-        """`slots` of the state pool that no request has."""
-        self.grain = lcm(page_size, CHUNK)
+    def __init__(self, slots: Sequence[int], *, page_size: int, slot_bytes: int, trials: bool = True) -> None:
+        """`slots` of the state pool that no request has. Without `trials` no anchor is made on trial."""
+        self.grain = lcm(page_size, STATE_CHUNK)
         self._page_size = page_size
         self._slots = tuple(slots)
+        self._slot_bytes = slot_bytes
         self._free = [*reversed(slots)]
         self._slot_of: OrderedDict[PageId, int] = OrderedDict()
+        self._trials: OrderedDict[PageId, None] = OrderedDict()
+        """Of these, on trial."""
+        self._pending_trials: set[int] = set()
+        self._most_pending_trials = len(slots) // PENDING_SHARE if trials else 0
+        self._replaced = 0
         self._pins: Counter[PageId] = Counter()
         self._changes: list[tuple[PageId, bool]] = []
         self.losing: Callable[[PageId, int], None] | None = None
-        """Called with the page of an anchor and its slot, before another anchor gets the slot."""
+        """Called with the page of an anchor, not one on trial, and its slot, before another anchor gets the slot."""
+        self.keeping: Callable[[PageId], None] | None = None
+        """Called with the page of an anchor that is on trial no longer."""
 
     def at_most(self, tokens: int) -> int:
         """The longest length of an anchor within so many tokens."""
@@ -57,8 +82,10 @@ class StateAnchors:
         return self._slot_of.get(page)
 
     def pin(self, page: PageId) -> None:
-        """A request continues from the anchor of `page`. It counts as used now."""
+        """A request continues from the anchor of `page`. It counts as used now, and is on trial no longer."""
         self._slot_of.move_to_end(page)
+        if page in self._trials:
+            self._keep(page)
         self._pins[page] += 1
 
     def unpin(self, page: PageId) -> int:
@@ -68,41 +95,67 @@ class StateAnchors:
             del self._pins[page]
         return self._slot_of[page]
 
-    def take(self) -> int | None:
-        """A slot for a pending anchor; None if all are pending or pinned."""
+    def take(self, *, on_trial: bool = False) -> int | None:
+        """A slot for a pending anchor; None if all are pending or pinned. `on_trial`: none of another anchor."""
+        if on_trial and len(self._pending_trials) >= self._most_pending_trials:
+            return None
         if not self._free:
-            oldest = next((page for page in self._slot_of if page not in self._pins), None)
+            oldest = self._to_replace(on_trial=on_trial)
             if oldest is None:
                 return None
-            if self.losing is not None:
+            if self.losing is not None and oldest not in self._trials:
                 self.losing(oldest, self._slot_of[oldest])
-            self._free.append(self._slot_of.pop(oldest))
-            self._changes.append((oldest, False))
-        return self._free.pop()
+            self._free_slot_of(oldest)
+            self._replaced += 1
+        slot = self._free.pop()
+        if on_trial:
+            self._pending_trials.add(slot)
+        return slot
 
     def attach(self, page: PageId, slot: int) -> None:
         """The tree has `page`, at whose end the state in `slot` is."""
+        on_trial = slot in self._pending_trials
         if page in self._slot_of:
             self.give_back(slot)
             self._slot_of.move_to_end(page)
-        else:
-            self._slot_of[page] = slot
-            self._changes.append((page, True))
+            if page in self._trials and not on_trial:
+                self._keep(page)
+            return
+        self._pending_trials.discard(slot)
+        self._slot_of[page] = slot
+        if on_trial:
+            self._trials[page] = None
+        self._changes.append((page, True))
 
     def give_back(self, slot: int) -> None:
         """A pending anchor comes to nothing."""
+        self._pending_trials.discard(slot)
         self._free.append(slot)
+
+    def is_on_trial(self, page: PageId) -> bool:
+        """Whether the anchor at the end of `page` is."""
+        return page in self._trials
+
+    @property
+    def counts(self) -> AnchorCounts:
+        """What the slots hold now."""
+        on_trial = len(self._trials)
+        return AnchorCounts(
+            slots=len(self._slots),
+            slot_bytes=self._slot_bytes,
+            kept=len(self._slot_of) - on_trial,
+            on_trial=on_trial,
+            replaced=self._replaced,
+        )
 
     def drop(self, pages: Iterable[PageId]) -> None:
         """`pages` are free. Those without an anchor are ignored."""
         if not self._slot_of:
             return
         for page in pages:
-            slot = self._slot_of.pop(page, None)
-            if slot is not None:
+            if page in self._slot_of:
                 assert page not in self._pins, f"page {page} is freed and a request continues from its anchor"
-                self._free.append(slot)
-                self._changes.append((page, False))
+                self._free_slot_of(page)
 
     def take_changes(self) -> list[tuple[PageId, bool]]:
         """Pages that have got an anchor (True) or lost it since the last call, in order."""
@@ -114,6 +167,8 @@ class StateAnchors:
         checks = {
             "slots with one owner": (sorted([*self._free, *self._slot_of.values(), *pending]), sorted(self._slots)),
             "anchors outside the tree": ({*self._slot_of} - {*tree}, set()),
+            "trials that are no anchors": ({*self._trials} - {*self._slot_of}, set()),
+            "pending trials that no request has": (self._pending_trials - {*pending}, set()),
             "pinned anchors": (self._pins, pins),
         }
         return [
@@ -121,3 +176,20 @@ class StateAnchors:
             for what, (found, expected) in checks.items()
             if found != expected
         ]
+
+    def _to_replace(self, *, on_trial: bool) -> PageId | None:
+        """The page of the anchor that gives its slot to another one, which is `on_trial` or not."""
+        if self._trials:
+            return next(iter(self._trials))
+        return None if on_trial else next((page for page in self._slot_of if page not in self._pins), None)
+
+    def _keep(self, page: PageId) -> None:
+        """The anchor of `page` is on trial no longer."""
+        del self._trials[page]
+        if self.keeping is not None:
+            self.keeping(page)
+
+    def _free_slot_of(self, page: PageId) -> None:
+        self._free.append(self._slot_of.pop(page))
+        self._trials.pop(page, None)
+        self._changes.append((page, False))

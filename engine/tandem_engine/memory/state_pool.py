@@ -25,6 +25,7 @@ from torch import Tensor
 from tandem_engine.config import StatePart
 from tandem_engine.forward.batch import ForwardBatch, Snapshot
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
+from tandem_engine.memory.cache_groups import STATE_CHUNK
 from tandem_engine.memory.pool import PageLayout, zeroed
 
 ALIGNMENT = 256
@@ -128,6 +129,13 @@ def parted_spec(parts: Sequence[StatePart]) -> PartedSpec:
     return PartedSpec(parts=shaped, layers=len({part.layer for part in parts}))
 
 
+class StateCopy(NamedTuple):
+    """Of the state after so many tokens of a run."""
+
+    tokens: int
+    slot: int
+
+
 class Run(NamedTuple):
     """Tokens [start, stop) of a step, which are of one sequence."""
 
@@ -136,8 +144,18 @@ class Run(NamedTuple):
     row: int
     fresh: bool
     """The sequence begins with them."""
-    snapshot: int | None = None
-    """Slot that gets a copy of the state after them."""
+    snapshots: tuple["StateCopy", ...] = ()
+    """Of the state within them or after them, ascending: after whole chunks, or the last token."""
+
+    def parts(self) -> "Iterator[Run]":
+        """Runs that follow one another, with no copy but after their last token."""
+        start, fresh = self.start, self.fresh
+        for copy in self.snapshots:
+            stop = self.start + copy.tokens
+            yield Run(start, stop, self.row, fresh=fresh, snapshots=(StateCopy(stop - start, copy.slot),))
+            start, fresh = stop, False
+        if start < self.stop:
+            yield Run(start, self.stop, self.row, fresh=fresh)
 
 
 class StatePool:
@@ -152,6 +170,8 @@ class StatePool:
         self.anchor_slots = range(1 + rows, 1 + rows + anchors)
         num_slots = self.anchor_slots.stop
         self._bytes = zeroed((num_slots, spec.slot_bytes), torch.uint8, torch.device(device))
+        # By words, and each slot's view made once: a step of many decodes copies as many slots.
+        self._slots = self._bytes.view(torch.int64).unbind(0)
         self.views = spec.views(self._bytes)
         """Of each part of all slots."""
 
@@ -194,7 +214,7 @@ class StatePool:
     def copy(self, copies: Sequence[tuple[int, int]]) -> None:
         """Whole slots, (source, target) each, one after the other."""
         for source, target in copies:
-            self._bytes[target].copy_(self._bytes[source])
+            self._slots[target].copy_(self._slots[source])
 
     def bytes_view(self) -> Tensor:
         """The bytes of all slots: uint8 [slots, slot_bytes], a view."""
@@ -231,11 +251,10 @@ class StepStates:
         inputs, matrices = self.pool.inputs[run.row, layer], self.pool.matrices[run.row, layer]
         return (torch.zeros_like(inputs), torch.zeros_like(matrices)) if run.fresh else (inputs, matrices)
 
-    def keep_run(self, layer: int, run: Run, inputs: Tensor, matrices: Tensor) -> None:
-        """What `run` leaves behind."""
-        for slot in (run.row,) if run.snapshot is None else (run.row, run.snapshot):
-            self.pool.inputs[slot, layer].copy_(inputs)
-            self.pool.matrices[slot, layer].copy_(matrices)
+    def keep(self, layer: int, slot: int, inputs: Tensor, matrices: Tensor) -> None:
+        """What a run, or the part of it before a copy, leaves behind."""
+        self.pool.inputs[slot, layer].copy_(inputs)
+        self.pool.matrices[slot, layer].copy_(matrices)
 
     def of_decodes(self, layer: int) -> tuple[Tensor, Tensor]:
         """Copies of inputs [N, history, channels] and matrices [N, heads, key_size, value_size]."""
@@ -266,16 +285,21 @@ class StepStates:
 
 
 def _runs(host: ForwardBatch, snapshots: Sequence[Snapshot]) -> Iterator[Run]:
-    """Of the sequences with runs of tokens, each cut where its state is copied."""
+    """Of the sequences with runs of tokens, each cut where its state is copied within a chunk of the run."""
     columns = (host.rows, host.extend_lens, host.seq_lens)
     start = 0
     for sequence, (row, length, total) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
         if sequence == host.num_extend:
             return
-        before, stop = total - length, start + length
-        fresh = before == 0
-        for cut in (each for each in snapshots if each.sequence == sequence):
-            yield Run(start, stop - (total - cut.length), row, fresh=fresh, snapshot=cut.slot)
-            start, fresh = stop - (total - cut.length), False
-        yield Run(start, stop, row, fresh=fresh)
+        stop, fresh = start + length, total == length
+        copies: list[StateCopy] = []
+        for each in snapshots:
+            if each.sequence != sequence:
+                continue
+            tokens = stop - (total - each.length) - start
+            copies.append(StateCopy(tokens, each.slot))
+            if tokens % STATE_CHUNK:
+                yield Run(start, start + tokens, row, fresh=fresh, snapshots=tuple(copies))
+                start, fresh, copies = start + tokens, False, []
+        yield Run(start, stop, row, fresh=fresh, snapshots=tuple(copies))
         start = stop

@@ -75,6 +75,9 @@ class CacheHits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, g
     """Read from files."""
     fetched: int = 0
     """Brought from another worker before the prompt was begun."""
+    unusable: int = 0
+    """Not among `cached_tokens`: tokens behind them that the cache had, too, and that were computed, because no state
+    was kept, or pages of a window were gone, from which to continue there."""
 
 
 class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, gc=False):

@@ -72,6 +72,20 @@ class PrefixFetchStats(msgspec.Struct, frozen=True, kw_only=True):
     lent_pages_total: int = 0
 
 
+class StateAnchorStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Copies of states at which cached prefixes continue."""
+
+    slots: int
+    """Copies that there is memory for."""
+    slot_bytes: int
+    """Of one copy on one rank."""
+    kept: int
+    on_trial: int
+    """Those from which no request has continued, within prompts. They make room first."""
+    replaced_total: int
+    """Copies that made room for others."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Twice a second. `loop_count` proves that the scheduler loop turns."""
 
@@ -156,6 +170,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of `cached_tokens_total`, those copied back from host memory; the rest, but for the next, was on the device."""
     disk_cached_tokens_total: int = 0
     """Those that came from files."""
+    unusable_tokens_total: int = 0
+    """Prompt tokens that the cache had and requests computed, because no state was kept from which to continue there,
+    or pages of a window were gone."""
+    state_anchors: StateAnchorStats | None = None
+    """None where no layer keeps a state, or nothing is cached."""
     host_pages: int = 0
     """Host pages there are; 0 without a hierarchical cache and swap space."""
     host_pages_used: int = 0

@@ -113,6 +113,7 @@ def load_fallback(
         vocab_size=found.vocab_size,
         windows=tuple(spec.window for spec in found.specs),
         state_parts=() if mixers is None else mixers.parts,
+        states_by_token=mixers is not None and mixers.stepwise[0],
         attention_layers=None if mixers is None else len(found.specs),
     )
     return FallbackModel(config=facts, attention=found.specs, body=body, head=head, mixers=mixers)

@@ -58,7 +58,9 @@ class StepCache(DynamicCache):  # type: ignore[misc]
     def __init__(self, config: PreTrainedConfig, states: StepStates) -> None:
         super().__init__(config=config)
         self.states = states
-        self.runs = [DynamicCache(config=config) for _ in states.runs]
+        self.parts = [part for run in states.runs for part in run.parts()]
+        """transformers' code returns the last state of a run alone, so runs end where states are copied."""
+        self.runs = [DynamicCache(config=config) for _ in self.parts]
         self.decodes = DynamicCache(config=config)
 
     def update(
@@ -220,7 +222,7 @@ class _Split:
         states = cache.states
         outputs = [
             self._run(states, run, own, call, hidden[:, run.start : run.stop])
-            for run, own in zip(states.runs, cache.runs, strict=True)
+            for run, own in zip(cache.parts, cache.runs, strict=True)
         ]
         if states.decodes is not None:
             single = hidden[0, states.first_decode :, None]
@@ -247,7 +249,7 @@ class _Split:
             out = call(cache, hidden)
         else:
             out = torch.cat([call(cache, each) for each in torch.split(hidden, 1, dim=1)], dim=1)
-        kept = [run.row] if run.snapshot is None else [run.row, run.snapshot]
+        kept = [run.row, *(copy.slot for copy in run.snapshots)]
         for index, tensor in self._kept(cache):
             for slot in kept:
                 states.pool.views[index][slot].copy_(tensor[0])

@@ -63,6 +63,8 @@ class SchedulerStats:
     """Of `cached_tokens_total`, those that were copied back from host memory."""
     disk_cached_tokens_total: int
     """And those that came from files."""
+    unusable_tokens_total: int
+    """Prompt tokens that the cache had and requests could not continue from."""
     engine_errors_total: int
     """Steps whose forward raised."""
     convicted_total: int
@@ -135,6 +137,7 @@ class Tally:
     cached_tokens: int = 0
     host_cached_tokens: int = 0
     disk_cached_tokens: int = 0
+    unusable_tokens: int = 0
     output_tokens: int = 0
     schedule_s: float = 0.0
     overlap_hidden_s: float = 0.0

@@ -55,7 +55,12 @@ def cache_hits(req: Request, page_size: int) -> CacheHits:
     on_device = min(req.cached_tokens, req.launched_len - host - disk)
     slower = req.cached_tokens - on_device
     fetched = 0 if req.fetched is None else req.fetched.pages * page_size
-    return CacheHits(host=min(host, slower), disk=min(disk, max(0, slower - host)), fetched=min(fetched, on_device))
+    return CacheHits(
+        host=min(host, slower),
+        disk=min(disk, max(0, slower - host)),
+        fetched=min(fetched, on_device),
+        unusable=max(0, min(req.held_kv.known_len, req.prompt_len) - req.cached_tokens),
+    )
 
 
 MAX_PREFILL_STREAK = 4
@@ -356,6 +361,7 @@ class Planner:
         req.cache_hits = cache_hits(req, self.memory.page_size)
         self.tally.host_cached_tokens += req.cache_hits.host
         self.tally.disk_cached_tokens += req.cache_hits.disk
+        self.tally.unusable_tokens += req.cache_hits.unusable
 
     def sweep(self) -> None:
         """Finished rows leave whatever the last step did [finished-rows-filtered]; wishes of idle requests come true

@@ -81,6 +81,7 @@ def scheduler_stats(shared: Shared, parts: SchedulerParts) -> SchedulerStats:
         swap_misses_total=tally.swap_misses,
         host_cached_tokens_total=tally.host_cached_tokens,
         disk_cached_tokens_total=tally.disk_cached_tokens,
+        unusable_tokens_total=tally.unusable_tokens,
         engine_errors_total=tally.engine_errors,
         convicted_total=tally.convicted,
         unsound_total=tally.unsound,

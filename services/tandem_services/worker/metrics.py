@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady
 from tandem_engine.messages.kv_events import Tier
-from tandem_engine.messages.stats import EngineStats, LinkReport, SpeculationStats
+from tandem_engine.messages.stats import EngineStats, LinkReport, SpeculationStats, StateAnchorStats
 from tandem_services.router.keys import worker_id_of
 
 PREFIX = "tandem_worker_"
@@ -68,6 +68,11 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("scheduler_steps", "Iterations of the scheduler loop.", lambda s: s.loop_count),
     ("prompt_tokens", "Prompt tokens of finished prefills.", lambda s: s.prompt_tokens_total),
+    (
+        "prefix_cache_unusable_tokens",
+        "Prompt tokens computed although cached: no state was kept to continue from, or pages of a window were gone.",
+        lambda s: s.unusable_tokens_total,
+    ),
     ("generation_tokens", "Output tokens.", lambda s: s.output_tokens_total),
     ("requests", "Requests accepted.", lambda s: s.requests_total),
     ("requests_aborted", "Requests aborted.", lambda s: s.aborted_total),
@@ -194,6 +199,8 @@ class WorkerCollector(Collector):
         yield _kernel_compiles(stats)
         yield _head_waits(stats.head_waits)
         yield from _links(stats.links)
+        if stats.state_anchors is not None:
+            yield from _state_anchors(stats.state_anchors)
         if stats.speculation is not None:
             yield from _speculation(stats.speculation)
 
@@ -252,6 +259,17 @@ def _cache_hits(stats: EngineStats) -> Metric:
     for tier, tokens in ((Tier.DEVICE, stats.cached_tokens_total - host - disk), (Tier.HOST, host), (Tier.DISK, disk)):
         metric.add_metric([tier.value], tokens)
     return metric
+
+
+def _state_anchors(stats: StateAnchorStats) -> Iterator[Metric]:
+    text = "Bytes of copies of states at which cached prefixes continue, of one rank: {}."
+    for name, what, copies in (
+        ("state_anchor_pool_bytes", "all that there is memory for", stats.slots),
+        ("state_anchor_bytes", "those in use", stats.kept + stats.on_trial),
+        ("state_anchor_trial_bytes", "those that no request has continued from, within prompts", stats.on_trial),
+    ):
+        yield _gauge(name, text.format(what), copies * stats.slot_bytes)
+    yield _counter("state_anchors_replaced", "Copies of states that made room for others.", stats.replaced_total)
 
 
 def _kernel_compiles(stats: EngineStats) -> Metric:

@@ -10,7 +10,7 @@ from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.outputs import TransferReport
-from tandem_engine.messages.stats import LinkReport, SpeculationStats
+from tandem_engine.messages.stats import LinkReport, SpeculationStats, StateAnchorStats
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.common.span_export import SpanCounts, SpanMetrics
 from tandem_services.gateway.access.tenants import AccessMetrics
@@ -57,13 +57,14 @@ def router_metrics() -> list[Metric]:
 
 
 def worker_metrics() -> list[Metric]:
-    """Those of a worker that speculates, has a peer and an adapter, and lets a request wait."""
+    """Those of a worker that speculates, has states, a peer and an adapter, and lets a request wait."""
     speculation = SpeculationStats(
         proposer="NGRAM", runs_total=4, drafted_total=12, accepted_total=9, accept_length=3.25, propose_s=0.5
     )
     adapter = ServedAdapter(name="sql", digest="0a" * 16, rank=8, root="sql")
     link = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
-    stats = idle_stats(speculation=speculation, links=(link,), head_waits="no_pages", waiting=1)
+    anchors = StateAnchorStats(slots=72, slot_bytes=77 << 20, kept=9, on_trial=4, replaced_total=0)
+    stats = idle_stats(speculation=speculation, links=(link,), head_waits="no_pages", waiting=1, state_anchors=anchors)
     service = ServiceNumbers(
         registered=True,
         offered=True,

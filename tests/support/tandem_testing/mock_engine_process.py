@@ -50,8 +50,9 @@ LAST_WORDS_S = 30.0
 
 def idle_stats(**changes: Any) -> EngineStats:
     """Statistics of an engine that has done nothing."""
-    flat = [field for field in msgspec.structs.fields(EngineStats) if field.name != "speculation"]
-    fields: dict[str, Any] = {field.name: field.type() for field in flat} | {"speculation": None}
+    absent = dict.fromkeys(("speculation", "state_anchors"))
+    flat = [field for field in msgspec.structs.fields(EngineStats) if field.name not in absent]
+    fields: dict[str, Any] = {field.name: field.type() for field in flat} | absent
     fields |= {"free_pages": 99, "total_pages": 100, "prefill_tokens_per_s": 1000.0}
     return EngineStats(**fields | changes)
 

@@ -59,8 +59,8 @@ def _poison(patch: pytest.MonkeyPatch, owner: object, name: str, memory: Tensor)
     """Have method `name` of `owner` fill what it gives of `memory`."""
     take: Callable[..., int | Sequence[int] | None] = getattr(owner, name)
 
-    def filled(*args: Any) -> int | Sequence[int] | None:
-        taken = take(*args)
+    def filled(*args: Any, **options: Any) -> int | Sequence[int] | None:
+        taken = take(*args, **options)
         for each in () if taken is None else [taken] if isinstance(taken, int) else taken:
             memory[each].fill_(POISON)
         return taken

@@ -314,7 +314,9 @@ def make_engine(
     )
     host_pool = HostPool(num_pages=host_pages, page_bytes=pool.page_bytes) if host_pages else None
     states = None if anchors is None else FakeStates(rows=max_rows, anchors=anchors)
-    state_anchors = StateAnchors(states.anchor_slots, page_size=page_size) if states is not None and radix else None
+    state_anchors = None
+    if states is not None and radix:
+        state_anchors = StateAnchors(states.anchor_slots, page_size=page_size, slot_bytes=states.page_bytes)
     window_pages = [window.build(page_ids=usable_pages + 1, page_size=page_size) for window in windows]
     model = FakeModel(
         pool=pool,

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
-from tandem_engine.memory.state_pool import Run, StepStates
+from tandem_engine.memory.state_pool import Run, StateCopy, StepStates
 from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
 from tandem_engine.model.layers.delta_rule import causal_conv, next_token, prompt, unit_heads
@@ -161,8 +161,12 @@ class GatedDelta:
         history, state = states.of_run(self.place, run)
         inputs = mixed[tokens]
         query, key, value = self._heads(causal_conv(history[None], inputs[None], self.weights.conv)[0], mixed.dtype)
-        read, state = prompt(query, key, value, decay[tokens], beta[tokens], state)
-        states.keep_run(self.place, run, torch.cat((history, inputs))[-len(history) :], state)
+        copies = (*run.snapshots, StateCopy(run.stop - run.start, run.row))
+        kept = [copy.tokens for copy in run.snapshots]
+        read, matrices = prompt(query, key, value, decay[tokens], beta[tokens], state, kept=kept)
+        inputs = torch.cat((history, inputs))
+        for copy, matrix in zip(copies, matrices, strict=True):
+            states.keep(self.place, copy.slot, inputs[copy.tokens : copy.tokens + len(history)], matrix)
         return read
 
     def _decodes(self, states: StepStates, rows: Tensor, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:

@@ -13,6 +13,8 @@ cut at multiples of `CHUNK` gives the same bits; cut elsewhere it differs by rou
 Shapes use  L = tokens of a run, N = sequences, H = value heads, K = key_size, V = value_size, C = channels.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
@@ -63,11 +65,12 @@ def next_token(query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: T
 
 
 def prompt(
-    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor
-) -> tuple[Tensor, Tensor]:
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, beta: Tensor, state: Tensor, *, kept: Sequence[int] = ()
+) -> tuple[Tensor, list[Tensor]]:
     """A run of tokens of one sequence that begins with `state` [H, K, V]; arguments as of `next_token`, L for N.
 
-    Returns [L, H, V] and the state after the last token.
+    Returns [L, H, V], and the states after each of `kept`, ascending numbers of tokens in whole chunks or L, and after
+    the last token.
     """
     length = len(query)
     query, key, value, decay, beta = (_chunks(each) for each in (query, key, value, decay, beta))
@@ -84,12 +87,14 @@ def prompt(
     query = query * total.exp()[..., None]
     key = key * (total[..., -1:] - total).exp()[..., None]
     whole = total[..., -1].exp()[..., None, None]
-    outputs = []
+    outputs, states = [], []
     for chunk in range(query.shape[1]):
         change = fresh[:, chunk] - stale[:, chunk] @ state
         outputs.append(query[:, chunk] @ state + attention[:, chunk] @ change)
         state = state * whole[:, chunk] + key[:, chunk].mT @ change
-    return torch.cat(outputs, dim=1)[:, :length].transpose(0, 1), state
+        if min((chunk + 1) * CHUNK, length) in kept:
+            states.append(state)
+    return torch.cat(outputs, dim=1)[:, :length].transpose(0, 1), [*states, state]
 
 
 def _chunks(x: Tensor) -> Tensor:

@@ -40,6 +40,9 @@ def _choice(choice: Record) -> Iterator[str]:
     }
     shown = ", ".join(f"{name} {seconds(value)}" for name, value in phases.items() if value is not None)
     cached = f"{count(choice['cached_tokens'] or 0)} of the prompt cached{_places(choice.get('cache_hits'))}"
+    unusable = choice.get("unusable_tokens")
+    if unusable:
+        cached += f", {count(unusable)} more computed again: nothing was kept to continue from there"
     tokens = f"{count(choice['output_tokens'])} tokens, {cached}"
     yield f"choice {choice['index']}: {tokens}; {shown or 'nothing yet'}"
     moved = choice["transfer"]

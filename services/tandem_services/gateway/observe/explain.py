@@ -98,6 +98,9 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     """Prompt tokens found in the prefix cache of the worker that computed the prompt."""
     cache_hits: FoundTokens | None = None
     """Where it found them. None of a worker of a release that does not say."""
+    unusable_tokens: int | None = None
+    """Tokens behind them that it had in its cache, too, and computed, because it had no state, or not all pages of a
+    window, from which to continue there. None as above."""
     transfer: TransferReport | None = None
     admission_s: float | None = None
     """In the gateway's queue, before there was a worker with room."""
@@ -135,6 +138,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
             self.cached_tokens = output.cached_tokens
             if output.cached_tokens is not None and output.cache_hits is not None:
                 self.cache_hits = FoundTokens.of(output.cached_tokens, output.cache_hits)
+                self.unusable_tokens = output.cache_hits.unusable
         if self.queue_s is None:
             self.queue_s, self.delay_s = output.queue_s, output.delay_s
         if self.adapter_wait_s is None:
@@ -203,6 +207,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
             host=sum(hit.host for hit in hits),
             disk=sum(hit.disk for hit in hits),
             fetched=sum(hit.fetched for hit in hits),
+            unusable=sum(choice.unusable_tokens or 0 for choice in self.choices[:: self.n]),
         )
 
 
@@ -235,6 +240,7 @@ def _summary(record: RequestRecord) -> dict[str, Any]:
         "cached_host_tokens": hits.host,
         "cached_disk_tokens": hits.disk,
         "cached_fetched_tokens": hits.fetched,
+        "unusable_tokens": hits.unusable,
         "output_tokens": record.output_tokens,
         "attempts": len(attempts),
         "prefill": [attempt.prefill for attempt in attempts],

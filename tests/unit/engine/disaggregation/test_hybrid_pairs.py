@@ -12,7 +12,7 @@ from tandem_engine.messages.transfer import STATES
 from tandem_testing.disagg_pair import Pair, make_pair
 from tandem_testing.fake_executors import LateExecutor
 from tandem_testing.fake_transport import Fate
-from tandem_testing.scheduler_builders import make_engine, make_message
+from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
 LENGTHS = (64, 65, 129)
 WITHIN_S = 1.0
@@ -68,6 +68,26 @@ def test_a_state_is_handed_over_with_its_pages(tokens, overlap):
     assert pair.decode.stage.counters.committed == 2
 
 
+def on_trial(engine: Engine) -> int:
+    assert engine.memory.anchors is not None
+    return engine.memory.anchors.counts.on_trial
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_second_prompt_is_handed_over_after_a_trial(overlap):
+    """It leaves the first after 210 tokens and continues after 128, where that had a state on trial."""
+    pair = hybrid_pair(enable_overlap=overlap, anchors=8)
+    pair.submit("first", prompt_of(300), max_tokens=8)
+    finish(pair)
+    assert on_trial(pair.prefill.engine) == 1
+    pair.submit("second", (*prompt_of(210), *range(1, 60)), max_tokens=70)
+    finish(pair)
+    assert pair.decode.stage.counters.committed == 2
+    assert pair.prefill.engine.scheduler.tally.cached_tokens == 128
+    assert pair.prefill.engine.scheduler.tally.unusable_tokens == 208 - 128
+    assert on_trial(pair.prefill.engine) == 0
+
+
 def test_a_chunk_that_is_pushed_early_takes_no_state_along():
     pair = hybrid_pair(chunked_prefill_size=32, enable_overlap=True)
     pair.submit("r", prompt_of(150), max_tokens=8)
@@ -110,6 +130,14 @@ def test_a_prefix_is_fetched_up_to_an_anchor(tokens):
     assert (counters.fetched, counters.failed) == (int(usable > 0), 0)
     assert fetch(pair, "again", tokens) == usable
     assert counters.fetched == int(usable > 0)
+
+
+def test_a_prefix_is_fetched_up_to_a_state_on_trial():
+    pair = hybrid_pair(anchors=8)
+    serve_there(pair, 300)
+    assert on_trial(pair.decode.engine) == 1
+    assert fetch(pair, "here", 200) == 128
+    assert on_trial(pair.decode.engine) == 0
 
 
 def test_a_prefix_whose_state_arrives_wrong_is_computed():

@@ -27,10 +27,10 @@ class Router:
     """An engine's memory, and what a router makes of its events."""
 
     def __init__(self, *, slots: int = 3, pages: int = 60) -> None:
-        self.anchors = StateAnchors(range(5, 5 + slots), page_size=PAGE)
+        self.anchors = StateAnchors(range(5, 5 + slots), page_size=PAGE, slot_bytes=1024)
         self.cache = AnchoredCache(PAGE, self.anchors)
         self.memory = KvMemory(
-            rows=ReqToTokenPool(4, 40),
+            rows=ReqToTokenPool(4, 50),
             allocator=PageAllocator(pages, None, [self.anchors]),
             cache=self.cache,
             page_size=PAGE,
@@ -138,6 +138,22 @@ def test_blocks_before_another_anchor_stay_announced():
     assert (router.found(first), router.found(second), router.usable(shared)) == (4, 8, 4)
 
 
+def test_a_trial_that_made_room_takes_back_no_block():
+    """Its prompt is announced up to the anchor at its end; the engine continues at most a trial's distance before."""
+    router = Router(slots=8, pages=100)
+    prompt = [*range(700)]
+    router.compute(prompt)
+    router.read_events()
+    parted = [*prompt[:600], *range(9000, 9060)]
+    assert (router.found(parted), router.usable(parted)) == (37, 32)
+    for first in range(1000, 8000, 1000):
+        router.compute([*range(first, first + 70)])
+        assert not any(isinstance(event, BlockRemoved) for event in router.read_events())
+        assert router.known == router.leading_to_anchors()
+    assert router.anchors.counts.on_trial == 0
+    assert (router.found(prompt), router.usable(prompt), router.usable(parted)) == (40, 40, 0)
+
+
 def test_eviction_takes_back_what_was_announced():
     router = Router(pages=12)
     router.compute([*range(100)])
@@ -165,12 +181,12 @@ def test_a_replay_names_what_is_announced_and_nothing_else():
 def test_a_router_knows_what_leads_to_anchors_at_any_time(seed):
     """Prompts that share beginnings, with too few slots and pages for all."""
     rng = random.Random(seed)
-    router = Router(slots=rng.choice([1, 2, 5]), pages=rng.choice([24, 40]))
+    router = Router(slots=rng.choice([1, 2, 5, 12]), pages=rng.choice([32, 40, 80]))
     prompts: list[list[int]] = [[]]
     for _ in range(60):
         base = rng.choice(prompts)
-        prompt = [*base[: rng.randrange(len(base) + 1)], *(rng.randrange(3) for _ in range(rng.randrange(1, 150)))]
-        prompt = prompt[:250]
+        prompt = [*base[: rng.randrange(len(base) + 1)], *(rng.randrange(3) for _ in range(rng.randrange(1, 300)))]
+        prompt = prompt[:450]
         prompts.append(prompt)
         router.compute(prompt, decodes=rng.choice([0, 0, 30]))
         if rng.random() < 0.7:

@@ -17,12 +17,13 @@ from tandem_testing.memory_builders import copy_at_once
 PAGE = 16
 SLOTS = range(5, 8)
 GRAIN = 64
+SLOT_BYTES = 1024
 
 
-def make(slots=SLOTS, *, pages: int = 60, page_size: int = PAGE) -> KvMemory:
-    anchors = StateAnchors(slots, page_size=page_size)
+def make(slots=SLOTS, *, pages: int = 60, page_size: int = PAGE, trials: bool = True) -> KvMemory:
+    anchors = StateAnchors(slots, page_size=page_size, slot_bytes=SLOT_BYTES, trials=trials)
     return KvMemory(
-        rows=ReqToTokenPool(4, 40),
+        rows=ReqToTokenPool(4, 80),
         allocator=PageAllocator(pages, None, [anchors]),
         cache=RadixCache(page_size, usable=anchors.usable_blocks),
         page_size=page_size,
@@ -139,6 +140,127 @@ def test_a_prompt_that_leaves_a_cached_one_marks_where_it_does():
     audited(memory)
 
 
+LONG = [*range(1024)]
+TRIALS = [128, 256, 384, 512, 640, 768]
+"""Of `LONG`, whose last anchor is at 960."""
+
+
+def branched(at: int, first: int = 5000) -> list[int]:
+    """A prompt of the length of `LONG` that leaves it after `at` tokens."""
+    return [*LONG[:at], *range(first, first + len(LONG) - at)]
+
+
+def on_trial(memory: KvMemory) -> int:
+    assert memory.anchors is not None
+    return memory.anchors.counts.on_trial
+
+
+def test_trials_within_a_prompt_are_snapshots_in_order():
+    memory = make(range(5, 37), pages=200)
+    kv = memory.begin(LONG, space=BASE_SPACE, max_match=1023)
+    assert kv is not None
+    moves = launch(memory, kv, 0, 700)
+    assert [each.length for each in moves.snapshots] == [128, 256, 384, 512, 640]
+    moves = launch(memory, kv, 700, 1024)
+    assert [each.length for each in moves.snapshots] == [768, 960]
+    audited(memory, kv)
+
+
+def test_a_trial_where_a_chunk_ends_is_copied_by_the_next():
+    memory = make(range(5, 37), pages=200)
+    kv = memory.begin(LONG, space=BASE_SPACE, max_match=1023)
+    assert kv is not None
+    assert [each.length for each in launch(memory, kv, 0, 512).snapshots] == [128, 256, 384]
+    moves = launch(memory, kv, 512, 600)
+    assert [source for source, _ in moves.copies] == [kv.row]
+    memory.commit(kv, 600)
+    memory.checkpoint(kv, LONG[:600])
+    assert found(memory, branched(560)) == 512
+    audited(memory, kv)
+
+
+@pytest.mark.parametrize(("shared", "usable"), [(1000, 960), (900, 768), (767, 640), (512, 512), (300, 256), (100, 0)])
+def test_the_second_prompt_continues_before_it_parts(shared, usable):
+    memory = make(range(5, 37), pages=200)
+    end(memory, compute(memory, LONG), LONG)
+    assert on_trial(memory) == len(TRIALS)
+    assert found(memory, branched(shared)) == usable
+    kv = compute(memory, branched(shared))
+    assert kv.known_len == shared // PAGE * PAGE
+    end(memory, kv, branched(shared))
+    third = branched(shared, 7000)
+    assert found(memory, third) == max(usable, shared // PAGE * PAGE // GRAIN * GRAIN)
+    audited(memory)
+
+
+def test_trials_make_room_and_take_none_of_others():
+    memory = make(range(5, 13), pages=400)
+    kept = [[*range(first, first + 70)] for first in range(2000, 9000, 1000)]
+    for tokens in kept:
+        end(memory, compute(memory, tokens), tokens)
+    end(memory, compute(memory, LONG), LONG)
+    assert on_trial(memory) == 0, "the one slot that was free is that of the end of the prompt"
+    assert [found(memory, tokens) for tokens in kept] == [64] * len(kept)
+    memory.clear_cache()
+    end(memory, compute(memory, LONG), LONG)
+    assert on_trial(memory) == 2, "a quarter of the slots, as all were taken by one step"
+    for tokens in kept:
+        end(memory, compute(memory, tokens), tokens)
+    assert on_trial(memory) == 0
+    assert [found(memory, tokens) for tokens in (*kept, LONG)] == [*[64] * len(kept), 960]
+    audited(memory)
+
+
+def test_the_oldest_trial_makes_room_for_another():
+    memory = make(range(5, 12), pages=400)
+    prompts = [[*range(first, first + 300)] for first in range(1000, 6000, 1000)]
+    for tokens in prompts:
+        end(memory, compute(memory, tokens), tokens)
+    assert memory.anchors is not None
+    assert memory.anchors.counts == (7, SLOT_BYTES, 5, 2, 3)
+    assert [found(memory, [*tokens[:200], 0]) for tokens in prompts] == [0, 0, 0, 128, 128]
+    audited(memory)
+
+
+def test_a_trial_that_a_request_used_is_one_no_longer():
+    memory = make(range(5, 37), pages=200)
+    end(memory, compute(memory, LONG), LONG)
+    kv = memory.begin(branched(600), space=BASE_SPACE, max_match=1023)
+    assert kv is not None
+    assert (kv.committed_len, on_trial(memory)) == (512, len(TRIALS) - 1)
+    audited(memory, kv)
+
+
+def test_a_prompt_that_ends_at_a_trial_makes_it_an_anchor():
+    memory = make(range(5, 37), pages=200)
+    end(memory, compute(memory, LONG), LONG)
+    same = branched(513)[:513]
+    kv = memory.begin(same, space=BASE_SPACE, max_match=300)
+    assert kv is not None
+    launch(memory, kv, 256, 513)
+    memory.commit(kv, 513)
+    end(memory, kv, same)
+    assert on_trial(memory) == len(TRIALS) - 2, "one was used, and one is at the end of a prompt"
+    audited(memory)
+
+
+def test_an_aborted_prompt_gives_back_its_trials():
+    memory = make(range(5, 37), pages=200)
+    kv = memory.begin(LONG, space=BASE_SPACE, max_match=1023)
+    assert kv is not None
+    launch(memory, kv, 0, 1024)
+    memory.release(kv, (), checkpoint=False, after_step=None)
+    audited(memory)
+    end(memory, compute(memory, LONG), LONG)
+    assert on_trial(memory) == len(TRIALS)
+
+
+def test_a_model_that_computes_states_by_token_has_no_trials():
+    memory = make(range(5, 37), pages=200, trials=False)
+    end(memory, compute(memory, LONG), LONG)
+    assert (on_trial(memory), found(memory, LONG), found(memory, branched(900))) == (0, 960, 0)
+
+
 def test_the_anchor_used_longest_ago_gives_its_slot():
     memory = make(range(5, 7))
     prompts = [[*range(first, first + 70)] for first in (0, 1000, 2000)]
@@ -212,7 +334,7 @@ def test_copies_of_steps_that_raised_are_no_anchors():
 
 
 def test_the_audit_names_a_slot_without_an_owner():
-    anchors = StateAnchors(SLOTS, page_size=PAGE)
+    anchors = StateAnchors(SLOTS, page_size=PAGE, slot_bytes=SLOT_BYTES)
     anchors.take()
     assert anchors.problems(tree=[], pending=[], pins=Counter()) == [
         "states: slots with one owner are [6, 7], expected [5, 6, 7]"
@@ -221,7 +343,7 @@ def test_the_audit_names_a_slot_without_an_owner():
 
 @pytest.mark.parametrize(("page_size", "grain"), [(1, 64), (16, 64), (64, 64), (48, 192)])
 def test_the_grain_holds_whole_blocks_and_whole_chunks(page_size, grain):
-    assert StateAnchors((), page_size=page_size).grain == grain
+    assert StateAnchors((), page_size=page_size, slot_bytes=SLOT_BYTES).grain == grain
 
 
 def test_a_received_state_continues_from_no_anchor():

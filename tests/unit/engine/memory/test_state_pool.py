@@ -8,7 +8,7 @@ import torch
 from tandem_engine.base.names import PADDING_ROW
 from tandem_engine.executor.warm_up import padding
 from tandem_engine.forward.batch import ForwardBatch, Snapshot
-from tandem_engine.memory.state_pool import Run, StatePool, StateSpec, StepStates
+from tandem_engine.memory.state_pool import Run, StateCopy, StatePool, StateSpec, StepStates
 
 SPEC = StateSpec(layers=2, history=3, channels=10, heads=2, key_size=4, value_size=3, dtype=torch.bfloat16)
 
@@ -51,18 +51,38 @@ def test_runs_come_first_and_decodes_after_them(pool):
     assert (states.fresh.tolist(), states.first_decode) == ([False], 5)
 
 
-def test_a_run_is_cut_where_its_state_is_copied(pool):
+def test_a_run_is_cut_where_a_copy_is_within_a_chunk(pool):
     made = step([2, 4], [6, 5], [6, 9], num_extend=2)
     states = StepStates.of(pool, replace(made, snapshots=(Snapshot(0, 2, 3), Snapshot(0, 4, 1), Snapshot(1, 8, 3))))
     assert states.runs == (
-        Run(0, 2, 2, fresh=True, snapshot=3),
-        Run(2, 4, 2, fresh=False, snapshot=1),
+        Run(0, 2, 2, fresh=True, snapshots=((2, 3),)),
+        Run(2, 4, 2, fresh=False, snapshots=((2, 1),)),
         Run(4, 6, 2, fresh=False),
-        Run(6, 10, 4, fresh=False, snapshot=3),
+        Run(6, 10, 4, fresh=False, snapshots=((4, 3),)),
         Run(10, 11, 4, fresh=False),
     )
-    states.keep_run(1, states.runs[0], torch.zeros(3, 10), torch.full((2, 4, 3), 7.0))
-    assert pool.matrices[[2, 3], 1].unique().tolist() == [7.0]
+
+
+def test_a_run_is_whole_where_copies_are_after_whole_chunks(pool):
+    made = step([2, 4], [200, 190], [200, 250], num_extend=2)
+    copies = (Snapshot(0, 64, 3), Snapshot(0, 192, 1), Snapshot(1, 64, 3), Snapshot(1, 192, 1))
+    states = StepStates.of(pool, replace(made, snapshots=copies))
+    assert states.runs == (
+        Run(0, 200, 2, fresh=True, snapshots=((64, 3), (192, 1))),
+        Run(200, 204, 4, fresh=False, snapshots=((4, 3),)),
+        Run(204, 390, 4, fresh=False, snapshots=((128, 1),)),
+    )
+
+
+def test_parts_of_a_run_end_where_its_state_is_copied():
+    run = Run(10, 210, 2, fresh=True, snapshots=(StateCopy(64, 3), StateCopy(128, 1)))
+    assert [*run.parts()] == [
+        Run(10, 74, 2, fresh=True, snapshots=((64, 3),)),
+        Run(74, 138, 2, fresh=False, snapshots=((64, 1),)),
+        Run(138, 210, 2, fresh=False),
+    ]
+    ends = Run(0, 64, 2, fresh=False, snapshots=(StateCopy(64, 3),))
+    assert [*ends.parts()] == [ends]
 
 
 def test_copies_are_made_one_after_the_other(pool):
@@ -90,7 +110,7 @@ def test_a_step_writes_the_slots_of_its_rows_alone(pool):
     states = StepStates.of(pool, step([2, 4], [3, 1], [3, 9], num_extend=1))
     assert states.decodes is not None
     for layer in range(2):
-        states.keep_run(layer, states.runs[0], torch.zeros(3, 10), torch.zeros(2, 4, 3))
+        states.keep(layer, states.runs[0].row, torch.zeros(3, 10), torch.zeros(2, 4, 3))
         states.keep_decodes(layer, states.decodes, torch.zeros(1, 3, 10).bfloat16(), torch.zeros(1, 2, 4, 3))
     whole = pool.matrices.isfinite().flatten(1).all(1) & pool.inputs.isfinite().flatten(1).all(1)
     assert whole.tolist() == [False, False, True, False, True]

@@ -35,7 +35,7 @@ def by_token(*tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_a_run_in_chunks_is_the_recurrence(length, dtype):
     *tokens, state = drawn(length, dtype)
-    outputs, after = prompt(*tokens, state)
+    outputs, [after] = prompt(*tokens, state)
     expected, last = by_token(*tokens, state=state)
     atol = 1e-5 if dtype is torch.float32 else 1e-13
     torch.testing.assert_close(outputs, expected, atol=atol, rtol=0)
@@ -44,14 +44,24 @@ def test_a_run_in_chunks_is_the_recurrence(length, dtype):
 
 def test_a_run_cut_at_chunks_has_the_bits_of_the_whole():
     *tokens, state = drawn(3 * CHUNK + 7)
-    outputs, after = prompt(*tokens, state)
+    outputs, [after] = prompt(*tokens, state)
     parts, start = [], 0
     for stop in (CHUNK, 3 * CHUNK, len(outputs)):
-        part, state = prompt(*(each[start:stop] for each in tokens), state)
+        part, [state] = prompt(*(each[start:stop] for each in tokens), state)
         parts.append(part)
         start = stop
     assert torch.equal(torch.cat(parts), outputs)
     assert torch.equal(state, after)
+
+
+@pytest.mark.parametrize("kept", [(CHUNK,), (CHUNK, 2 * CHUNK), (2 * CHUNK, 2 * CHUNK + 7)])
+def test_states_kept_within_a_run_are_those_of_shorter_runs(kept):
+    *tokens, state = drawn(2 * CHUNK + 7)
+    _, states = prompt(*tokens, state, kept=kept)
+    assert len(states) == len(kept) + 1
+    for length, found in zip((*kept, 2 * CHUNK + 7), states, strict=True):
+        _, [expected] = prompt(*(each[:length] for each in tokens), state)
+        assert torch.equal(found, expected)
 
 
 def test_next_token_changes_the_states_of_its_sequences():

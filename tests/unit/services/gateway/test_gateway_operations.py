@@ -99,7 +99,7 @@ async def test_a_model_without_a_chat_template_says_so(rack, tmp_path):  # [temp
 
 
 async def test_explain_tells_where_cached_tokens_were(rack, tokenizer):
-    hits = CacheHits(host=16, disk=8, fetched=32)
+    hits = CacheHits(host=16, disk=8, fetched=32, unusable=48)
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=hits))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         answer = (await gateway.complete(max_tokens=1)).json()
@@ -108,6 +108,7 @@ async def test_explain_tells_where_cached_tokens_were(rack, tokenizer):
     [choice] = record["choices"]
     assert choice["cached_tokens"] == 64
     assert choice["cache_hits"] == {"device": 8, "host": 16, "disk": 8, "fetched": 32}
+    assert choice["unusable_tokens"] == 48
 
 
 async def test_a_worker_of_an_older_release_does_not_say_where_cached_tokens_were(gateway):

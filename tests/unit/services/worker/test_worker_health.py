@@ -210,7 +210,7 @@ async def test_before_the_engine_reports_only_the_service_speaks(probed, client)
 
 async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(client):
     text = (await client.get("/metrics")).text
-    apart = {"speculation", "links", "quarantined_for", "fenced_writers", "prefix_fetch"}
+    apart = {"speculation", "links", "quarantined_for", "fenced_writers", "prefix_fetch", "state_anchors"}
     apart |= {"running_adapters", "waiting_adapters"}
     flat = [name for name in EngineStats.__struct_fields__ if name not in apart]
     flat += PrefixFetchStats.__struct_fields__

@@ -43,7 +43,7 @@ class Hybrid:
     ) -> None:
         self.device = HeldCopies()
         copies = CopyQueue(submit=self.device)
-        anchors = StateAnchors(range(SLOT, SLOT + slots), page_size=PAGE)
+        anchors = StateAnchors(range(SLOT, SLOT + slots), page_size=PAGE, slot_bytes=1024)
         self.host = HostMemory.build(
             HostPool(num_pages=host_pages, page_bytes=PAGE_BYTES),
             copies,
@@ -56,7 +56,7 @@ class Hybrid:
         assert self.host.cache is not None
         self.cache = self.host.cache
         self.memory = KvMemory(
-            rows=ReqToTokenPool(4, 40),
+            rows=ReqToTokenPool(4, 50),
             allocator=PageAllocator(pages + 1, copies, [anchors]),
             cache=self.cache,
             page_size=PAGE,
@@ -133,6 +133,51 @@ def test_a_state_is_backed_up_when_its_policy_says_so(policy, served, backed_up)
         hybrid.serve(PROMPT)
     hybrid.turn()
     assert hybrid.copied(CopyKind.STATE_TO_HOST) == ([parts_of(SLOT)] if backed_up else [])
+    hybrid.audited()
+
+
+LONG = [*range(700)]
+"""Its anchor is after 640 tokens, those on trial after 128, 320 and 512."""
+BRANCH = [*LONG[:600], *range(5000, 5040)]
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_state_on_trial_is_not_backed_up(policy):
+    hybrid = Hybrid(policy, slots=12, pages=90, host_pages=200)
+    hybrid.serve(LONG)
+    assert hybrid.memory.anchors is not None
+    assert hybrid.memory.anchors.counts.on_trial == 3
+    for _ in range(6):
+        hybrid.turn()
+    hybrid.evict_device()
+    assert len(hybrid.copied(CopyKind.STATE_TO_HOST)) == (policy is not WritePolicy.WRITE_THROUGH_SELECTIVE)
+    assert hybrid.matched(BRANCH) == 0
+    hybrid.audited()
+
+
+@pytest.mark.parametrize("policy", WritePolicy)
+def test_a_state_that_was_on_trial_leaves_and_returns(policy):
+    hybrid = Hybrid(policy, slots=12, pages=90, host_pages=200)
+    hybrid.serve(LONG)
+    hybrid.serve(BRANCH)
+    for _ in range(6):
+        hybrid.turn()
+    hybrid.audited()
+    hybrid.evict_device()
+    assert hybrid.matched([*LONG[:560], 0]) == 512
+    kv = hybrid.begin([*LONG[:560], 0])
+    assert (kv.committed_len, kv.continues_from) == (512, None)
+    hybrid.audited(kv)
+
+
+def test_a_trial_that_makes_room_is_not_backed_up():
+    hybrid = Hybrid(slots=4, pages=60)
+    hybrid.serve(LONG)
+    for first in range(1000, 4000, 1000):
+        hybrid.serve([*range(first, first + 70)])
+    assert hybrid.memory.anchors is not None
+    assert (hybrid.memory.anchors.counts.on_trial, hybrid.memory.anchors.counts.replaced) == (0, 1)
+    assert hybrid.copied(CopyKind.STATE_TO_HOST) == []
     hybrid.audited()
 
 

@@ -30,6 +30,11 @@ def record(**choice):
         ({"cache_hits": {"device": 64, "host": 0, "disk": 0, "fetched": 0}}, "64 of the prompt cached;"),
         ({"cache_hits": None}, "64 of the prompt cached;"),
         ({"cached_tokens": None}, "0 of the prompt cached;"),
+        ({"unusable_tokens": 0, "cache_hits": None}, "64 of the prompt cached;"),
+        (
+            {"unusable_tokens": 32, "cache_hits": None},
+            "64 of the prompt cached, 32 more computed again: nothing was kept to continue from there;",
+        ),
         (
             {"queue_s": 0.5, "delay_s": 0.25},
             "in the worker's queue 500 ms, of it for the scheduling delay 250 ms",
