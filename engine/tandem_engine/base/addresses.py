@@ -48,7 +48,7 @@ class Address:
 
     @classmethod
     def parse(cls, text: str) -> "Address":
-        """Read HOST:PORT. An IPv6 address must be in brackets: without them the port cannot be told from it."""
+        """Read HOST:PORT. An IPv6 address must be in brackets: without them the port cannot be distinguished."""
         host, colon, port = text.rpartition(":")
         if not colon or not host or not _PORT.fullmatch(port):
             raise AddressError(f"{text[:200]!r} is not HOST:PORT, such as 10.0.0.7:8000 or [fd00::7]:8000")

@@ -20,7 +20,7 @@ class Environment:
     ucx_tls: str
     """UCX_TLS: the transports that UCX may use (default all)."""
     ucx_net_devices: str = ""
-    """UCX_NET_DEVICES: the network interfaces and devices that UCX may use; "" when nobody has said."""
+    """UCX_NET_DEVICES: the network interfaces and devices that UCX may use; "" if the variable is not set."""
 
     @property
     def level(self) -> int:

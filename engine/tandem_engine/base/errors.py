@@ -128,7 +128,7 @@ class RankLostError(EngineError):
 
 
 class OtherRankFailedError(EngineError):
-    """A step raised on another rank, so it counts for nothing here either. The ranks go on."""
+    """A step raised on another rank, so this rank discards it too. The ranks continue."""
 
     code = "engine_error"
 

@@ -31,7 +31,7 @@ FLUSH_S = 1.0
 
 
 class LogOutput(logging.Handler):
-    """Writes to a file descriptor. Its thread begins with the first record, in forked processes anew."""
+    """Writes to a file descriptor. Its thread starts with the first record, and again in a forked process."""
 
     def __init__(self, descriptor: int) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ class PlainFormatter(logging.Formatter):
 
 
 def configure_logging(log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Send everything to stderr, which nobody waits for, or to `stream`. Call once, at process start."""
+    """Send all records to stderr without blocking the caller, or to `stream`. Call once, at process start."""
     handler = _to_stderr() if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else PlainFormatter())
     root = logging.getLogger()

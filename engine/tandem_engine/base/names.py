@@ -10,7 +10,7 @@ RequestId = NewType("RequestId", str)
 """One attempt at one choice of one client request; unique for the life of the fleet."""
 
 ReqPoolIdx = NewType("ReqPoolIdx", int)
-"""Row of a request in `ReqToTokenPool`. Row 0 is padding and belongs to nobody."""
+"""Row of a request in `ReqToTokenPool`. Row 0 is padding and belongs to no request."""
 
 PageId = NewType("PageId", int)
 """Index of a page in the KV pool. Page 0 is the dummy page."""

@@ -204,7 +204,7 @@ class KvTransport(Protocol):
 
     @property
     def mishaps(self) -> int:
-        """Errors of this rank that nobody foresaw, since start. Each has failed what it concerned; of those that repeat
+        """Unexpected errors of this rank since start. Each has failed what it concerned; of those that repeat
         themselves, the log has one a second."""
         ...
 

@@ -46,7 +46,7 @@ class Reloaded:
     path: str
     fingerprint: str
     ended: int
-    """Requests that had begun, and were told to begin again."""
+    """Running requests that failed with a retryable error."""
 
 
 class LoadState(IntEnum):

@@ -77,7 +77,7 @@ class Guesses:
 
     @property
     def count(self) -> int:
-        """G. Waits for nobody."""
+        """G. Does not wait."""
         return len(self.tokens()) if self.on_device is None else self.on_device.numel()
 
     def tokens(self) -> list[int]:
@@ -205,17 +205,17 @@ class SamplingBatch:
     position: torch.Tensor
     """Index of the token to be sampled in prompt + output: with the seed, the whole state of the noise."""
     suppress: tuple[tuple[int, ...], ...] = ()
-    """Token ids forbidden at this position (stop ids while min_tokens is not reached); () for nobody."""
+    """Token ids forbidden at this position (stop ids while min_tokens is not reached); () if there are none."""
     logprobs: tuple[int, ...] = ()
-    """Per row −1 for none, n ≥ 0 for the sampled token and the top n; () when nobody asks."""
+    """Per row −1 for none, n ≥ 0 for the sampled token and the top n; () if no request has logprobs."""
     logprob_ids: torch.Tensor | None = None
     """[R, K] tokens whose logprobs rows of `logprobs` want instead of the top ones, −1 behind a row's last (in all
     of a row that wants the top ones); None when nobody names any."""
     all_greedy: bool = False
     edits: LogitEdits | None = None
-    """Penalties, biases and forbidden tokens, by sequence: see `runs.over_runs`. None when nobody asks."""
+    """Penalties, biases and forbidden tokens, by sequence: see `over_runs`. None if no request has any."""
     masks: TokenMasks | None = None
-    """Of the sequences with a grammar, by row; None when nobody has one. Not filled yet at launch: wait for them."""
+    """Of the sequences with a grammar, by row; None if no sequence has one. Not filled yet at launch: wait for them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -287,9 +287,9 @@ class ForwardBatch:
     snapshots: tuple[Snapshot, ...] = ()
     """In the order of sequences and lengths."""
     prompt_positions: tuple[PromptPositions, ...] = ()
-    """At most one per EXTEND sequence; () when nobody asks."""
+    """At most one per EXTEND sequence; () if no request has prompt logprobs."""
     pooled: tuple[PooledTokens, ...] = ()
-    """At most one per EXTEND sequence; () when nobody wants an embedding."""
+    """At most one per EXTEND sequence; () if no request is an embedding."""
     draft_lens: tuple[int, ...] = ()
     """[S] drafts among the last tokens of each sampling sequence; () when there are none in the step."""
     guessed: GuessedIds | None = None
@@ -297,7 +297,7 @@ class ForwardBatch:
     adapters: AdapterRows | None = None
     """Of the sequences that have one; None when none has, and then nothing of a forward looks for adapters."""
     kv_progress: KvProgress | None = None
-    """Told of each layer whose KV is written, when somebody sends pages meanwhile."""
+    """Notified of each layer whose KV is written, if pages are sent during the step."""
     eager: bool = False
     """Its operations are launched one by one, even where a graph of a device has room for it."""
     on_host: "ForwardBatch | None" = None
@@ -349,7 +349,7 @@ class ForwardResult:
     """[S] tokens in each sequence's run when drafts were verified: accepted drafts and the bonus token. ()
     when every sequence has one token."""
     logprobs: tuple[SampledLogprobs | None, ...] = ()
-    """As many as `next_token_ids`, or empty when nobody asked."""
+    """As many as `next_token_ids`, or empty if no request has logprobs."""
     prompt_scores: tuple[PromptScores, ...] = ()
     """One for each of `ForwardBatch.prompt_positions`."""
     pooled: tuple[PooledSum, ...] = ()

@@ -65,7 +65,7 @@ def sum_pooled(hidden: torch.Tensor, wanted: tuple[PooledTokens, ...]) -> tuple[
 
 
 def queue_pooled(hidden: torch.Tensor, wanted: tuple[PooledTokens, ...]) -> Outcome[tuple[PooledSum, ...]]:
-    """As `sum_pooled`, where nobody waits for the sums."""
+    """As `sum_pooled`, without waiting for the sums."""
     parts = torch.split(hidden, [len(pooled.tokens) for pooled in wanted]) if wanted else ()
 
     def read(totals: Sequence[torch.Tensor]) -> tuple[PooledSum, ...]:

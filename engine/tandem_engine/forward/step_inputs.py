@@ -48,7 +48,7 @@ class StepInputs:
     sampled: int
     """R: as many of `wanted` are sampled after."""
     publish_rows: Tensor | None
-    """[S] req_pool_idx of what is sampled; None where nobody can say yet which token is a sequence's last."""
+    """[S] req_pool_idx of what is sampled; None while the last token of a sequence is not known yet."""
     sampling: SamplingBatch
     """By row of logits. Without parameters when all are greedy, and without masks, which come later."""
     recorded: LogitEdits | None

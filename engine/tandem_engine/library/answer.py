@@ -322,7 +322,7 @@ def error_of(finish: Finish) -> EngineError:
 
 
 NO_TEXT = WireSamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-"""The one token tells the engine that the prompt is computed; nobody sees it."""
+"""One token is generated to learn that the prompt is computed; it is not returned."""
 
 
 @dataclass(kw_only=True, slots=True)

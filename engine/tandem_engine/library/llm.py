@@ -155,7 +155,7 @@ class LLM:
         self._growing: dict[str, Pending] = {}
         """By the rid of every choice that the engine has."""
         self._completed = 0
-        """Answers completed since the progress bar was told."""
+        """Answers completed since the last update of the progress bar."""
         self._open = ExitStack()
         self._engine = self._open.enter_context(launched_engine(self._config, progress=progress, sink=self._take))
         self._serving = serving_of(self._engine, self._config)

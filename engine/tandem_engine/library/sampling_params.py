@@ -95,7 +95,7 @@ class SamplingParams:
     def of_choice(
         self, index: int, *, seed: int, room: int, text: TextTokenizer | None, prompt: Sequence[int]
     ) -> wire.SamplingParams:
-        """What the engine is told for choice `index`.
+        """The engine's parameters for choice `index`.
 
         Args:
             seed: of choice 0.

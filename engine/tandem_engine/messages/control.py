@@ -300,7 +300,7 @@ class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_els
     nonce: int
     wanted: bool
     within_s: float = inf
-    """What nobody has taken by then is ended, as worth another attempt elsewhere."""
+    """Requests without another worker by then end with a retryable error."""
 
 
 OrderAtOnce = (

@@ -103,7 +103,7 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     transfer: TransferReport | None = None
     """With the decode worker's first output."""
     fetch: FetchReport | None = None
-    """With the first output of the worker that computed the prompt, if it was told to fetch a prefix."""
+    """With the first output of the worker that computed the prompt, if the request named a prefix to fetch."""
     queue_s: float | None = None
     """Receipt to first scheduled step, with the first output."""
     delay_s: float | None = None

@@ -237,7 +237,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     deadline_s: float | None = None
     """Seconds from receipt after which the request is aborted."""
     trace: TraceContext | None = None
-    """The span of this attempt, whether it is sampled or not; None when nobody traces."""
+    """The span of this attempt, whether it is sampled or not; None without tracing."""
     release: int = UNSTATED
     """`base.release.RELEASE` of the gateway. Engines refuse the requests of one outside their window."""
 

@@ -40,7 +40,7 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     latency_s: float = 0.0
     """Of a WRITE of one page, from asking for it until it is known to be done. 0: not measured."""
     transport: LinkTransport = LinkTransport.UNKNOWN
-    """As far as it can be told from both processes; NIXL does not say what UCX has chosen."""
+    """As inferred from both processes; NIXL does not report what UCX has selected."""
     age_s: float = 0.0
     """Since the figures last changed."""
     broken: bool = False
@@ -154,7 +154,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     adapter_load_s_total: float = 0.0
     """Time spent on loads for requests."""
     transfer_mishaps_total: int = 0
-    """Errors that nobody foresaw where KV is moved, on rank 0; those of other ranks are in the log alone."""
+    """Unexpected errors in the transfer thread of rank 0; those of other ranks are only in the log."""
     handed_over_total: int = 0
     """Prompts computed here whose KV went to a peer."""
     transfer_exposed_s: float = 0.0
@@ -163,7 +163,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Of the retracted: those put back for a more important request."""
     head_waits: str = ""
     """Why the first waiting request was not admitted: no_seat, no_row, no_pages, watermark, budget,
-    chunk_in_progress, shared_prefix, after_retraction, swapped_first, decode_turn or delayed; "" when nobody waits."""
+    chunk_in_progress, shared_prefix, after_retraction, swapped_first, decode_turn or delayed; "" if none."""
     speculation: SpeculationStats | None = None
     """None when the engine does not speculate."""
     host_cached_tokens_total: int = 0

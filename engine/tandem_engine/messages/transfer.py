@@ -114,7 +114,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """DRAM or VRAM."""
     device_id: int
     machine: MachineName = ""
-    """Equal for processes that can share memory; "" when that cannot be told."""
+    """Equal for processes that can share memory; "" if that is not known."""
     transports: TransportNames = ()
     """Of `LinkTransport`, those that the sender's process could use."""
     ranks: RankPools = ()
@@ -237,7 +237,7 @@ class GrantsRenewed(msgspec.Struct, frozen=True, kw_only=True, tag="grants_renew
 
 
 class ProbeRequest(msgspec.Struct, frozen=True, kw_only=True, tag="probe_request"):
-    """The sender would like to measure its link: may it write to a few pages that nobody needs now?"""
+    """The sender would like to measure its link: may it write to a few pages that are not needed now?"""
 
     room: str
     sender: Peer

@@ -94,7 +94,7 @@ def load_config(directory: ModelDirectory, fields: ConfigFields) -> PreTrainedCo
 
 
 def read_fallback_config(directory: ModelDirectory, fields: ConfigFields) -> ModelConfig:
-    """The facts of `load_config` that an engine wants; end-of-sequence ids and fingerprint stay empty.
+    """The facts of `load_config` that an engine needs; end-of-sequence ids and fingerprint stay empty.
 
     Numbers of heads are a first guess: layers tell the truth when they run.
     """

@@ -32,7 +32,7 @@ def log_long_angles(original: int) -> None:
 
 
 def default_context(config: ModelConfig, limit: int) -> int:
-    """Context of an engine that is told none: at most `limit`, and one in which every request is exact."""
+    """Context of an engine without `--context-length`: at most `limit`, and one in which every request is exact."""
     exact = config.rope.original_max_position if config.rope.rope_type == LONGROPE else None
     return min(config.max_position, limit, exact or limit)
 

@@ -449,7 +449,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
 
 
 def _redis_flags(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> list[str]:
-    """How the other processes find Redis. A password in the URL goes into a file: anybody can list command lines."""
+    """How the other processes find Redis. A URL's password goes into a file: all users can list command lines."""
     from tandem_services.common.redis_client import RedisAddress
 
     if not args.redis_url:

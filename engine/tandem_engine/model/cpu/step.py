@@ -147,7 +147,7 @@ class LargeStep:
     model: ModelArrays
     plan: CpuPlan
     wrote: Callable[[int], object] | None
-    """Told of each layer whose K and V are stored, when somebody sends pages meanwhile."""
+    """Notified of each layer whose K and V are stored, if pages are sent during the step."""
     adapters: StepAdapters | None = None
 
     def forward(self, input_ids: Tensor, positions: Tensor, wanted: Tensor) -> Tensor:

@@ -46,7 +46,7 @@ class ExpertMatrices(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DeviceExperts:
-    """`SparseFeedForward` with all experts computed at once, and nobody waiting to hear who was chosen."""
+    """`SparseFeedForward` with all experts computed at once; the host does not wait for the choice of experts."""
 
     norm: Norm
     router: Router
