@@ -86,6 +86,22 @@ class StateAnchorStats(msgspec.Struct, frozen=True, kw_only=True):
     """Copies that made room for others."""
 
 
+MAX_STEP_S = 3_600.0
+"""No step takes longer, and no part of it."""
+
+
+class StepFit(msgspec.Struct, frozen=True, kw_only=True):
+    """Duration of a step that decodes, by what it computes: the sum of these, in seconds per token of each sequence."""
+
+    base_s: float
+    sequence_s: float
+    """For each decoding sequence."""
+    kv_token_s: float
+    """For each token of context of the sequences of the step."""
+    chunk_token_s: float
+    """For each prompt token in the step."""
+
+
 class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Twice a second. `loop_count` proves that the scheduler loop turns."""
 
@@ -109,6 +125,12 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     prefill_tokens_per_s: float
     decode_step_s: float
     """Recent mean duration of a decode step."""
+    step_base_s: float = 0.0
+    """What a step takes whatever it computes, which `prefill_tokens_per_s` leaves out; 0 where it was not measured."""
+    step_fit: StepFit | None = None
+    """None until enough steps have been measured."""
+    step_fit_errors_total: int = 0
+    """Steps that could not be fitted."""
     prompt_tokens_total: int
     cached_tokens_total: int
     output_tokens_total: int

@@ -32,6 +32,7 @@ from tandem_engine.scheduler.schedule_batch import BatchBuilder
 from tandem_engine.scheduler.sessions import Sessions
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.step_completion import Settlement
+from tandem_engine.scheduler.step_times import StepTimes
 from tandem_engine.scheduler.stop import ModelFacts, StopRule
 
 
@@ -215,6 +216,7 @@ def _loop(shared: Shared, endings: Endings, isolation: Isolation, planner: Plann
         stream=shared.stream,
         stopwatch=shared.stopwatch,
         tally=shared.tally,
+        step_times=StepTimes(stopwatch=shared.stopwatch, tally=shared.tally),
         speculation=shared.speculation,
     )
     return Loop(

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.stats import SpeculationStats
+from tandem_engine.messages.stats import SpeculationStats, StepFit
 
 WEIGHT = 0.1
 """Weight of the newest measurement in the moving means."""
@@ -82,6 +82,9 @@ class SchedulerStats:
     leaving: int = 0
     """Running requests that are to migrate."""
     speculation: SpeculationStats | None = None
+    step_base_s: float = 0.0
+    step_fit: StepFit | None = None
+    step_fit_errors_total: int = 0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -95,6 +95,9 @@ def scheduler_stats(shared: Shared, parts: SchedulerParts) -> SchedulerStats:
         wait_s=tally.spent_s[Phase.WAIT],
         paused=parts.pausing.paused,
         leaving=sum(1 for _ in parts.departures.leaving()),
+        step_base_s=tally.step_base_s,
+        step_fit=parts.loop.settlement.step_times.report(),
+        step_fit_errors_total=parts.loop.settlement.step_times.errors,
     )
 
 

@@ -38,6 +38,7 @@ from tandem_engine.scheduler.queues import Queues
 from tandem_engine.scheduler.request import GrammarProgress, Request, sends_kv
 from tandem_engine.scheduler.schedule_batch import ScheduleBatch
 from tandem_engine.scheduler.speculation import Speculation
+from tandem_engine.scheduler.step_times import StepTimes
 from tandem_engine.scheduler.stop import Cut, PlainEnd, StopRule
 
 logger = logging.getLogger(__name__)
@@ -66,6 +67,7 @@ class Settlement:
     stopwatch: Clock
     """Durations only: it may read differently on other ranks."""
     tally: Tally
+    step_times: StepTimes
     speculation: Speculation | None = None
 
     def settle(self, batch: ScheduleBatch, result: ForwardResult) -> None:
@@ -282,15 +284,17 @@ class Settlement:
             self.queues.running.append(req)
 
     def _measure(self, batch: ScheduleBatch, result: ForwardResult) -> None:
-        """Only steps of one kind are measured; a run of several tokens counts as that many decode steps."""
+        """The means are of steps of one kind; a run of several tokens counts as that many decode steps."""
         if self.speculation is not None:
             self.speculation.verified(batch.drafts)
         if not batch.decodes:
             self.tally.measure_prefill(batch.extend_tokens, result.compute_s)
-        elif not batch.extends:
-            runs = result.accept_lens
-            tokens_per_run = sum(runs) / len(runs) if runs else 1.0
-            spent = batch.drafts.propose_s + batch.drafts.queued_s() + result.compute_s
+            return
+        runs = result.accept_lens
+        tokens_per_run = sum(runs) / len(runs) if runs else 1.0
+        spent = batch.drafts.propose_s + batch.drafts.queued_s() + result.compute_s
+        self.step_times.note(batch, spent, tokens_per_run)
+        if not batch.extends:
             self.tally.measure_decode(spent / tokens_per_run)
             if self.speculation is not None:
                 self.speculation.settled(batch.drafts, batch=len(batch.decodes))

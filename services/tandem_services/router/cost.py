@@ -27,6 +27,7 @@ from random import Random
 from typing import TypeVar
 
 from tandem_engine.config import Role
+from tandem_engine.messages.stats import StepFit
 from tandem_services.router.decision import Absence, WorkerView
 
 ASSUMED_PREFILL_RATE = 2_000.0
@@ -86,6 +87,12 @@ class Load:
     """Bytes per second of its writes to a peer for which it has no figure: the median of those it has."""
     host_token_s: float = 0.0
     """Seconds to copy one token's KV back from host memory; 0 where that has not been measured, or there is none."""
+    step_base_s: float = 0.0
+    """What a step takes whatever it computes; 0 where that has not been measured. Of no price, as the next two."""
+    step_fit: StepFit | None = None
+    """Duration of a step that decodes, as the worker has fitted it."""
+    kv_tokens: float = 0.0
+    """Context of the sequences that it has."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -49,6 +49,7 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     device: Label = ""
     kernel_target: Label = ""
     """Kind of CPU that its kernels are compiled for; empty on a GPU."""
+    tp_size: Count = 0
 
 
 FIGURES = frozenset(field.name for field in msgspec.structs.fields(Figures))

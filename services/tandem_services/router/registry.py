@@ -28,7 +28,7 @@ from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import PROOF_FIELD, Deployment
-from tandem_services.router.figures import kept_figures
+from tandem_services.router.figures import MAX_LABEL, kept_figures
 from tandem_services.router.keys import Keys, worker_id_of
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.row_values import (
@@ -42,6 +42,7 @@ from tandem_services.router.row_values import (
     read_measure,
     read_number,
     read_size,
+    read_step_fit,
 )
 
 ROW = struct.Struct("<BBII8s16s7d")
@@ -53,8 +54,14 @@ ADAPTERS_FIELD = "adapters"
 ADAPTER_MEMORY_FIELD = "adapter_memory"
 """The same: where adapters are. Without it, those of `ADAPTERS_FIELD` are in memory, and no others can be loaded."""
 
+STEP_FIT_FIELD = "step_fit"
+"""The same: how long its steps take. Without it, only their recent mean is known."""
+
 DESCRIBED_FIELD = "described"
 """Of the readable hash: `description_digest`. When it changes, readers read the worker again."""
+
+KIND_HASH = 12
+"""Characters of the compat hash that stand for the revision in `WorkerRecord.kind`."""
 
 _ROLE_BITS = {Role.PREFILL: 1, Role.DECODE: 2, Role.BOTH: 3}
 
@@ -96,8 +103,13 @@ class WorkerRecord:
 
     link_rates: Mapping[str, float] = field(init=False, repr=False, compare=False)
     """Bytes per second by the receiver's incarnation; 0 for a broken link. Links without a figure are left out."""
+    kind: str = field(init=False, repr=False, compare=False)
+    """Workers of one kind take equally long for the same: revision, device and number of ranks."""
 
     def __post_init__(self) -> None:
+        device, ranks = (str(self.details.get(name, "?"))[:MAX_LABEL] for name in ("device", "tp_size"))
+        kind = f"{self.view.compat_hash[:KIND_HASH]}/{device}/tp{ranks}"
+        object.__setattr__(self, "kind", kind)
         known = (link for link in self.links if link.broken or link.bytes_per_s > 0.0)
         rates = {link.peer: 0.0 if link.broken else link.bytes_per_s for link in known}
         object.__setattr__(self, "link_rates", rates)
@@ -380,6 +392,9 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
         "max_sequences": load.max_sequences,
         "token_bytes": load.token_bytes,
         "host_token_s": load.host_token_s,
+        "step_base_s": load.step_base_s,
+        "kv_tokens": load.kv_tokens,
+        **({} if load.step_fit is None else {STEP_FIT_FIELD: msgspec.json.encode(load.step_fit).decode()}),
         "transfer_bytes_per_s": load.transfer_rate,
         "links": msgspec.json.encode(record.links).decode(),
     }
@@ -419,6 +434,9 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             max_sequences=positive(read_measure(fields, "max_sequences")),
             token_bytes=read_measure(fields, "token_bytes"),
             host_token_s=read_measure(fields, "host_token_s") if "host_token_s" in fields else 0.0,
+            step_base_s=read_measure(fields, "step_base_s") if "step_base_s" in fields else 0.0,
+            step_fit=read_step_fit(fields.get(STEP_FIT_FIELD, "")),
+            kv_tokens=read_measure(fields, "kv_tokens") if "kv_tokens" in fields else 0.0,
             transfer_rate=read_measure(fields, "transfer_bytes_per_s") or ASSUMED_TRANSFER_RATE,
         )
         links = read_links(fields.get("links", "[]"))

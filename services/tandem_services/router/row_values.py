@@ -11,7 +11,7 @@ import msgspec
 from tandem_engine.base.addresses import Address
 from tandem_engine.config.adapters import MAX_ADAPTERS
 from tandem_engine.messages.control import MAX_LINKS, AdapterMemory, ServedAdapter
-from tandem_engine.messages.stats import LinkReport
+from tandem_engine.messages.stats import MAX_STEP_S, LinkReport, StepFit
 
 _INCARNATION = re.compile(r"[A-Za-z0-9._-]{1,128}@[0-9]{1,40}")
 
@@ -64,6 +64,17 @@ def read_adapter_memory(text: str) -> AdapterMemory | None:
         return msgspec.json.decode(text, type=AdapterMemory) if text else None
     except msgspec.DecodeError as error:
         raise ValueError(f"adapter_memory: {error}") from error
+
+
+def read_step_fit(text: str) -> StepFit | None:
+    """None for ""."""
+    try:
+        fit = msgspec.json.decode(text, type=StepFit) if text else None
+    except msgspec.DecodeError as error:
+        raise ValueError(f"step_fit: {error}") from error
+    if fit is not None and not all(0.0 <= seconds <= MAX_STEP_S for seconds in msgspec.structs.astuple(fit)):
+        raise ValueError("no step takes so long")
+    return fit
 
 
 def read_links(text: str) -> tuple[LinkReport, ...]:

@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady
 from tandem_engine.messages.kv_events import Tier
-from tandem_engine.messages.stats import EngineStats, LinkReport, SpeculationStats, StateAnchorStats
+from tandem_engine.messages.stats import EngineStats, LinkReport, SpeculationStats, StateAnchorStats, StepFit
 from tandem_services.router.keys import worker_id_of
 
 PREFIX = "tandem_worker_"
@@ -63,6 +63,7 @@ _GAUGES: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("num_requests_leaving", "Running requests that will migrate to other workers.", lambda s: s.leaving),
     ("paused", "1 while an administrator has paused generation.", lambda s: s.paused),
     ("decode_step_seconds", "Recent mean duration of a decode step.", lambda s: s.decode_step_s),
+    ("step_base_seconds", "Duration of a step whatever it computes; 0 if not measured.", lambda s: s.step_base_s),
 )
 
 _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
@@ -79,6 +80,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("requests_failed", "Requests ended by an error.", lambda s: s.failed_total),
     ("requests_refused", "Requests rejected before they used memory.", lambda s: s.refused_total),
     ("step_errors", "Steps that raised.", lambda s: s.engine_errors_total),
+    (
+        "step_fit_errors",
+        "Steps that could not be fitted to predict the duration of others.",
+        lambda s: s.step_fit_errors_total,
+    ),
     ("requests_convicted", "Requests ended because their step fails whenever they run.", lambda s: s.convicted_total),
     ("requests_unsound", "Requests ended because of NaN or infinite logits.", lambda s: s.unsound_total),
     (
@@ -198,6 +204,7 @@ class WorkerCollector(Collector):
         yield _cache_hits(stats)
         yield _kernel_compiles(stats)
         yield _head_waits(stats.head_waits)
+        yield _step_fit(stats.step_fit)
         yield from _links(stats.links)
         if stats.state_anchors is not None:
             yield from _state_anchors(stats.state_anchors)
@@ -314,6 +321,19 @@ def _links(links: Sequence[LinkReport]) -> Iterator[Metric]:
         broken.add_metric([peer], link.broken)
         conditions.add_metric([peer], bool(link.condition))
     yield from (rate, latency, broken, conditions)
+
+
+def _step_fit(fit: StepFit | None) -> Metric:
+    """Without samples until there is a fit."""
+    metric = GaugeMetricFamily(
+        PREFIX + "step_fit_seconds",
+        "Fitted duration of a step that decodes: base, and for each sequence, token of KV and prompt token in it.",
+        labels=["part"],
+    )
+    if fit is not None:
+        for name in fit.__struct_fields__:
+            metric.add_metric([name.removesuffix("_s")], getattr(fit, name))
+    return metric
 
 
 def _speculation(stats: SpeculationStats) -> Iterator[Metric]:

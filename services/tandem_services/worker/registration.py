@@ -25,7 +25,7 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.base.release import RELEASE
 from tandem_engine.config import Role
 from tandem_engine.messages.control import EngineReady
-from tandem_engine.messages.stats import EngineStats, LinkReport
+from tandem_engine.messages.stats import MAX_STEP_S, EngineStats, LinkReport
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.decision import WorkerView
@@ -266,6 +266,7 @@ def describe(config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, 
         "dtype": geometry.dtype,
         "device": ready.device[:MAX_LABEL],
         "kernel_target": ready.kernel_target,
+        "tp_size": geometry.tp_size,
     }
     if stats is not None:
         details |= {
@@ -346,6 +347,7 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
         return load
     if stats.prefill_tokens_per_s > 0:
         load.prefill_rate = stats.prefill_tokens_per_s
+    load.step_base_s, load.step_fit = min(stats.step_base_s, MAX_STEP_S), stats.step_fit
     load.queue_tokens = stats.waiting_tokens
     load.sequences = stats.running + stats.waiting + stats.transferring
     load.step_s = stats.decode_step_s
@@ -355,6 +357,7 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
     if stats.host_load_pages_per_s > 0.0:
         load.host_token_s = 1.0 / (stats.host_load_pages_per_s * page_size)
     load.room_tokens = (stats.free_pages + stats.evictable_pages) * page_size
+    load.kv_tokens = max(0, stats.total_pages - stats.free_pages - stats.evictable_pages) * page_size
     return load
 
 

@@ -50,7 +50,7 @@ LAST_WORDS_S = 30.0
 
 def idle_stats(**changes: Any) -> EngineStats:
     """Statistics of an engine that has done nothing."""
-    absent = dict.fromkeys(("speculation", "state_anchors"))
+    absent = dict.fromkeys(("speculation", "state_anchors", "step_fit"))
     flat = [field for field in msgspec.structs.fields(EngineStats) if field.name not in absent]
     fields: dict[str, Any] = {field.name: field.type() for field in flat} | absent
     fields |= {"free_pages": 99, "total_pages": 100, "prefill_tokens_per_s": 1000.0}

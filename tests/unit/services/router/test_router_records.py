@@ -1,10 +1,12 @@
+from dataclasses import replace
+
 import msgspec
 import pytest
 
 from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
-from tandem_engine.messages.stats import LinkReport
+from tandem_engine.messages.stats import LinkReport, StepFit
 from tandem_services.router.registry import (
     ROW,
     WorkerState,
@@ -67,6 +69,37 @@ def test_row_with_another_health_port_is_no_worker(endpoint):  # [redis-values-u
     assert read_record(written(health_endpoint=endpoint)) is None
 
 
+FIT = StepFit(base_s=0.004, sequence_s=1e-4, kv_token_s=1e-7, chunk_token_s=2e-5)
+
+
+def test_step_times_survive_the_hash():
+    load = make_load(step_base_s=0.003, kv_tokens=4096.0)
+    load.step_fit = FIT
+    fields = {name: str(value) for name, value in readable_fields(make_record("w1", load=load)).items()}
+    record = read_record(fields | {"incarnation": "w1@1"})
+    assert record is not None
+    assert (record.load.step_base_s, record.load.kv_tokens, record.load.step_fit) == (0.003, 4096.0, FIT)
+
+
+def test_worker_of_a_release_without_step_times_has_none():
+    fields = written()
+    for name in ("step_base_s", "kv_tokens"):
+        del fields[name]
+    assert "step_fit" not in fields
+    record = read_record(fields)
+    assert record is not None
+    assert (record.load.step_base_s, record.load.kv_tokens, record.load.step_fit) == (0.0, 0.0, None)
+
+
+def test_kind_of_a_worker_survives_the_hash():
+    record = replace(make_record("w1", compat_hash="0123456789abcdef"), details={"device": "cpu", "tp_size": 2})
+    fields = {name: str(value) for name, value in readable_fields(record).items()}
+    read = read_record(fields | {"incarnation": "w1@1"})
+    assert read is not None
+    assert read.kind == record.kind == "0123456789ab/cpu/tp2"
+    assert make_record("w1").kind == "same/?/tp?"
+
+
 def test_a_worker_of_a_release_without_links_has_none():
     fields = written()
     del fields["links"]
@@ -91,6 +124,15 @@ def test_a_worker_of_a_release_without_links_has_none():
         {"links": '[{"peer": "d@1", "bytes_per_s": -1}]'},
         {"links": "[" + ",".join(['{"peer": "d@1"}'] * 65) + "]"},
         {"decode_step_s": "x" * 1000},
+        {"step_base_s": "nan"},
+        {"step_base_s": "-1"},
+        {"kv_tokens": "1e300"},
+        {"step_fit": "{"},
+        {"step_fit": "[1, 2, 3, 4]"},
+        {"step_fit": '{"base_s": 0.1, "sequence_s": 0.1, "kv_token_s": 0.1}'},
+        {"step_fit": '{"base_s": -0.1, "sequence_s": 0.1, "kv_token_s": 0.1, "chunk_token_s": 0.1}'},
+        {"step_fit": '{"base_s": 0.1, "sequence_s": 1e9, "kv_token_s": 0.1, "chunk_token_s": 0.1}'},
+        {"step_fit": '{"base_s": "1", "sequence_s": 0.1, "kv_token_s": 0.1, "chunk_token_s": 0.1}'},
         {"request_endpoint": ""},
         {"request_endpoint": "10.0.0.1:5600"},
         {"request_endpoint": "ipc:///tmp/x"},
@@ -116,7 +158,8 @@ def test_addresses_and_names_are_endpoints(endpoint):
 
 
 def test_a_hash_with_a_missing_field_is_no_worker():
-    for name in readable_fields(make_record("w1")).keys() - {"links", "host_token_s", "release"}:  # of one without
+    newer = {"links", "host_token_s", "release", "step_base_s", "kv_tokens"}  # older releases have none
+    for name in readable_fields(make_record("w1")).keys() - newer:
         fields = written()
         del fields[name]
         assert read_record(fields) is None, name

@@ -29,7 +29,7 @@ from tandem_engine.messages.control import (
     StopProfile,
     UnloadAdapter,
 )
-from tandem_engine.messages.stats import EngineStats, LinkReport, PrefixFetchStats, SpeculationStats
+from tandem_engine.messages.stats import EngineStats, LinkReport, PrefixFetchStats, SpeculationStats, StepFit
 from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
@@ -220,6 +220,16 @@ async def test_every_statistic_is_exported_and_usage_and_hit_rate_computed(clien
     flat = [name for name in flat if name not in of_two_families]
     assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 2 + len(flat) + 2 + 2
     assert "spec_decode" not in text
+
+
+async def test_fit_of_step_times_is_exported_by_its_parts(probed, client):
+    assert "tandem_worker_step_fit_seconds{" not in (await client.get("/metrics")).text
+    fit = StepFit(base_s=0.004, sequence_s=1e-4, kv_token_s=1e-7, chunk_token_s=2e-5)
+    probed.stats = idle_stats(step_fit=fit, step_base_s=0.003)
+    text = (await client.get("/metrics")).text
+    assert 'tandem_worker_step_fit_seconds{part="base"} 0.004' in text
+    assert 'tandem_worker_step_fit_seconds{part="chunk_token"} 2e-05' in text
+    assert "tandem_worker_step_base_seconds 0.003" in text
 
 
 async def test_role_and_drain_are_exported(probed, client):

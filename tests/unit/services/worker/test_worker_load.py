@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.stats import LinkReport
+from tandem_engine.messages.stats import LinkReport, StepFit
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.figures import FIGURES, Figures, kept_figures, read_figures
 from tandem_services.router.registry import WorkerState, readable_fields
@@ -63,6 +63,16 @@ def test_the_rate_of_copies_from_host_memory_is_told_by_the_token(monitor):
     assert told() == 0.0
     monitor.update(idle_stats(host_load_pages_per_s=500.0))
     assert told() == pytest.approx(1 / (500 * ready.geometry.page_size))
+
+
+def test_step_times_and_context_are_published(monitor):
+    ready = ready_message("w1@1")
+    fit = StepFit(base_s=0.004, sequence_s=1e-4, kv_token_s=1e-7, chunk_token_s=2e-5)
+    monitor.update(idle_stats(step_base_s=0.003, step_fit=fit, free_pages=60, evictable_pages=10, total_pages=100))
+    record = describe(config(), ready, monitor, health_endpoint="")
+    assert (record.load.step_base_s, record.load.step_fit) == (0.003, fit)
+    assert record.load.kv_tokens == 30 * ready.geometry.page_size
+    assert record.kind == "mock//tp1"
 
 
 def test_an_idle_engine_need_not_turn(monitor, clock):
