@@ -94,6 +94,18 @@ class ScoreTerm(msgspec.Struct, frozen=True, gc=False):
     seconds: float
 
 
+class Latency(msgspec.Struct, frozen=True, kw_only=True, gc=False):
+    """What a choice is predicted to make a request wait, by what its workers report; see `latency`."""
+
+    terms: tuple[ScoreTerm, ...]
+    """Seconds to the first token, from the choice on."""
+    itl_s: float
+    """Seconds between two tokens; 0 where the worker has measured no step."""
+    kind: str
+    """Of the worker that computes the prompt: see `WorkerRecord.kind`. The next is that of the decode worker."""
+    decode_kind: str
+
+
 class PricedPrefix(msgspec.Struct, frozen=True, gc=False):
     """A prefix that an option would bring from another worker."""
 
@@ -237,6 +249,8 @@ class Choice:
     fetch: PlannedFetch | None = None
     priced: PricedOptions | None = None
     """The options it was chosen from; None when they were not requested, or nothing was scored."""
+    latency: Latency | None = None
+    """None where nothing was scored: of conversations that a worker keeps, and of workers that take over what runs."""
     decided_s: float = 0.0
     """How long the decision took, as measured by its caller."""
     reservation: Reservation

@@ -25,6 +25,7 @@ from typing import NamedTuple
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.release import skew
+from tandem_engine.config import Role
 from tandem_services.router.decision import MemberProofs, WorkerView
 from tandem_services.router.deployment import supersedes
 from tandem_services.router.fleet_reader import FleetSnapshot
@@ -237,6 +238,11 @@ class Membership:
             and incarnation not in exclude
             and self._offers(incarnation)
         ]
+
+    def prefill_rate(self, model: str) -> float:
+        """Prompt tokens per second of all workers that compute prompts of `model`; 0 without any."""
+        records = self.candidates(model, prompt_tokens=0, exclude=frozenset())
+        return sum(record.load.prefill_rate for record in records if record.view.role is not Role.DECODE)
 
     def page_size(self, model: str) -> int | None:
         """Page size of most workers of the model: the others' caches cannot be matched with the same chain."""

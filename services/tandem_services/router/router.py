@@ -49,6 +49,7 @@ from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.membership import PROOF_WAIT_S, FleetView, Membership
 from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
+from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.registered_adapters import AdapterBoard
 from tandem_services.router.registry import Registry, WorkerState
@@ -283,6 +284,10 @@ class Router:
         """See `Membership.offered`."""
         return self._membership.offered()
 
+    def prefill_rate(self, model: str) -> float:
+        """Prompt tokens per second of the fleet; 0 while no worker computes prompts."""
+        return self._membership.prefill_rate(model)
+
     def fleet(self) -> FleetView:
         """The fleet as last seen, for people: those that `mark_dead` named included."""
         self._reader.viewed()
@@ -365,7 +370,7 @@ class Router:
                 f"no worker has capacity for a sequence of {len(query.token_ids)} tokens", retry_after=RETRY_AFTER_S
             )
         # It has all of it, whatever else was cheaper for another one.
-        return replace(choice, prefill=leaving, fetch=None, priced=None)
+        return replace(choice, prefill=leaving, fetch=None, priced=None, latency=None)
 
     async def release(self, choice: Choice) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""
@@ -385,7 +390,17 @@ class Router:
         It is void when it was issued for another prompt, is not there any more, or names workers that are gone.
         """
         choice = await self._ticketed.redeem(ticket_id, query)
-        return None if choice is None else self._noted(choice)
+        if choice is None:
+            return None
+        find, prefill = self._membership.find, choice.prefill
+        latency = predicted_latency(
+            choice.terms,
+            query,
+            self._demand(query),
+            decode=find(choice.decode.incarnation),
+            prefill=None if prefill is None else find(prefill.incarnation),
+        )
+        return self._noted(replace(choice, latency=latency))
 
     async def release_unredeemed(self, ticket_id: str, choice: Choice) -> None:
         """As `release`, of a choice with a ticket: after redemption the other process releases the reservation."""

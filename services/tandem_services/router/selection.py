@@ -48,6 +48,7 @@ from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex, Routed
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS, RESERVATION_MS
 from tandem_services.router.membership import PROOF_WAIT_S, Membership
+from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import (
     Option,
@@ -151,6 +152,7 @@ class SharedChoices:
             matched_tokens=routed.matched_tokens,
             fetch=self._fetch_of(routed, demand),
             priced=routed.priced,
+            latency=predicted_latency(routed.terms, query, demand, decode=decode, prefill=prefill),
             reservation=replace(routed.reservation, serial=self.next_serial()),
         )
 
@@ -371,18 +373,26 @@ class LocalChoices:
         if option is None:
             return None
         serial, computing = self.next_serial(), option.computing
+        find, prefill = self.membership.find, option.prefill
         if computing.view.page_size == page_size:
             self.in_flight.note(serial, chain, computing.view.incarnation, computed_in_s(option.terms))
         return Choice(
             request_id=query.request_id,
             decode=option.decode.view,
-            prefill=None if option.prefill is None else option.prefill.view,
+            prefill=None if prefill is None else prefill.view,
             source=Source.LOCAL,
             placement=option.placement,
             terms=option.terms,
             matched_tokens=0,
             fetch=planned_fetch(computing, demand),
             priced=priced_options(options, option) if explained else None,
+            latency=predicted_latency(
+                option.terms,
+                query,
+                demand,
+                decode=find(option.decode.view.incarnation),
+                prefill=None if prefill is None else find(prefill.view.incarnation),
+            ),
             reservation=Reservation(None, claims_of(option, demand), serial),
         )
 
