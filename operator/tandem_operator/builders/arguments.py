@@ -193,7 +193,9 @@ GATEWAY = FlagTable(
             *("--redis-url", "--redis-password-file", "--cluster", "--curve-keys", "--log-format", "--drain-notice"),
         }
     ),
-    arguments=frozenset({"--explain-candidates"}),
+    arguments=frozenset(
+        {"--explain-candidates", "--slo-ttft-ms", "--slo-itl-ms", "--slo-percentile", "--slo-admission"}
+    ),
     aliases={},
     unusable=UNUSABLE,
 )

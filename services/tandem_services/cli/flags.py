@@ -55,6 +55,22 @@ def non_negative_float(text: str) -> float:
     return value
 
 
+def milliseconds(text: str) -> float:
+    """Above 0, and at most a day."""
+    value = positive_float(text)
+    if value > 86_400_000:
+        raise argparse.ArgumentTypeError(f"must be at most 86400000, got {text}")
+    return value
+
+
+def percentile(text: str) -> float:
+    """Between 0 and 1, and neither."""
+    value = _finite(text)
+    if not 0 < value < 1:
+        raise argparse.ArgumentTypeError(f"must be above 0 and below 1, got {text}")
+    return value
+
+
 def fraction(text: str) -> float:
     """0 to 1."""
     value = _finite(text)

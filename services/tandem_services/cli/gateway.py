@@ -26,8 +26,10 @@ from tandem_services.cli.flags import (
     add_router_policy,
     add_special_tokens,
     add_tracing,
+    milliseconds,
     model_folder,
     non_negative_float,
+    percentile,
     port_number,
     positive_float,
     served_names,
@@ -88,6 +90,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_api(parser.add_argument_group("API"))
     _add_administration(parser.add_argument_group("administration"))
     _add_routing(parser.add_argument_group("routing"))
+    _add_objectives(parser.add_argument_group("latency objectives"))
     _add_queue_and_stop(parser.add_argument_group("queue and stop"))
     add_deployment(parser)
     observability = parser.add_argument_group("logs and traces")
@@ -140,6 +143,31 @@ def _add_administration(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="maximum number of route decisions per second and model whose candidates and prices are recorded for "
         "explain; 0: none (default: 100)",
+    )
+
+
+def _add_objectives(group: argparse._ArgumentGroup) -> None:
+    for objective, text in (("ttft", "for the time to the first token"), ("itl", "for the mean time between tokens")):
+        group.add_argument(
+            f"--slo-{objective}-ms",
+            type=milliseconds,
+            metavar="MS",
+            help=f"objective {text}, in milliseconds, of requests that name none (default: none)",
+        )
+    group.add_argument(
+        "--slo-admission",
+        choices=("observe", "shed", "strict"),
+        default="observe",
+        help="observe: reject no request because of its objectives; shed: those of priority below 0 that are predicted "
+        "to miss one while their workers are busy; strict: any that is predicted to take more than twice an objective "
+        "(default: %(default)s)",
+    )
+    group.add_argument(
+        "--slo-percentile",
+        type=percentile,
+        default=0.95,
+        metavar="P",
+        help="share of requests that predicted latencies with their margin are for (default: %(default)s)",
     )
 
 
@@ -254,6 +282,10 @@ def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
     return (flags,)
 
 
+def _seconds(milliseconds: float | None) -> float | None:
+    return None if milliseconds is None else milliseconds / 1000
+
+
 def model_flags(args: argparse.Namespace) -> "ModelConfig":
     """The one model that the flags say or, with a file, what its entries leave out. Raises `ConfigError`."""
     folder = Path() if args.models is not None else model_folder(args.model)
@@ -263,6 +295,7 @@ def model_flags(args: argparse.Namespace) -> "ModelConfig":
 def _model_config(args: argparse.Namespace, folder: Path) -> "ModelConfig":
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.config import ModelConfig
+    from tandem_services.gateway.objectives import Objectives, SloMode
     from tandem_services.router.policies import PolicyNames
 
     return ModelConfig(
@@ -277,6 +310,9 @@ def _model_config(args: argparse.Namespace, folder: Path) -> "ModelConfig":
         local_prefill_tokens=args.local_prefill_tokens,
         policies=PolicyNames.parse(args.router_policy),
         exploration=args.router_exploration,
+        objectives=Objectives(ttft_s=_seconds(args.slo_ttft_ms), itl_s=_seconds(args.slo_itl_ms)),
+        slo_admission=SloMode(args.slo_admission),
+        slo_percentile=args.slo_percentile,
         explain_candidates=args.explain_candidates,
         parse_special_tokens=args.parse_special_tokens,
         session_ttl_s=args.session_ttl,

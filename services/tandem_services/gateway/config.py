@@ -10,6 +10,7 @@ from tandem_engine.base.logs import LogFormat
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.limits import BODIES_BYTES, BODIES_BYTES_PER_CLIENT
+from tandem_services.gateway.objectives import NO_OBJECTIVES, Objectives, SloMode
 from tandem_services.router.policies import PolicyNames
 
 
@@ -39,6 +40,12 @@ class ModelConfig:
     """How the router chooses, by role."""
     exploration: float = 0.0
     """Share of requests that go to workers at random."""
+    objectives: Objectives = NO_OBJECTIVES
+    """Of requests that name none."""
+    slo_admission: SloMode = SloMode.OBSERVE
+    """Which requests are rejected because their objectives are predicted to be missed."""
+    slo_percentile: float = 0.95
+    """Share of requests that a prediction with its margin is for."""
     explain_candidates: int = 100
     """Most decisions of a second that explain shows with what they were chosen from."""
     session_ttl_s: float = 600.0

@@ -54,9 +54,9 @@ from tandem_services.gateway.console.fleet_document import (
     fleet_document,
     latest_errors,
     latest_requests,
-    traffic,
 )
 from tandem_services.gateway.console.fleet_history import FleetHistory
+from tandem_services.gateway.console.latency_rows import latency_rows
 from tandem_services.gateway.console.routes import Console, SharedDocument
 from tandem_services.gateway.fleets import HomeFleet, OpenFleets, RoutedFleet, key_pair_of, load_tokenizers
 from tandem_services.gateway.http.accepting import Acceptor, needs_acceptor
@@ -78,7 +78,8 @@ def console_of(gateway: Gateway, fleets: Callable[[], Sequence[ViewedFleet]]) ->
         health=gateway.health,
         running=lambda: journal.running,
         waiting=lambda: sum(len(service.dispatcher.placing.admission.binding.queue) for service in gateway.models),
-        traffic=lambda: traffic(journal),
+        journal=journal,
+        latency=lambda: latency_rows(gateway.models, journal),
         uptime_s=lambda: gateway.clock.now() - started,
         requires_key=gateway.access is not None,
     )

@@ -1,6 +1,7 @@
 """Every metric that Tandem exports, each with at least one sample, so that its labels can be seen."""
 
 from collections.abc import Iterable
+from dataclasses import replace
 
 import msgspec
 from prometheus_client import CollectorRegistry, Metric, generate_latest
@@ -10,19 +11,28 @@ from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.outputs import TransferReport
-from tandem_engine.messages.stats import LinkReport, SpeculationStats, StateAnchorStats
+from tandem_engine.messages.stats import LinkReport, SpeculationStats, StateAnchorStats, StepFit
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.common.span_export import SpanCounts, SpanMetrics
 from tandem_services.gateway.access.tenants import AccessMetrics
 from tandem_services.gateway.models.file import ModelsFileMetrics
+from tandem_services.gateway.objectives import Objectives, SloMode
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.gateway.observe.metrics import PREFIX as GATEWAY_PREFIX
 from tandem_services.gateway.observe.metrics import GatewayMetrics, HttpMetrics
+from tandem_services.gateway.observe.predictions import Predictions
 from tandem_services.gateway.queueing.admission import QueueMetrics
+from tandem_services.gateway.queueing.slo_admission import SloAdmission
+from tandem_services.router.calibration import Calibration
+from tandem_services.router.decision import Latency, Placement, ScoreTerm
 from tandem_services.router_server.routing_service import RouterMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.tracing import trace_metrics
 from tandem_testing.mock_engine_process import idle_stats, ready_message
+from tandem_testing.router_builders import make_choice, make_view
+from tandem_testing.service_clock import ServiceClock
+
+FIT = StepFit(base_s=0.004, sequence_s=1e-4, kv_token_s=1e-7, chunk_token_s=2e-5)
 
 
 def gateway_metrics() -> list[Metric]:
@@ -34,6 +44,9 @@ def gateway_metrics() -> list[Metric]:
     http.answered("/v1/completions", 200, model="m")
     http.disconnected(model="m")
     gateway.attempt_ended("finished")
+    predictions = Predictions(families, model="m")
+    predictions.finished(predicted_record())
+    reject_and_keep(families, predictions)
     gateway.finished(resumed_record())
     access.keys_loaded(1)
     access.refused("unknown")
@@ -64,7 +77,9 @@ def worker_metrics() -> list[Metric]:
     adapter = ServedAdapter(name="sql", digest="0a" * 16, rank=8, root="sql")
     link = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
     anchors = StateAnchorStats(slots=72, slot_bytes=77 << 20, kept=9, on_trial=4, replaced_total=0)
-    stats = idle_stats(speculation=speculation, links=(link,), head_waits="no_pages", waiting=1, state_anchors=anchors)
+    stats = idle_stats(
+        speculation=speculation, links=(link,), head_waits="no_pages", waiting=1, state_anchors=anchors, step_fit=FIT
+    )
     service = ServiceNumbers(
         registered=True,
         offered=True,
@@ -120,6 +135,28 @@ def resumed_record() -> RequestRecord:
         choices=[choice],
         e2e_s=0.3,
     )
+
+
+def reject_and_keep(families: MetricFamilies, predictions: Predictions) -> None:
+    """A promise of Retry-After whose time has come."""
+    clock = ServiceClock()
+    admission = SloAdmission(families, model="m", mode=SloMode.STRICT, clock=clock, predictions=predictions)
+    admission.promises.make(drain_s=1.0, work_s=0.0)
+    clock.advance(2.0)
+    latency = Latency(terms=(ScoreTerm("prefill_compute", 0.1),), itl_s=0.01, kind="k", decode_kind="k")
+    choice = replace(make_choice("r", make_view("w")), latency=latency)
+    admission.judge(choice, Objectives(ttft_s=9.0), priority=0, waited_s=0.0, work_s=lambda: 0.0)
+
+
+def predicted_record() -> RequestRecord:
+    """Of a request with objectives, whose latency was predicted and measured."""
+    latency = Latency(terms=(ScoreTerm("prefill_compute", 0.1),), itl_s=0.01, kind="k", decode_kind="k")
+    attempt = _attempt(resumed_tokens=0, outcome="finished", matched_tokens=0)
+    attempt.predicted = Calibration().predict(latency, Placement.PAIR, gateway_wait_s=0.0)
+    record = resumed_record()
+    record.status, record.objectives = 200, Objectives(ttft_s=1.0, itl_s=0.1)
+    record.choices = [ChoiceRecord(index=0, attempts=[attempt], ttft_s=0.1, itl_s=0.01, finish_reason="length")]
+    return record
 
 
 def _attempt(*, resumed_tokens: int, outcome: str, matched_tokens: int) -> AttemptRecord:

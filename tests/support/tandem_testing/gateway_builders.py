@@ -26,6 +26,7 @@ from tandem_services.gateway.serve import console_of, http_server
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import (
     Choice,
+    Latency,
     MemberProofs,
     NoWorkersError,
     PlannedFetch,
@@ -100,6 +101,8 @@ class FakeChooser:
     """Part of every choice."""
     priced: PricedOptions | None = None
     """The same."""
+    latency: Latency | None = None
+    """The same."""
     tickets: dict[str, WorkerView] = field(default_factory=dict)
     """Workers that a stand-alone router has chosen, by the ticket's id."""
     death: asyncio.Event = field(default_factory=asyncio.Event)
@@ -123,6 +126,7 @@ class FakeChooser:
             matched_tokens=4,
             fetch=self.fetch,
             priced=self.priced,
+            latency=self.latency,
             reservation=Reservation(None, ()),
         )
 
@@ -144,6 +148,9 @@ class FakeChooser:
 
     async def release(self, choice: Choice) -> None:
         self.open -= 1
+
+    def prefill_rate(self, model: str) -> float:
+        return 1000.0 * len(self.workers())
 
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.fleet if worker.incarnation not in self.dead)

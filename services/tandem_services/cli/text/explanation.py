@@ -61,6 +61,11 @@ def _attempt(attempt: Record, number: int) -> Iterator[str]:
         f"  attempt {number}: {_workers(attempt)}, {attempt['placement']}, chosen by {attempt['source']}, "
         f"predicted {seconds(price)}: {attempt['outcome']}"
     )
+    expected = attempt.get("predicted")
+    if expected:
+        between = "" if expected["itl_s"] is None else f", {seconds(expected['itl_s'])} between tokens"
+        shown = ", ".join(f"{term['name']} {seconds(term['seconds'])}" for term in expected["terms"] if term["seconds"])
+        yield f"    predicted latency: first token after {seconds(expected['ttft_s'])}{between} ({shown})"
     candidates = attempt.get("candidates")
     if candidates:
         yield from _candidates(candidates)

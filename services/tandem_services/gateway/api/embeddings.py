@@ -243,7 +243,7 @@ class EmbeddingEndpoint:
             choices=len(plan.inputs),
             adapter=plan.adapter,
         )
-        async with self._shared.accepted(record, identity, served.metrics, tokens=plan.prompt_tokens):
+        async with self._shared.accepted(record, identity, served, tokens=plan.prompt_tokens):
             job = EmbeddingJob(plan=plan, record=record, deadline=deadline, identity=identity)
             vectors = await self._vectors(job, served.generator, limit)
             await send_json(send, 200, _response(plan, vectors))

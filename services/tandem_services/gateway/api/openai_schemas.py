@@ -16,6 +16,7 @@ from tandem_engine.tokenizer.text_tokenizer import TruncationSide
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.dispatch.sessions import SessionParams
 from tandem_services.gateway.http.known_fields import Refused
+from tandem_services.gateway.objectives import SloFields
 from tandem_services.gateway.output.structured_output import GrammarFields, ResponseFormat
 from tandem_services.gateway.output.tools import Tool, ToolChoice
 
@@ -103,6 +104,8 @@ class SharedFields(GrammarFields, kw_only=True):
     """Greater is more important; see docs/scheduling.md."""
     timeout: float | None = None
     """Seconds until the answer must be there; see docs/limits.md."""
+    slo: SloFields | None = None
+    """Latency objectives; see docs/slo.md."""
     prompt_cache_key: str | None = None
     """Requests that say the same are likely to begin alike; see `affinity_key`."""
     session_id: str | None = None

@@ -52,8 +52,9 @@ from tandem_services.gateway.http.sse import EventStream, send_json
 from tandem_services.gateway.models.catalog import ModelCatalog
 from tandem_services.gateway.models.prompts import TokenizerThreads
 from tandem_services.gateway.models.service import ModelService
+from tandem_services.gateway.objectives import Objectives, SloFields, objectives_of
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
-from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.observe.predictions import header_of
 from tandem_services.gateway.output.choice_text import ChoicePiece
 
 T = TypeVar("T")
@@ -99,18 +100,18 @@ class Answering:
 
     @asynccontextmanager
     async def accepted(
-        self, record: RequestRecord, identity: RequestIdentity, metrics: GatewayMetrics, *, tokens: int
+        self, record: RequestRecord, identity: RequestIdentity, served: ModelService, *, tokens: int
     ) -> AsyncIterator[None]:
         """The block answers the request, which is accounted for however the block ends.
 
-        `metrics` are those of the model; `tokens` are those that it is expected to use. A block that has written an
+        `served` answers it; `tokens` are those that it is expected to use. A block that has written an
         error into its stream has noted it in `record`. Raises `ApiError` 429 beyond the tenant's limits, before the
         block.
         """
         caller = identity.caller
         await caller.reserve(tokens, choices=len(record.choices))
         self.journal.open(record)
-        metrics.running.inc()
+        served.metrics.running.inc()
         self.running += 1
         try:
             yield
@@ -123,11 +124,12 @@ class Answering:
             record.status, record.error = refusal.status, str(refusal)
             raise
         finally:
-            metrics.running.dec()
+            served.metrics.running.dec()
             self.running -= 1
             caller.used(record.used_tokens)
             record.e2e_s = self.clock.now() - identity.arrived
-            metrics.finished(record)
+            served.metrics.finished(record)
+            served.predictions.finished(record)
             identity.trace.finished(record)
             log_finished(record)
             self.journal.close(record)
@@ -214,6 +216,11 @@ class ModelRequest(Protocol):
         """The longest wait in seconds that the client accepts."""
         ...
 
+    @property
+    def slo(self) -> SloFields | None:
+        """Its latency objectives."""
+        ...
+
 
 R = TypeVar("R", bound=ModelRequest)
 
@@ -256,12 +263,13 @@ class GenerationEndpoint(Generic[R]):
         identity = identity_of(scope)
         caller = identity.caller
         deadline = self._shared.deadline(identity, request.timeout)
+        objectives = objectives_of(scope["headers"], request.slo, served.objectives)
         limit = self._shared.limit(deadline)
         try:
             with limit:
                 plan = (await self._planner.plan(request, served, caller)).owned_by(caller).computed_by(adapter)
             identity.body.release()
-            await self._answer(plan, served, identity, limit, deadline, client, send)
+            await self._answer(plan, served, identity, objectives, limit, deadline, client, send)
         finally:
             limit.stop()
 
@@ -270,6 +278,7 @@ class GenerationEndpoint(Generic[R]):
         plan: GenerationPlan,
         served: ModelService,
         identity: RequestIdentity,
+        objectives: Objectives,
         limit: Limit,
         deadline: float,
         client: Client,
@@ -285,7 +294,8 @@ class GenerationEndpoint(Generic[R]):
             stream=plan.stream,
             adapter=plan.adapter,
         )
-        async with self._shared.accepted(record, identity, served.metrics, tokens=plan.expected_tokens):
+        record.objectives = objectives or None
+        async with self._shared.accepted(record, identity, served, tokens=plan.expected_tokens):
             job = Job(
                 plan=plan,
                 record=record,
@@ -346,11 +356,12 @@ class Answer:
             share_prompt_logprobs(choices, self._job.plan.n)
             best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
             body = await self._written(best, partial(self._format.whole, best, self._usage()))
-        await send_json(self._send, 200, body)
+        await send_json(self._send, 200, body, header_of(self._job.record))
 
     async def stream(self) -> None:
         """Answer while it is generated. Raises only before the first event."""
-        async with EventStream(self._send, self._client.body) as events:
+        headers = partial(header_of, self._job.record)
+        async with EventStream(self._send, self._client.body, headers) as events:
             try:
                 with self._limit:
                     await self._write_events(events)

@@ -16,6 +16,7 @@ from tandem_engine.base.version import product_version
 from tandem_engine.config import Role
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.health import Health
+from tandem_services.gateway.console.latency_rows import LatencyRow
 from tandem_services.gateway.observe.explain import RequestJournal, RequestRecord
 from tandem_services.router.figures import Figures, read_figures
 from tandem_services.router.keys import LEASE_MS
@@ -250,16 +251,18 @@ class FleetDocument(msgspec.Struct, frozen=True, kw_only=True):
     """At most `keys.MAX_STARTING` of each fleet."""
     links: tuple[LinkRow, ...]
     links_total: int
+    latency: tuple[LatencyRow, ...]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GatewayFigures:
-    """Where the gateway's own figures come from. Each is called for every document."""
+    """Where the gateway's own figures come from. Each is read for every document."""
 
     health: Health
     running: Callable[[], int]
     waiting: Callable[[], int]
-    traffic: Callable[[], Traffic]
+    journal: RequestJournal
+    latency: Callable[[], tuple[LatencyRow, ...]]
     uptime_s: Callable[[], float]
     requires_key: bool
 
@@ -294,13 +297,14 @@ def fleet_document(fleets: Sequence[ViewedFleet], gateway: GatewayFigures) -> Fl
             draining=gateway.health.draining,
             running=gateway.running(),
             waiting=gateway.waiting(),
-            traffic=gateway.traffic(),
+            traffic=traffic(gateway.journal),
         ),
         workers=tuple(_worker(member) for member in members[:MAX_WORKERS_SHOWN]),
         workers_total=len(members),
         starting=_starting(views),
         links=tuple(_link(source, each) for source, each in links[:MAX_LINKS_SHOWN]),
         links_total=len(links),
+        latency=gateway.latency(),
     )
 
 

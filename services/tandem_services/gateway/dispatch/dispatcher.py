@@ -40,8 +40,10 @@ from tandem_services.gateway.dispatch.progress import LEAVING, LOST, Progress, a
 from tandem_services.gateway.dispatch.quarantine import Quarantine, Suspects, quarantined
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.observe.predictions import Predictions
 from tandem_services.gateway.observe.tracing import AttemptStart, AttemptTrace
 from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.router.calibration import Prediction
 from tandem_services.router.decision import Choice, Placement, PlannedFetch, WorkerView
 
 
@@ -154,6 +156,7 @@ class Dispatcher:
     clock: Clock
     policy: RetryPolicy
     metrics: GatewayMetrics
+    predictions: Predictions
     quarantine: Quarantine
     suspects: Suspects = field(default_factory=Suspects)
 
@@ -177,8 +180,12 @@ class Dispatcher:
             place, progress.place = progress.place, None
             choice = place or await self.placing.choose(request, progress, record)
             workers = choice if request.pooling is None else _one_worker(choice)
-            at = self.clock.now() - began
-            note = record.begin_attempt(workers, resumed_tokens=len(progress.received), began_s=at)
+            note = record.begin_attempt(
+                workers,
+                predicted=self._predicted(request, choice, progress),
+                resumed_tokens=len(progress.received),
+                began_s=self.clock.now() - began,
+            )
             trace = request.trace.attempt(_attempt_start(request, progress, choice, note))
             attempt = Attempt(
                 request.attempt_id(progress),
@@ -222,6 +229,12 @@ class Dispatcher:
                 trace.ended()
         # The worker died between its last token and its finish.
         yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
+
+    def _predicted(self, request: ChoiceRequest, choice: Choice, progress: Progress) -> Prediction | None:
+        """Of a first attempt to generate."""
+        if progress.number or request.pooling is not None:
+            return None
+        return self.predictions.predict(choice, gateway_wait_s=progress.expected_wait_s)
 
     def _ended(self, choice: Choice, note: AttemptRecord, *, at: float) -> None:
         """An attempt is over, however it ended; `at` seconds after the choice began."""

@@ -188,6 +188,7 @@ class _ChoiceOutput:
             tells_ids=job.plan.tells_ids,
             interval=job.plan.stream_interval,
         )
+        self._first_token_at = 0.0
         self._last_token_at: float | None = None
         self._scores: tuple[TokenLogprob | None, ...] | None = None
         self._last_piece: ChoicePiece | None = None
@@ -231,12 +232,14 @@ class _ChoiceOutput:
         self._record.output_tokens = self._text.tokens
         if piece is not None:
             _note_piece(self._record, piece)
+            if piece.finish is not None and self._last_token_at is not None and self._text.tokens > 1:
+                self._record.itl_s = (self._last_token_at - self._first_token_at) / (self._text.tokens - 1)
         return piece
 
     def _time_tokens(self, count: int) -> None:
         now, last = self._generator.clock.now(), self._last_token_at
         if last is None:
-            self._record.ttft_s = now - self._job.arrived
+            self._record.ttft_s, self._first_token_at = now - self._job.arrived, now
         else:
             self._generator.metrics.itl.observe((now - last) / count)
         self._last_token_at = now
@@ -282,6 +285,7 @@ def _choice_request(
         arrivals=arrivals,
         ticket=job.ticket,
         turn=job.plan.turn,
+        objectives=job.record.objectives,
         deadline=job.deadline,
         caller=job.caller,
         trace=job.trace,

@@ -30,6 +30,7 @@ from tandem_services.gateway.observe.explain import ChoiceRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.queueing.lanes import Lane
+from tandem_services.gateway.queueing.slo_admission import SloAdmission
 from tandem_services.router.decision import Choice, MemberProofs, NoWorkersError, Placement, RouteQuery, WorkerView
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.tickets import RouteTicket
@@ -59,6 +60,10 @@ class PairChooser(Protocol):
 
     async def release(self, choice: Choice) -> None:
         """Give the reservation back. Called exactly once per choice."""
+        ...
+
+    def prefill_rate(self, model: str) -> float:
+        """Prompt tokens per second of all workers that compute prompts of `model`, from memory; 0 without any."""
         ...
 
     def workers(self) -> tuple[WorkerView, ...]:
@@ -136,12 +141,17 @@ class Placing:
     metrics: GatewayMetrics
     budget: RetryBudget
     admission: Admission
+    objectives: SloAdmission
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     async def choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> Choice:
         """Workers for the next attempt, reserved. Raises `ApiError` when there are none in time."""
         await self._pay(progress)
         progress.asked_at = self.clock.now()
+        if progress.number == 0:
+            progress.expected_wait_s = self.admission.binding.expected_wait_s(
+                tenant=request.caller.tenant, priority=request.priority, prompt_tokens=len(request.input_ids)
+            )
         try:
             choice = await self._choose_once(request, progress)
         except NoWorkersError as error:
@@ -212,7 +222,7 @@ class Placing:
         if request.turn is not None and request.turn.keeper is not None:
             return await self._keeper(query, request.turn.keeper)
         if progress.attempts == 0:
-            return await self._admitted(request, query)
+            return await self._admitted(request, query, progress)
         try:
             return await self._choose_suitable(query)
         except NoWorkersError:
@@ -224,23 +234,52 @@ class Placing:
         away = frozenset(incarnation for incarnation, until in progress.sent_away.items() if now < until)
         return await self._choose_suitable(replace(query, exclude=away))
 
-    async def _admitted(self, request: ChoiceRequest, query: RouteQuery) -> Choice:
+    async def _admitted(self, request: ChoiceRequest, query: RouteQuery, progress: Progress) -> Choice:
         """For the first attempt; with the other choices of its prompt, if there are any."""
+        self.objectives.judge_wait(
+            request.objectives,
+            priority=request.priority,
+            wait_s=progress.expected_wait_s,
+            work_s=partial(self._work_s, query),
+        )
         alone = partial(self._choose_suitable, query, request.ticket)
 
         async def apart(avoided: frozenset[str]) -> Choice:
             """Without the workers that requests before it wait for; a ticket may be for one of them."""
             without = replace(query, exclude=query.exclude | avoided)
-            return await self._together(request, without, partial(self._choose_suitable, without))
+            together = partial(self._together, request, without, partial(self._choose_suitable, without))
+            return await self._judged(request, query, progress, together)
 
         return await self.admission.admit(
-            partial(self._together, request, query, alone),
+            partial(self._judged, request, query, progress, partial(self._together, request, query, alone)),
             tenant=request.caller.tenant,
             priority=request.priority,
             prompt_tokens=len(query.token_ids),
             lane=Lane(adapter=query.adapter, registered=query.registered, ask_apart=apart),
             arrivals=request.arrivals,
         )
+
+    async def _judged(
+        self, request: ChoiceRequest, query: RouteQuery, progress: Progress, ask: Callable[[], Awaitable[Choice]]
+    ) -> Choice:
+        """What `ask` returns. Raises `ApiError` 429 where that cannot meet the objectives of the request."""
+        choice = await ask()
+        rejection = self.objectives.judge(
+            choice,
+            request.objectives,
+            priority=request.priority,
+            waited_s=self.clock.now() - progress.asked_at,
+            work_s=partial(self._work_s, query),
+        )
+        if rejection is None:
+            return choice
+        self._background.start(self.chooser.release(choice))
+        raise rejection
+
+    def _work_s(self, query: RouteQuery) -> float:
+        """What the prompt takes of the whole fleet."""
+        rate = self.chooser.prefill_rate(query.model)
+        return len(query.token_ids) / rate if rate > 0.0 else 0.0
 
     async def _together(
         self, request: ChoiceRequest, query: RouteQuery, alone: Callable[[], Awaitable[Choice]]

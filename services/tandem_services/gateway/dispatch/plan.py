@@ -12,6 +12,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.dispatch.progress import Progress
 from tandem_services.gateway.dispatch.sessions import SessionTurn
+from tandem_services.gateway.objectives import Objectives
 from tandem_services.gateway.observe.tracing import UNTRACED, RequestTrace
 from tandem_services.gateway.output.reader import PLAIN, OutputReading
 from tandem_services.gateway.queueing.shared_route import SharedRoute
@@ -151,6 +152,8 @@ class ChoiceRequest:
     """Where the first attempt of all is to go, if a stand-alone router has chosen."""
     turn: SessionTurn | None = None
     """The session that it continues."""
+    objectives: Objectives | None = None
+    """None: it has none."""
     deadline: float
     """Monotonic time of the gateway's clock."""
     caller: Caller = field(default_factory=Caller)

@@ -46,6 +46,8 @@ class Progress:
     """Of the current attempt: those before it have failed or moved."""
     asked_at: float = 0.0
     """Since when a worker was wanted for it, on the gateway's clock."""
+    expected_wait_s: float = 0.0
+    """Predicted time in the gateway's queue, when it came."""
     place: Choice | None = None
     """Where the next attempt goes, with the KV of the one before."""
     failed: set[str] = field(default_factory=set)

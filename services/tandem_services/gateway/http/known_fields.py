@@ -93,7 +93,7 @@ _SGLANG = (
     "return_routed_experts rid routed_dp_rank routed_experts_start_len separate_reasoning session_params stop_regex "
     "stream_reasoning task use_audio_in_video"
 )
-_TANDEM = "logprob_start parse_special_tokens pooling timeout"
+_TANDEM = "logprob_start parse_special_tokens pooling slo timeout"
 KNOWN_FIELDS = frozenset(" ".join((_OPENAI, _ANTHROPIC, _VLLM, _SGLANG, _TANDEM)).split())
 
 _OFF: tuple[Any, ...] = (False, "", [])
@@ -104,6 +104,7 @@ _NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "chat_template_kwargs": ({},),
     "custom_params": ({},),
     "metadata": ({},),
+    "slo": ({},),
     "stream_options": ({},),
     "vllm_xargs": ({},),
     "embed_dtype": ("float32",),

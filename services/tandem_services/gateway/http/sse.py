@@ -56,8 +56,12 @@ class EventStream:
     Comments are written between entering and leaving it.
     """
 
-    def __init__(self, send: Send, body: BodyWriter | None = None) -> None:
-        """`body`: for what is written without waiting, if there is such a way."""
+    def __init__(
+        self, send: Send, body: BodyWriter | None = None, headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple
+    ) -> None:
+        """`body`: for what is written without waiting, if there is such a way. `headers`: further ones of the
+        response, read when it starts."""
+        self._headers = headers
         self._send = send
         self._body = body
         self._loop = asyncio.get_running_loop()
@@ -127,7 +131,7 @@ class EventStream:
 
     async def _start(self) -> None:
         self.started = True
-        await self._send({"type": "http.response.start", "status": 200, "headers": _HEADERS})
+        await self._send({"type": "http.response.start", "status": 200, "headers": [*_HEADERS, *self._headers()]})
 
     def _stop(self) -> None:
         if self._timer is not None:

@@ -25,12 +25,15 @@ from tandem_services.gateway.models.adapter_updates import AdapterUpdates
 from tandem_services.gateway.models.model import ServedModel, checkpoint_length
 from tandem_services.gateway.models.prompts import PromptEncoder, TokenizerThreads
 from tandem_services.gateway.models.worker_commands import WorkerCommands
+from tandem_services.gateway.objectives import Objectives
 from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.observe.predictions import Predictions
 from tandem_services.gateway.output.reader import OutputDialect
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import Board as FairBoard
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
+from tandem_services.gateway.queueing.slo_admission import SloAdmission
 from tandem_services.router.registered_adapters import RegisteredAdapters
 from tandem_services.router.usage_counters import VirtualCounters
 
@@ -98,7 +101,10 @@ class ModelService:
     engines: EnginePool
     generator: Generator
     metrics: GatewayMetrics
+    predictions: Predictions
     updates: AdapterUpdates
+    objectives: Objectives
+    """Of requests that name none."""
     policies: str
     """Of the router, as spans name them."""
     visits: Visits = field(default_factory=Visits)
@@ -132,6 +138,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     """Compose the parts."""
     config, tokenizer = fleet.config, fleet.tokenizer
     metrics = GatewayMetrics(shared.families, model=config.name)
+    predictions = Predictions(shared.families, model=config.name, percentile=config.slo_percentile)
     dialect = OutputDialect.of(
         tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
     )
@@ -156,11 +163,19 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
             metrics=metrics,
             budget=RetryBudget(clock=shared.clock),
             admission=_admission(fleet, shared),
+            objectives=SloAdmission(
+                shared.families,
+                model=config.name,
+                mode=config.slo_admission,
+                clock=shared.clock,
+                predictions=predictions,
+            ),
         ),
         engines=engines,
         clock=shared.clock,
         policy=policy,
         metrics=metrics,
+        predictions=predictions,
         quarantine=Quarantine(
             clock=shared.clock,
             metrics=metrics,
@@ -183,7 +198,9 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
             metrics=metrics,
         ),
         metrics=metrics,
+        predictions=predictions,
         updates=AdapterUpdates(model=model, registered=registered, commands=WorkerCommands(keys=fleet.context.keys)),
+        objectives=config.objectives,
         policies=str(config.policies),
     )
 
@@ -214,6 +231,7 @@ def _admission(fleet: Fleet, shared: Shared) -> Admission:
         queue=FairQueue(seats=config.max_waiting, counters=counters),
         counters=SharedCounters(counters=counters, board=fleet.fairness),
         observer=metrics,
+        prefill_rate=lambda: fleet.chooser.prefill_rate(config.name),
         policy=AdmissionPolicy(room_s=config.room_s, worker_s=config.queue_s, worker_wait_s=config.worker_wait_s),
     )
     metrics.watch(binding.figures)

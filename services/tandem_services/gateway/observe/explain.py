@@ -23,6 +23,8 @@ from typing import Any
 import msgspec
 
 from tandem_engine.messages.outputs import CacheHits, FetchReport, TokenOutput, TransferReport
+from tandem_services.gateway.objectives import Objectives
+from tandem_services.router.calibration import Prediction
 from tandem_services.router.decision import Choice, PlannedFetch, PricedOptions, ScoreTerm
 
 logger = logging.getLogger(__name__)
@@ -61,6 +63,8 @@ class AttemptRecord(msgspec.Struct, kw_only=True, gc=False):
     began_s: float = 0.0
     """Since its choice began, which is when the prompt was known."""
     ended_s: float | None = None
+    predicted: Prediction | None = None
+    """Latency, of a first attempt whose workers the router has scored."""
     outcome: str = "running"
     """running, finished, stopped, moved, refused, or why it failed."""
 
@@ -114,9 +118,13 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     prefill_s: float | None = None
     ttft_s: float | None = None
     """From accepting the request to the first token."""
+    itl_s: float | None = None
+    """Mean time between two tokens of an output that has ended; None of one token."""
     finish_reason: str | None = None
 
-    def begin_attempt(self, choice: Choice, *, resumed_tokens: int, began_s: float) -> AttemptRecord:
+    def begin_attempt(
+        self, choice: Choice, *, predicted: Prediction | None = None, resumed_tokens: int, began_s: float
+    ) -> AttemptRecord:
         attempt = AttemptRecord(
             decode=choice.decode.incarnation,
             prefill=None if choice.prefill is None else choice.prefill.incarnation,
@@ -128,6 +136,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
             fetch=_predicted(choice.fetch),
             resumed_tokens=resumed_tokens,
             began_s=began_s,
+            predicted=predicted,
         )
         self.attempts.append(attempt)
         return attempt
@@ -175,6 +184,8 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
     created: int
     """Unix seconds."""
     choices: list[ChoiceRecord]
+    objectives: Objectives | None = None
+    """Latency that it should have; None: it has no objectives."""
     status: int | None = None
     """HTTP status; 499 when the client went away, None while running."""
     error: str | None = None

@@ -105,6 +105,19 @@ class FairQueue(Generic[W]):
         heads = (self._head(line, now, held) for line in self._by_tenant.values())
         return min((head for head in heads if head is not None), key=self._rank, default=None)
 
+    def ahead(self, tenant: str, *, priority: int, cost: float) -> list[W]:
+        """Requests that are served before a new one of `tenant`, whose prompt costs so much, if no others come."""
+        own = [each for each in self._by_tenant.get(tenant, []) if each.priority >= priority]
+        level = self.counters.value(tenant) + sum(each.cost for each in own) + cost
+        found = list(own)
+        for other, line in self._by_tenant.items():
+            value = self.counters.value(other)
+            for each in line if other != tenant else ():
+                value += each.cost
+                if each.priority > priority or (each.priority == priority and value <= level):
+                    found.append(each)
+        return found
+
     def after_next(self, tenant: str) -> float:
         """What `tenant` will have had after its next request, or has had if none waits."""
         line = self._by_tenant.get(tenant)

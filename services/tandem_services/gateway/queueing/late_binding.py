@@ -167,6 +167,8 @@ class LateBinding:
     counters: SharedCounters
     observer: Observer
     policy: AdmissionPolicy
+    prefill_rate: Callable[[], float] = lambda: 0.0
+    """Prompt tokens per second of the fleet; 0 where that is not known."""
     _way: GivingWay = field(init=False)
     _turnover: Turnover = field(init=False)
     _precedence: Precedence = field(init=False)
@@ -191,6 +193,16 @@ class LateBinding:
             oldest_wait_s=max((now - visitor.arrived for visitor in waiting), default=0.0),
             held=sum(visitor.verdict is Verdict.NO_WORKER for visitor in waiting),
         )
+
+    def expected_wait_s(self, *, tenant: Tenant, priority: int, prompt_tokens: int) -> float:
+        """Predicted time in the queue of a request that comes now: until what is served before it has workers."""
+        if not self.queue:
+            return 0.0
+        cost = prompt_cost(prompt_tokens, 0) / tenant.weight
+        ahead = self.queue.ahead(tenant.name, priority=priority, cost=cost)
+        rate = self.prefill_rate()
+        computed_s = sum(visitor.prompt_tokens for visitor in ahead) / rate if rate > 0.0 else 0.0
+        return max(computed_s, self._pace.delay_s(len(ahead)))
 
     def visitor(
         self,
@@ -342,7 +354,7 @@ class LateBinding:
                 return False
             try:
                 choice = await self._try(visitor, blocked)
-            except Exception as error:  # noqa: BLE001  # unexpected, raised where it is awaited; others continue
+            except Exception as error:  # noqa: BLE001  # raised where it is awaited; others continue
                 self._end(visitor, error)
                 skipped += 1
                 continue

@@ -29,8 +29,14 @@ class Pace:
         """Time until so many have been admitted, at the current rate: 1 to `MOST_RETRY_S`."""
         if len(self._admitted_at) < 2:
             return 1.0
+        return min(max(self.delay_s(waiting), 1.0), MOST_RETRY_S)
+
+    def delay_s(self, waiting: int) -> float:
+        """The same without bounds; 0 where the rate is not known."""
+        if len(self._admitted_at) < 2:
+            return 0.0
         elapsed = max(self.clock.now() - self._admitted_at[0], 1e-3)
-        return min(max(waiting * elapsed / len(self._admitted_at), 1.0), MOST_RETRY_S)
+        return waiting * elapsed / len(self._admitted_at)
 
 
 UNREPORTED_S = RESERVATION_MS / 1000

@@ -31,6 +31,7 @@ from tandem_services.gateway.http.monitoring_routes import Live, Load, Version
 from tandem_services.gateway.limits import MAX_CACHE_SALT_CHARACTERS
 from tandem_services.gateway.models.adapter_updates import AdapterChange
 from tandem_services.gateway.models.model import ModelCard, ModelList
+from tandem_services.gateway.objectives import MAX_MS, TPOT_HEADER, TTFT_HEADER
 from tandem_services.gateway.observe.explain import RequestRecord
 
 Schema = dict[str, Any]
@@ -74,6 +75,19 @@ TIMEOUT: Schema = {
     "description": "Seconds until the answer must be there.",
     "schema": {"type": "number", "exclusiveMinimum": 0},
 }
+
+SLO: tuple[Schema, ...] = tuple(
+    {
+        "name": name,
+        "in": "header",
+        "description": text,
+        "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_MS},
+    }
+    for name, text in (
+        (TTFT_HEADER, "Objective for the time to the first token, in milliseconds."),
+        (TPOT_HEADER, "Objective for the mean time between tokens, in milliseconds."),
+    )
+)
 
 CACHE_SALT: Schema = {
     "name": "cache_salt",
@@ -156,7 +170,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=ChatResponse,
         events=Events(document=ChatChunk, manner=DONE),
         errors=(*GENERATION, 409),
-        parameters=(TIMEOUT,),
+        parameters=(TIMEOUT, *SLO),
     ),
     Operation(
         method="post",
@@ -167,7 +181,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=CompletionResponse,
         events=Events(document=CompletionResponse, manner=DONE),
         errors=(*GENERATION, 409),
-        parameters=(TIMEOUT,),
+        parameters=(TIMEOUT, *SLO),
     ),
     Operation(
         method="post",
@@ -181,7 +195,7 @@ OPERATIONS: tuple[Operation, ...] = (
             manner="From `response.created` to `response.completed`, `response.incomplete` or `response.failed`.",
         ),
         errors=GENERATION,
-        parameters=(TIMEOUT,),
+        parameters=(TIMEOUT, *SLO),
     ),
     Operation(
         method="post",
@@ -192,7 +206,7 @@ OPERATIONS: tuple[Operation, ...] = (
         answer=MessageObject,
         events=Events(document=MessageEvent, manner="From `message_start` to `message_stop`, or `error`."),
         errors=GENERATION,
-        parameters=(TIMEOUT,),
+        parameters=(TIMEOUT, *SLO),
     ),
     Operation(
         method="post",

@@ -5,6 +5,7 @@ import { getJson } from "./api.js";
 import { cacheTable } from "./cache_table.js";
 import { fill, h } from "./dom.js";
 import { FleetHistory } from "./history.js";
+import { latencyTable } from "./latency_table.js";
 import { linkTable } from "./links_table.js";
 import { poll } from "./poll.js";
 import { startingPanel } from "./starting.js";
@@ -21,10 +22,11 @@ export function showFleet(main, page) {
   const tiles = summaryTiles(history);
   const workers = workerTable(history);
   const caches = cacheTable(history);
+  const latency = latencyTable();
   const links = linkTable();
   const about = aboutPanel();
   const starting = startingPanel();
-  const body = h("div", { class: "stack-view", hidden: true }, tiles.element, workers.element, caches.element, links.element, about.element);
+  const body = h("div", { class: "stack-view", hidden: true }, tiles.element, workers.element, latency.element, caches.element, links.element, about.element);
   const blank = h("div", { class: "blank" });
   fill(blank, h("p", { class: "loading" }, "Loading the fleet…"));
   fill(main, h("h1", { class: "visually-hidden" }, "Fleet"), starting.element, blank, body);
@@ -45,6 +47,7 @@ export function showFleet(main, page) {
       starting.update(fleet.starting ?? []);
       tiles.update(fleet);
       workers.update(rows, fleet);
+      latency.update(fleet);
       caches.update(fleet);
       links.update(fleet);
       about.update(fleet);

@@ -31,6 +31,11 @@ const TERMS = {
   transfer: "move KV",
   decode_load: "share the decode step",
   decode_room: "wait for room",
+  adapter_load: "load the adapter",
+  gateway_wait: "wait in the gateway's queue",
+  step_base: "what any step takes",
+  decode_step: "the step that is under way",
+  handling: "read, tokenize, messages",
 };
 
 /** @param {HTMLElement} main @param {import("./main.js").Page} page @param {string} id */
@@ -229,6 +234,7 @@ function attemptCard(choice, attempt, index) {
     ["Placement", PLACEMENTS[attempt.placement] ?? attempt.placement],
     ["Chosen", SOURCES[attempt.source] ?? attempt.source],
     ["Cached prefix", `${format.plural(attempt.matched_tokens, "token")} predicted${index === 0 && choice.cached_tokens != null ? `, ${format.count(choice.cached_tokens)} found${places(choice.cache_hits)}` : ""}`],
+    attempt.predicted && ["Predicted", latencyText(attempt.predicted, index === 0 ? choice : null)],
     attempt.fetch && ["Fetch", `${format.count(attempt.fetch.tokens)} tokens from ${attempt.fetch.source}, predicted ${format.seconds(attempt.fetch.seconds)}`],
     attempt.resumed_tokens > 0 && ["Resumed", `after ${format.count(attempt.resumed_tokens)} tokens that the client already had`],
     ["Outcome", attempt.outcome],
@@ -238,7 +244,8 @@ function attemptCard(choice, attempt, index) {
     { class: "attempt" },
     h("h3", {}, choice.attempts.length > 1 ? `Attempt ${index + 1}` : "Route"),
     h("dl", { class: "pairs" }, .../** @type {string[][]} */ (lines).flatMap(([name, text]) => [h("dt", {}, name), h("dd", {}, text)])),
-    attempt.terms.length > 0 && termTable(attempt.terms, predicted),
+    attempt.terms.length > 0 && termTable(attempt.terms, predicted, "Score: predicted seconds, of which the sum was the lowest"),
+    attempt.predicted && termTable(attempt.predicted.terms, attempt.predicted.ttft_s, `Latency: predicted seconds to the first token; corrected by ${attempt.predicted.queue.toFixed(2)} before the first step and ${attempt.predicted.compute.toFixed(2)} from then on`),
     attempt.candidates?.options.length > 1 && candidatesTable(attempt.candidates, TERMS),
   );
 }
@@ -253,8 +260,15 @@ function places(hits) {
   return told.length ? ` (${told.join(", ")})` : "";
 }
 
-/** @param {any[]} terms @param {number} predicted */
-function termTable(terms, predicted) {
+/** @param {any} predicted @param {any} choice of which it was the first attempt, or null */
+function latencyText(predicted, choice) {
+  const first = choice?.ttft_s != null ? `, took ${format.seconds(choice.ttft_s)}` : "";
+  const between = predicted.itl_s === null ? "" : `; ${format.seconds(predicted.itl_s)} between tokens${choice?.itl_s != null ? `, took ${format.seconds(choice.itl_s)}` : ""}`;
+  return `first token after ${format.seconds(predicted.ttft_s)}${first}${between}`;
+}
+
+/** @param {any[]} terms @param {number} predicted @param {string} caption */
+function termTable(terms, predicted, caption) {
   const most = Math.max(...terms.map((term) => term.seconds), 1e-9);
   const rows = terms.map((term) => {
     const bar = h("span", { class: "bar" });
@@ -271,7 +285,7 @@ function termTable(terms, predicted) {
   return h(
     "table",
     { class: "terms" },
-    h("caption", {}, "Score: predicted seconds, of which the sum was the lowest"),
+    h("caption", {}, caption),
     h("tbody", {}, ...rows),
     h("tfoot", {}, h("tr", {}, h("th", { scope: "row" }, "sum"), h("td"), h("td"), h("td", { class: "number" }, format.seconds(predicted)))),
   );

@@ -26,7 +26,8 @@ def gateway_figures(health: Health | None = None) -> GatewayFigures:
         health=health or Health(),
         running=lambda: 2,
         waiting=lambda: 1,
-        traffic=lambda: traffic(RequestJournal(4)),
+        journal=RequestJournal(4),
+        latency=tuple,
         uptime_s=lambda: 7.0,
         requires_key=False,
     )

@@ -6,7 +6,7 @@ import pytest
 
 from tandem_services.common.health import Health
 from tandem_services.gateway.console import fleet_history
-from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document, traffic
+from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document
 from tandem_services.gateway.console.fleet_history import KEPT_S, MAX_SAMPLES, PERIOD_S, FleetHistory
 from tandem_services.gateway.http.sse import encode_json
 from tandem_services.gateway.observe.explain import RequestJournal
@@ -24,7 +24,8 @@ class Recording:
             health=Health(),
             running=lambda: 2,
             waiting=lambda: 1,
-            traffic=lambda: traffic(RequestJournal(4)),
+            journal=RequestJournal(4),
+            latency=tuple,
             uptime_s=lambda: 7.0,
             requires_key=False,
         )
@@ -93,7 +94,8 @@ async def test_looks_plan_one_sample_at_a_time(looks: int):
         health=Health(),
         running=lambda: 0,
         waiting=lambda: 0,
-        traffic=lambda: traffic(RequestJournal(4)),
+        journal=RequestJournal(4),
+        latency=tuple,
         uptime_s=lambda: 7.0,
         requires_key=False,
     )

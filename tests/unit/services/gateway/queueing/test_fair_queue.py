@@ -109,3 +109,22 @@ def test_removing_twice_is_removing_once():
     [entry] = fill(queue, "a")
     assert [queue.remove(entry), queue.remove(entry), len(queue)] == [True, False, 0]
     assert queue.counters.backlogged == frozenset()
+
+
+def test_requests_ahead_are_those_that_are_served_before():
+    queue = queue_of()
+    own, others = fill(queue, "a", "a"), fill(queue, *"bbb")
+    for entry in (*own, *others):
+        entry.cost = 100.0
+    assert queue.ahead("a", priority=0, cost=100.0) == [*own, *others]
+    assert queue.ahead("c", priority=0, cost=100.0) == [own[0], others[0]]
+    assert queue.ahead("c", priority=0, cost=50.0) == []
+    assert queue.ahead("a", priority=1, cost=100.0) == []
+
+
+def test_requests_of_greater_priority_are_ahead_whatever_they_cost():
+    queue = queue_of()
+    urgent = fill(queue, "b", priority=2)
+    urgent[0].cost = 1e6
+    assert queue.ahead("a", priority=1, cost=1.0) == urgent
+    assert queue.ahead("a", priority=3, cost=1.0) == []
