@@ -11,7 +11,7 @@ from statistics import median
 from time import perf_counter
 
 from tandem_services.common.health import Health
-from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document, traffic
+from tandem_services.gateway.console.fleet_document import GatewayFigures, ViewedFleet, fleet_document
 from tandem_services.gateway.http.sse import encode_json
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord
 from tandem_testing.console_builders import ScriptedFleet, link, member
@@ -53,7 +53,8 @@ def measure(workers: int, journal: RequestJournal) -> dict[str, float]:
         health=Health(),
         running=lambda: journal.running,
         waiting=lambda: 0,
-        traffic=lambda: traffic(journal),
+        journal=journal,
+        latency=tuple,
         uptime_s=lambda: 7.0,
         requires_key=False,
     )
