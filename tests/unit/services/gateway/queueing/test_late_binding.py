@@ -515,3 +515,24 @@ async def test_skipped_request_of_an_adapter_claims_no_place():
         assert visitor.verdict is Verdict.NO_WORKER
     assert fleet.asked == ["first"] * 2
     assert desk.value("num_requests_held") == 1
+
+
+async def test_expected_wait_is_that_of_the_prompts_before_it():
+    fleet = Fleet(places=0)
+    desk = Desk(fleet)
+    tenant = Tenant(name="b", sha256=())
+
+    def expected(priority: int = 0) -> float:
+        return desk.binding.expected_wait_s(tenant=tenant, priority=priority, prompt_tokens=100)
+
+    assert expected() == 0.0
+    tasks = [desk.come("first", "b", prompt=100), desk.come("second", "b", prompt=300)]
+    await desk.waiting(2)
+    assert expected() == 0.0  # no rate is known
+    desk.binding.prefill_rate = lambda: 200.0
+    assert expected() == 2.0
+    assert expected(priority=1) == 0.0
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
+    await desk.admission.close()
