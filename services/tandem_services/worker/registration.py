@@ -337,6 +337,7 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
     load = Load(
         prefill_rate=max(ready.prefill_tokens_per_s, 1.0),
         step_s=ready.decode_step_s,
+        step_base_s=ready.decode_step_s,
         room_tokens=ready.total_pages * page_size,
         max_sequences=max(ready.max_running_requests, 1),
         token_bytes=ready.geometry.page_bytes * ready.geometry.tp_size / page_size,
@@ -347,7 +348,9 @@ def _load(ready: EngineReady, stats: EngineStats | None) -> Load:
         return load
     if stats.prefill_tokens_per_s > 0:
         load.prefill_rate = stats.prefill_tokens_per_s
-    load.step_base_s, load.step_fit = min(stats.step_base_s, MAX_STEP_S), stats.step_fit
+    if stats.step_base_s > 0.0:
+        load.step_base_s = min(stats.step_base_s, MAX_STEP_S)
+    load.step_fit = stats.step_fit
     load.queue_tokens = stats.waiting_tokens
     load.sequences = stats.running + stats.waiting + stats.transferring
     load.step_s = stats.decode_step_s

@@ -114,7 +114,7 @@ def test_idle_counts_only_from_statistics_that_are_recent_enough(monitor, clock)
 def test_before_the_first_statistics_the_self_test_speaks(monitor):
     record = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1")
     assert record.load.prefill_rate == 1000.0
-    assert record.load.step_s == 0.004
+    assert record.load.step_s == record.load.step_base_s == 0.004
     assert record.load.room_tokens == 100 * 16
     assert record.view.incarnation == "w1@5"
 
