@@ -24,7 +24,7 @@ from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, read_each_model
 
 FIRST_PAUSE_S = 1.0
-MAX_PAUSE_S = 15.0
+MAX_PAUSE_S = 10.0
 """Between two attempts to open what could not be opened; a changed file is read at once."""
 
 logger = logging.getLogger(__name__)

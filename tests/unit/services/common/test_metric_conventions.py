@@ -37,7 +37,7 @@ def test_only_counters_end_in_total(metric):
 def test_units_are_base_units(metric):
     assert not OTHER_UNITS.search(metric.name)
     if metric.type == "histogram":
-        assert metric.name.endswith(("_seconds", "_bytes"))
+        assert metric.name.endswith(("_seconds", "_bytes", "_ratio"))
 
 
 def test_a_help_text_can_be_read_alone(metric):
@@ -51,7 +51,7 @@ def test_labels_are_few_and_not_those_of_clients_or_of_prometheus(metric):
         {"le"} if metric.type == "histogram" else set()
     )
     assert all(re.fullmatch(r"[a-z][a-z_]*", label) for label in labels)
-    assert len(labels) <= 3
+    assert len(labels) <= 4
     assert not labels & (OF_SCRAPES | UNBOUNDED)
 
 
