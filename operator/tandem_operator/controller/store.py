@@ -299,6 +299,11 @@ class Store:
         self._forget_the_dead()
         return news
 
+    def key_of(self, uid: str) -> ServiceKey | None:
+        """Whose reconcile the newest known version of an object concerns."""
+        seen = self._by_uid.get(uid)
+        return None if seen is None else seen.key
+
     def service(self, key: ServiceKey) -> Seen | None:
         """The ModelService or ModelGateway."""
         return self._roots.get(key)

@@ -210,11 +210,15 @@ class Dispatcher:
         """An event of a watch; the service that it concerns."""
         self._metrics.watch_events.labels(kind).inc()
         seen = Seen.of(body)
+        former = self._store.key_of(seen.uid)
         if event == "DELETED":
             self._store.drop(seen)
         elif not self._store.put(seen):
             return seen.key
         self.changed(seen.key)
+        if former is not None and former != seen.key:
+            # Its label was edited: the service that it was of lacks it now.
+            self.changed(former)
         for related in self._store.related(seen.key):
             self.changed(related)
         return seen.key

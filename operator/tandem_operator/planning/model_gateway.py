@@ -296,9 +296,9 @@ def _status(
     before: ModelGatewayStatus, conditions: list[Condition], observed: Observed, generation: int
 ) -> ModelGatewayStatus:
     found = {one.type for one in conditions} | {READY}
-    if VALID in found and len(conditions) > 1:
+    if SERVICES_SERVED in found:
         found |= OPTIONAL
-    # Of an invalid spec nothing new is known about what runs.
+    # Else the spec is invalid, and nothing new is known about what runs.
     everything = [*conditions, *(one for one in before.conditions if one.type not in found)]
     missing = first_missing(everything, NEEDED)
     whole = missing or condition(READY, True, "GatewaysReady", "gateways are ready")
@@ -312,12 +312,8 @@ def _error(conditions: Iterable[Condition]) -> str:
     """A refused service is shown only if nothing is wrong with the gateways themselves."""
     by_type = {one.type: one for one in conditions}
     served = by_type.get(SERVICES_SERVED)
-    bad = [
-        one
-        for one in conditions
-        if one.type in (VALID, DEGRADED) and one.status == ("False", "True")[one.type == DEGRADED]
-    ]
-    if bad or served is None or served.status == "True":
+    wrong = any((one.type, one.status) in ((VALID, "False"), (DEGRADED, "True")) for one in by_type.values())
+    if wrong or served is None or served.status == "True":
         return ""
     return f"{served.reason}: {served.message}"[:80]
 

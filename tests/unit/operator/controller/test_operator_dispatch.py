@@ -11,11 +11,11 @@ from tandem_operator.controller.leader_election import NotLeading
 from tandem_operator.controller.observations import Observations, ObservationStore
 from tandem_operator.controller.pod_poller import PAUSE_S, STARTING_S, PodPollers
 from tandem_operator.controller.probes import OperatorMetrics
-from tandem_operator.controller.store import ServiceKey, Store
+from tandem_operator.controller.store import SERVICE, ServiceKey, Store
 from tandem_operator.controller.workqueue import Dispatcher
 from tandem_operator.planning.observed import Canary
 from tandem_operator.settings import OperatorSettings
-from tandem_testing.kube_objects import a_service
+from tandem_testing.kube_objects import a_service, an_object
 from tandem_testing.metric_text import metric_sum
 
 CHAT, SEARCH = ServiceKey("models", "chat"), ServiceKey("models", "search")
@@ -72,6 +72,16 @@ async def work(world, count):
     worker.cancel()
     await asyncio.gather(worker, return_exceptions=True)
     return names
+
+
+async def test_a_service_is_reconciled_whose_object_lost_its_label():
+    world = World(Outcomes())
+    world.dispatcher.ready()
+    labels = {"labels": {"tandem.dev/service": "chat"}}
+    world.dispatcher.on_event("Service", "ADDED", an_object(SERVICE, "chat-gateway", metadata=labels).body)
+    assert await work(world, 1) == ["chat"]
+    world.dispatcher.on_event("Service", "MODIFIED", an_object(SERVICE, "chat-gateway").body)
+    assert await work(world, 1) == ["chat"]
 
 
 async def test_no_reconcile_before_the_first_full_list():
