@@ -40,7 +40,7 @@ class ReferringService(Api, frozen=True, kw_only=True):
     name: str
     """Its name."""
     models: Annotated[list[str], msgspec.Meta(max_length=32)] = []
-    """Names that clients use."""
+    """Names that clients use; of one that is not served as its spec has it, those that it had before."""
     served: bool = False
     """Whether the gateways have been given it; the ModelService's `RouterReady` says whether they reach it."""
     reason: str = ""

@@ -38,6 +38,7 @@ from tandem_operator.planning.observed import Canary
 from tandem_operator.planning.status import GATEWAY_CANARY
 from tandem_operator.telemetry.pods import PodSeen
 from tandem_operator.telemetry.worker_control import (
+    ModelAt,
     OrderFailedError,
     order_hold,
     order_offer,
@@ -134,8 +135,8 @@ class CanaryRequest:
     """The prefill and the decode worker of the canary."""
     candidate: PodSeen | None = None
     """The worker of the pair that is tested, if its revision has passed before."""
-    model: str = ""
-    """Name of the model, for a gateway that has several."""
+    model: ModelAt | None = None
+    """For a gateway that has several."""
 
     @property
     def key(self) -> str:

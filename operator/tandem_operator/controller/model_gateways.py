@@ -1,7 +1,7 @@
 """What a ModelService and the ModelGateway that it refers to have to do with each other, from the known objects."""
 
 from tandem_operator.api.model_gateway import ModelGatewayStatus
-from tandem_operator.builders.naming import gateway_name
+from tandem_operator.builders.naming import cluster_name, gateway_name
 from tandem_operator.builders.served import Served, served_gateway
 from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.store import (
@@ -17,6 +17,7 @@ from tandem_operator.controller.store import (
 from tandem_operator.planning.observed import GatewaySeen, Ref
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.pods import PodSeen
+from tandem_operator.telemetry.worker_control import ModelAt
 
 
 def gateway_key(service: Seen) -> ServiceKey | None:
@@ -37,11 +38,25 @@ def gateway_of(store: Store, service: Seen, settings: OperatorSettings) -> Serve
         return None
 
 
-def gateway_pods(store: Store, service: Seen) -> tuple[PodSeen, ...]:
-    """Gateways of the ModelGateway to which a ModelService refers."""
+def model_at(store: Store, service: Seen) -> ModelAt | None:
+    """What gateways of a ModelGateway have been given of a ModelService; None before that, and without `gatewayRef`.
+
+    Its own name may be another one's there, if that had it first.
+    """
     key = gateway_key(service)
     gateway = store.service(key) if key is not None else None
-    if key is None or gateway is None:
+    if gateway is None:
+        return None
+    rows = status_as(gateway, ModelGatewayStatus).services
+    names = next((one.models for one in rows if one.name == service.ref.name and one.served), [])
+    return ModelAt(names[0], cluster_name(service.namespace, service.ref.name)) if names else None
+
+
+def gateway_pods(store: Store, service: Seen) -> tuple[PodSeen, ...]:
+    """Gateways of the ModelGateway to which a ModelService refers, once they have been given it."""
+    key = gateway_key(service)
+    gateway = store.service(key) if key is not None else None
+    if key is None or gateway is None or model_at(store, service) is None:
         return ()
     return tuple(pod for pod in Parts.of(gateway.uid, store.parts(key)).pods_seen() if pod.role == "gateway")
 

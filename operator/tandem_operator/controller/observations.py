@@ -36,6 +36,7 @@ from tandem_operator.planning.pod_failure import pod_failure
 from tandem_operator.planning.status import GATEWAY_CANARY
 from tandem_operator.telemetry.pods import COMPONENT_LABEL, PodSeen
 from tandem_operator.telemetry.samples import LoadReading
+from tandem_operator.telemetry.worker_control import ModelAt
 
 _ENDED = ("Succeeded", "Failed")
 MAX_FAILURE_TEXT = 500
@@ -273,11 +274,8 @@ class Subject:
     """RFC 3339."""
     gateway: Served | None = None
     """The ModelGateway to which it refers; None: its gateways are its own."""
-
-    @property
-    def model(self) -> str:
-        """Name of its model at gateways that have several; empty for its own."""
-        return "" if self.wanted.has_gateways else self.wanted.model_name
+    model: ModelAt | None = None
+    """Its model at the gateways of that one."""
 
     @property
     def adapter_asks(self) -> tuple[AdapterAsk, ...]:

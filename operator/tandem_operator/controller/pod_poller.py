@@ -35,7 +35,7 @@ from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.error_reports import rfc3339
 from tandem_operator.controller.events import EventRecorder, ServiceEvent
 from tandem_operator.controller.leader_election import NotLeading
-from tandem_operator.controller.model_gateways import gateway_of, polled_pods
+from tandem_operator.controller.model_gateways import gateway_of, model_at, polled_pods
 from tandem_operator.controller.observations import Observations, ObservationStore, Parts, Subject
 from tandem_operator.controller.probes import OperatorMetrics
 from tandem_operator.controller.store import WORKER_POOL, Seen, ServiceKey, Store, spec_of, status_of
@@ -120,7 +120,7 @@ class PodPoller:
     async def _seen(self, subject: Subject) -> LoadReading | None:
         if subject.wanted.spec.autoscaling.mode == "external":
             return self.external(subject.service.key)
-        return await self.reader.read(subject.pods, subject.model)
+        return await self.reader.read(subject.pods, subject.model.name if subject.model is not None else "")
 
     def close(self) -> None:
         """Cancels canaries in flight, and waits for no command about adapters."""
@@ -222,10 +222,10 @@ class ExternalPoller:
         key = service.key
         reader = self._readers.setdefault(key, LoadReader(client=self.client))
         pods = polled_pods(self.store, service)
-        model = "" if wanted.has_gateways else wanted.model_name
+        model = model_at(self.store, service)
         try:
             async with self._slots:
-                seen = await reader.read(pods, model)
+                seen = await reader.read(pods, model.name if model is not None else "")
             self._seen[key] = seen
             self.figures.put((key.namespace, key.name), seen, scaling_config(wanted))
         except Exception:
@@ -377,4 +377,5 @@ class PodPollers:
             pods=polled_pods(self._store, service),
             now=rfc3339(datetime.now(UTC)),
             gateway=gateway_of(self._store, service, self._settings),
+            model=model_at(self._store, service),
         )

@@ -140,7 +140,7 @@ class _Selection:
         if entry is None or reason == "NoTokenizer" or not self.taken.keys().isdisjoint(entry["served_model_name"]):
             return shown
         self._take(one.name, entry, self._former_files(entry))
-        return msgspec.structs.replace(shown, served=True)
+        return msgspec.structs.replace(shown, served=True, models=entry["served_model_name"][:32])
 
     def _refusal(self, one: Referring) -> tuple[str, str]:
         if one.reason or one.service is None:
@@ -329,5 +329,11 @@ def _with_services(
         endpoint=endpoint_of(gateway),
         served=sum(one.served for one in models.services),
         refused=sum(not one.served for one in models.services),
-        services=list(models.services[:MAX_SHOWN]),
+        services=_shown(models.services),
     )
+
+
+def _shown(services: Sequence[ReferringService]) -> list[ReferringService]:
+    """By name; if there are too many, those that are served come first."""
+    chosen = sorted(services, key=lambda one: (not one.served, one.name))[:MAX_SHOWN]
+    return sorted(chosen, key=lambda one: one.name)

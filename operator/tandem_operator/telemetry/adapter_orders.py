@@ -10,7 +10,7 @@ import msgspec
 
 from tandem_operator.planning.adapters import Command, HeldAdapter, Load
 from tandem_operator.telemetry.pods import ADMIN_PORT, ANSWER_S, PodSeen
-from tandem_operator.telemetry.worker_control import OrderFailedError, get_with_token, post_order
+from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError, get_with_token, post_order
 
 LIST, LOAD, UNLOAD = "/operator/adapters", "/operator/adapters/load", "/operator/adapters/unload"
 
@@ -51,10 +51,10 @@ class CommandResult:
 
 
 async def registered_adapters(
-    client: httpx.AsyncClient, gateway: PodSeen, token: str, *, model: str = ""
+    client: httpx.AsyncClient, gateway: PodSeen, token: str, *, model: ModelAt | None = None
 ) -> dict[str, HeldAdapter]:
     """By name. `model`: one of several that the gateway serves. Raises `OrderFailedError`."""
-    path = f"{LIST}?{urlencode({'model': model})}" if model else LIST
+    path = LIST if model is None else f"{LIST}?{urlencode(model.fields)}"
     answer = await get_with_token(client, gateway, ADMIN_PORT, path, token=token, within_s=ANSWER_S)
     try:
         names = msgspec.convert(answer, _Names)
@@ -67,11 +67,11 @@ async def registered_adapters(
 
 
 async def send_command(
-    client: httpx.AsyncClient, gateway: PodSeen, token: str, command: Command, *, model: str = ""
+    client: httpx.AsyncClient, gateway: PodSeen, token: str, command: Command, *, model: ModelAt | None = None
 ) -> CommandResult:
     """A gateway that is silent is a failure, too. May be repeated. `model`: as `registered_adapters`."""
     path, body = _request(command)
-    body |= {"model": model} if model else {}
+    body |= {} if model is None else model.fields
     try:
         answer = await post_order(client, gateway, ADMIN_PORT, path, body, token=token, within_s=COMMAND_S)
         report = msgspec.convert(answer, _Report)

@@ -19,7 +19,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from hashlib import blake2b
-from typing import Any
+from typing import Any, NamedTuple
 
 import httpx
 import msgspec
@@ -29,6 +29,20 @@ from tandem_operator.telemetry.pods import ADMIN_PORT, ANSWER_S, AT_ONCE, HEALTH
 
 CURVE_KEY_BYTES = 40
 MAX_SHOWN = 512
+
+
+class ModelAt(NamedTuple):
+    """One of several models of a gateway."""
+
+    name: str
+    """There."""
+    cluster: str
+    """Its fleet: after a change of names a gateway may have another one under this name for a while."""
+
+    @property
+    def fields(self) -> dict[str, str]:
+        """Of a command about it."""
+        return {"model": self.name, "cluster": self.cluster}
 
 
 class OrderFailedError(Exception):
@@ -142,7 +156,7 @@ async def run_canary(
     token: str,
     *,
     pair: tuple[PodSeen, PodSeen] | None = None,
-    model: str = "",
+    model: ModelAt | None = None,
     within_s: float = WITHIN_S,
 ) -> Canary:
     """One canary through `gateway`: through this prefill and decode pod, or through the router's choice. `model`: for a
@@ -154,8 +168,7 @@ async def run_canary(
     body: dict[str, str | float] = {"within_s": within_s}
     if pair is not None:
         body |= {"prefill": pair[0].name, "decode": pair[1].name}
-    if model:
-        body["model"] = model
+    body |= {} if model is None else model.fields
     try:
         answer = await post_order(
             client, gateway, ADMIN_PORT, "/canary", body, token=token, within_s=within_s + CANARY_ANSWER_S

@@ -21,7 +21,8 @@ A canary is one short greedy request through a prefill and a decode worker:
 
     POST /canary    {"prefill": "pod-a", "decode": "pod-b"} through exactly these two;
                     {} through the router's choice, with a prefill worker even if the router would have used none
-                    "model": NAME selects one of several models; default: the first
+                    "model": NAME selects one of several models; default: the first. With
+                    "cluster" it has to be that of this fleet
 
 It passes when the decode worker has returned every requested token with KV that the prefill worker sent. It belongs to
 no tenant, bypasses the queue, and has its own cache salt, so that no other request finds its KV. The status is 200
@@ -84,6 +85,7 @@ class CanaryBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """What is asked."""
 
     model: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
+    cluster: Annotated[str, msgspec.Meta(min_length=1, max_length=256)] | None = None
     prefill: WorkerName | None = None
     decode: WorkerName | None = None
     within_s: Annotated[float, msgspec.Meta(gt=0, le=120)] = 20.0
@@ -279,7 +281,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
     async def run_canary(request: Request) -> Response:
         require_order(request, gateway.order_access)
         body = await decode_body(canaries.decode, await read_body(request))
-        service = next(iter(gateway.models), None) if body.model is None else gateway.models.find(body.model)
+        service = gateway.models.select(body.model, body.cluster)
         if service is None:
             return json_response(CanaryReport(passed=False, unserved=True, message=_not_served(gateway, body.model)))
         return json_response(await Canary(service, gateway.clock).run(body))

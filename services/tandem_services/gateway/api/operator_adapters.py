@@ -1,10 +1,10 @@
 """Routes of the admin port by which the Kubernetes operator keeps the adapters of a service as its spec has them.
 
-GET  /operator/adapters           registered names: digest, folder, workers that have it in memory; ?model=NAME
-POST /operator/adapters/load      {lora_name, lora_path, digest?, pinned?, model?} ─▶ `CommandReport`
-POST /operator/adapters/unload    {lora_name, model?}                              ─▶ `CommandReport`
+GET  /operator/adapters           registered names: digest, folder, workers that have it in memory; ?model=NAME&cluster=
+POST /operator/adapters/load      {lora_name, lora_path, digest?, pinned?, model?, cluster?} ─▶ `CommandReport`
+POST /operator/adapters/unload    {lora_name, model?, cluster?}                              ─▶ `CommandReport`
 
-`model` selects one of several models; default: the first.
+`model` selects one of several models; default: the first. With `cluster` it has to be that of this fleet.
 
 They need the order token, which the operator derives from the key file, and no administrator's key: with that token
 workers take the same commands. The status is 200 whether a command succeeds or fails, as for canaries.
@@ -45,11 +45,13 @@ class LoadOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Other content is refused; "" for any."""
     pinned: bool = False
     model: str | None = None
+    cluster: str | None = None
 
 
 class UnloadOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     lora_name: str
     model: str | None = None
+    cluster: str | None = None
 
 
 class RegisteredName(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,7 +94,7 @@ class OperatorAdapterRoutes:
 
     async def registered(self, request: Request) -> Response:
         require_order(request, self.access)
-        model = self._service(request.query_params.get("model")).model
+        model = self._service(*map(request.query_params.get, ("model", "cluster"))).model
         held = model.adapters.held(model.name)
         names = [
             RegisteredName(name=each.name, digest=each.digest, folder=each.source, workers=each.workers)
@@ -108,7 +110,7 @@ class OperatorAdapterRoutes:
             AdapterSource(name=body.lora_name, path=body.lora_path)
         except ConfigError as error:
             return json_response(CommandReport(done=False, message=str(error)))
-        updates = self._service(body.model).updates
+        updates = self._service(body.model, body.cluster).updates
         return await _report(
             updates.load(body.lora_name, body.lora_path, replaces=True, pinned=body.pinned, digest=body.digest)
         )
@@ -116,11 +118,11 @@ class OperatorAdapterRoutes:
     async def unload(self, request: Request) -> Response:
         require_order(request, self.access)
         body = await decode_body(_UNLOAD.decode, await read_body(request))
-        return await _report(self._service(body.model).updates.unload(body.lora_name))
+        return await _report(self._service(body.model, body.cluster).updates.unload(body.lora_name))
 
-    def _service(self, model: str | None) -> ModelService:
+    def _service(self, model: str | None, cluster: str | None) -> ModelService:
         """Raises `ApiError`."""
-        found = next(iter(self.models), None) if model is None else self.models.find(model)
+        found = self.models.select(model, cluster)
         if found is None:
             shown = "no model" if model is None else f"no model '{quoted(model)}'"
             raise not_found(f"{shown} is served here yet", "model")

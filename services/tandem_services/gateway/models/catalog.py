@@ -109,9 +109,12 @@ class ModelCatalog:
         """Whether a model or an alias has this name, which adapters give way to."""
         return name in self._by_name
 
-    def find(self, name: str) -> ModelService | None:
-        """The model of this name or alias."""
-        return self._by_name.get(name)
+    def select(self, name: str | None, cluster: str | None) -> ModelService | None:
+        """What a command is about: the model of this name or alias, by default the first. None without it, and where
+        it is another fleet's than `cluster`: the file may give its name to another one at any moment.
+        """
+        found = next(iter(self), None) if name is None else self._by_name.get(name)
+        return found if found is not None and cluster in (None, found.cluster) else None
 
     def policies_of(self, model: str) -> str:
         """By a model's own name; "" where there is none of it any more."""

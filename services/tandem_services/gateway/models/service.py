@@ -107,6 +107,8 @@ class ModelService:
     """Of requests that name none."""
     policies: str
     """Of the router, as spans name them."""
+    cluster: str = ""
+    """Of its fleet."""
     visits: Visits = field(default_factory=Visits)
     """Requests that are answered here."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
@@ -202,6 +204,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         updates=AdapterUpdates(model=model, registered=registered, commands=WorkerCommands(keys=fleet.context.keys)),
         objectives=config.objectives,
         policies=str(config.policies),
+        cluster=config.cluster,
     )
 
 

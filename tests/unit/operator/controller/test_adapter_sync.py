@@ -15,7 +15,7 @@ from tandem_operator.controller.adapter_sync import FIRST_PAUSE_S, AdapterSync
 from tandem_operator.controller.observations import Parts, Subject
 from tandem_operator.controller.store import MODEL_ADAPTER
 from tandem_operator.planning.status import VALID, condition
-from tandem_operator.telemetry.worker_control import OrderFailedError
+from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.kube_objects import a_pod, an_object
 from tandem_testing.kube_subjects import OWNER, subject
@@ -223,12 +223,13 @@ async def test_a_shared_gateway_gets_its_own_token_and_the_model(gateway):
         return "token"
 
     shared = replace(seen({**SPEC, "gatewayRef": {"name": "shared"}}, "sql"), gateway=service_of(name="shared"))
+    shared = replace(shared, model=ModelAt("chat", "models.chat"))
     async with httpx.AsyncClient(transport=httpx.MockTransport(gateway.respond)) as client:
         sync = AdapterSync(client, token)
         await sync.step(shared)
         await settled(sync)
     assert tokens == ["shared"]
-    assert gateway.commands[0][1]["model"] == "chat"
+    assert (gateway.commands[0][1]["model"], gateway.commands[0][1]["cluster"]) == ("chat", "models.chat")
 
 
 async def test_a_missing_key_file_is_reported(gateway):

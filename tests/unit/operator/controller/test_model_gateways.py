@@ -6,10 +6,11 @@ from typing import Any
 from tandem_operator.api.model_gateway import ReferringService
 from tandem_operator.controller.canary_runner import CanaryRequest, RevisionCanaries
 from tandem_operator.controller.gateway_reconcile import service_events
-from tandem_operator.controller.model_gateways import gateway_seen, namesakes, polled_pods
+from tandem_operator.controller.model_gateways import gateway_seen, model_at, namesakes, polled_pods
 from tandem_operator.controller.store import CONFIG_MAP, MODEL_GATEWAY, POD, SECRET, Seen, ServiceKey, Store
 from tandem_operator.planning.observed import Canary
 from tandem_operator.settings import OperatorSettings
+from tandem_operator.telemetry.worker_control import ModelAt
 from tandem_testing.kube_objects import a_pod, a_service, an_object
 from tandem_testing.pod_builders import pod
 
@@ -56,8 +57,20 @@ def test_contents_of_secrets_are_compared_and_not_kept():
 
 
 def test_pods_of_a_service_are_its_workers_and_the_gateways_it_refers_to():
-    store = a_store(a_gateway(), gateway_pod("gateway", "front"), a_pod("w"), gateway_pod("service", "chat"))
+    pods = (gateway_pod("gateway", "front"), a_pod("w"), gateway_pod("service", "chat"))
+    row = {"name": "chat", "served": True, "models": ["chat", "alias"]}
+    store = a_store(a_gateway(services=[row]), *pods)
     assert {one.name for one in polled_pods(store, store.service(CHAT))} == {"w", "front-gateway-1"}
+    assert model_at(store, store.service(CHAT)) == ModelAt("chat", "models.chat")
+    assert model_at(store, store.service(OTHER)) is None
+
+
+def test_a_refused_service_polls_no_gateway_of_another_model():
+    pods = (gateway_pod("gateway", "front"), a_pod("w"))
+    for row in ({"name": "chat", "models": ["taken"], "reason": "NameTaken"}, {"name": "other", "served": True}):
+        store = a_store(a_gateway(services=[row]), *pods)
+        assert {one.name for one in polled_pods(store, store.service(CHAT))} == {"w"}
+        assert model_at(store, store.service(CHAT)) is None
 
 
 def test_the_state_of_a_service_is_that_in_the_status_of_its_gateway():

@@ -103,9 +103,9 @@ def test_an_alias_that_is_taken_leaves_a_service_as_it_was():
         gateway_of(), [behind("a", created="1", aliases=["b"]), behind("b", created="2")], after(before)
     )
     assert served(models) == {"a": ["a"], "b": ["b"]}
-    assert [(one.name, one.served, one.reason) for one in models.services] == [
-        ("a", True, "NameTaken"),
-        ("b", True, ""),
+    assert [(one.name, one.served, one.reason, one.models) for one in models.services] == [
+        ("a", True, "NameTaken", ["a"]),
+        ("b", True, "", ["b"]),
     ]
     assert models.files == before.files
 

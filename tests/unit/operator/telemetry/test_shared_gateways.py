@@ -1,10 +1,12 @@
 """Metrics and canaries of one model at gateways that have several."""
 
+import json
+
 import httpx
 import pytest
 
 from tandem_operator.telemetry.pod_metrics import Exposition, GatewayFigures, UnusableFiguresError
-from tandem_operator.telemetry.worker_control import run_canary
+from tandem_operator.telemetry.worker_control import ModelAt, run_canary
 from tandem_services.common.metrics import MetricFamilies, new_registry, render
 from tandem_services.gateway.models.file import ModelsFileMetrics
 from tandem_services.gateway.observe.metrics import GatewayMetrics
@@ -44,7 +46,7 @@ def test_a_gateway_that_reports_nothing_is_not_idle():
         GatewayFigures.of(Exposition.parse(""), "a")
 
 
-async def canary(answer: dict[str, object], **arguments: str) -> tuple[object, bytes]:
+async def canary(answer: dict[str, object], **arguments: ModelAt) -> tuple[object, bytes]:
     asked = []
 
     def respond(request: httpx.Request) -> httpx.Response:
@@ -58,7 +60,8 @@ async def canary(answer: dict[str, object], **arguments: str) -> tuple[object, b
 
 async def test_a_canary_names_the_model_only_at_shared_gateways():
     _, own = await canary({"passed": True})
-    assert b"model" not in own
-    found, shared = await canary({"passed": False, "unserved": True, "message": "not yet"}, model="a")
-    assert b'"model":"a"' in shared.replace(b" ", b"")
+    assert json.loads(own).keys() == {"within_s"}
+    found, shared = await canary({"passed": False, "unserved": True, "message": "not yet"}, model=ModelAt("a", "ns.a"))
+    body = json.loads(shared)
+    assert (body["model"], body["cluster"]) == ("a", "ns.a")
     assert (found.passed, found.unserved) == (False, True)

@@ -10,7 +10,7 @@ from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_operator.planning.adapters import HeldAdapter, Load, Unload, WantedAdapter
 from tandem_operator.telemetry.adapter_orders import registered_adapters, send_command
-from tandem_operator.telemetry.worker_control import OrderFailedError
+from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.app import build_gateway
@@ -23,6 +23,7 @@ from tandem_testing.pod_builders import pod
 from tandem_testing.tokenizer_builders import EOS
 
 TOKEN = "t" * 64
+CLUSTER = config_of().models[0].cluster
 GATEWAY = pod("g", "gateway", revision="")
 SQL = WantedAdapter(name="sql", folder="one")
 
@@ -117,12 +118,23 @@ async def test_a_wrong_name_is_an_answer_of_one_sentence(served):
 
 
 async def test_one_of_several_models_is_selected_by_name(served):
-    assert (await send_command(served.client, GATEWAY, TOKEN, Load(wanted=SQL, digest=""), model="mock")).done
-    assert list(await registered_adapters(served.client, GATEWAY, TOKEN, model="mock")) == ["sql"]
+    mock, other = ModelAt("mock", CLUSTER), ModelAt("other", CLUSTER)
+    assert (await send_command(served.client, GATEWAY, TOKEN, Load(wanted=SQL, digest=""), model=mock)).done
+    assert list(await registered_adapters(served.client, GATEWAY, TOKEN, model=mock)) == ["sql"]
     with pytest.raises(OrderFailedError, match="404: .*no model 'other' is served here yet"):
-        await registered_adapters(served.client, GATEWAY, TOKEN, model="other")
-    report = await send_command(served.client, GATEWAY, TOKEN, Unload(name="sql"), model="other")
+        await registered_adapters(served.client, GATEWAY, TOKEN, model=other)
+    report = await send_command(served.client, GATEWAY, TOKEN, Unload(name="sql"), model=other)
     assert (report.done, "no model 'other'" in report.message) == (False, True)
+
+
+async def test_a_command_about_another_fleet_changes_no_adapter(served):
+    await served.load()
+    elsewhere = ModelAt("mock", "another")
+    with pytest.raises(OrderFailedError, match="404: .*no model 'mock' is served here yet"):
+        await registered_adapters(served.client, GATEWAY, TOKEN, model=elsewhere)
+    for command in (Unload(name="sql"), Load(wanted=replace(SQL, folder="two"), digest="")):
+        assert not (await send_command(served.client, GATEWAY, TOKEN, command, model=elsewhere)).done
+    assert (await served.registered())["sql"].folder == "one"
 
 
 @pytest.mark.parametrize("token", ["x" * 64, ""], ids=["another", "none"])
