@@ -198,6 +198,10 @@ class RevisionCanaries:
         canary = before.canary if tolerated else _steady(before.canary, answer)
         self._entries[ask.revision] = _Entry(canary, now, bad)
 
+    def forget_gateway(self) -> None:
+        """The gateways are others now: nothing is known of them."""
+        self._entries.pop(GATEWAY_CANARY, None)
+
     def has_passed(self, pod: PodSeen) -> bool:
         """Whether a canary has passed through the pod since it is on standby."""
         return self._pods.has_passed(pod)
@@ -267,6 +271,8 @@ class CanaryRunner:
     clock: Callable[[], float] = time.monotonic
     asking: dict[str, tuple[CanaryRequest, "asyncio.Task[Canary]"]] = field(default_factory=dict)
     """Canaries under way, by `CanaryRequest.key`."""
+    via: tuple[str, ModelAt | None] = ("", None)
+    """ModelGateway, and the model there, of the last canaries."""
     expecting: bool = False
     """A worker starts, or a result is pending: the next poll should be soon."""
     failing: dict[str, str] = field(default_factory=dict)
@@ -278,6 +284,7 @@ class CanaryRunner:
         """
         if self.send is None:
             return {}
+        self._follow_gateway(subject)
         pods = await with_standby(self.client, subject.pods)
         canaries = await self._canaries(subject, pods, self.send, timeout_s)
         await self._offer(subject, pods)
@@ -290,6 +297,16 @@ class CanaryRunner:
         """Cancels canaries in flight."""
         for _, answer in self.asking.values():
             answer.cancel()
+
+    def _follow_gateway(self, subject: Subject) -> None:
+        """Canaries may go through gateways of another owner now, or name another model."""
+        via = ("" if subject.gateway is None else subject.gateway.name, subject.model)
+        if via == self.via:
+            return
+        self.via = via
+        self.book.forget_gateway()
+        if (pending := self.asking.pop(GATEWAY_CANARY, None)) is not None:
+            pending[1].cancel()
 
     async def _canaries(
         self, subject: Subject, pods: Sequence[PodSeen], send: SendCanary, timeout_s: float | None

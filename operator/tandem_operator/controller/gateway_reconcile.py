@@ -119,7 +119,7 @@ class GatewayReconciler:
             plan = make_gateway_plan(wanted, observed, models, before, generation, self._settings)
         result = await self._finish(gateway, parts, before, plan)
         missing = [name for name in referenced_secrets(wanted) if name not in observed.secrets]
-        waits = missing or foreign or any(one.reason == "SecretMissing" for one in referring)
+        waits = missing or observed.foreign or any(one.reason == "SecretMissing" for one in referring)
         return replace(result, again_s=WAITING_S) if waits else result
 
     async def _finish(

@@ -6,7 +6,9 @@ from tandem_operator.builders.served import Served, served_gateway
 from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.store import (
     MODEL_GATEWAY,
+    MODEL_SERVICE,
     ROOTS,
+    WORKER_POOL,
     Seen,
     ServiceKey,
     Store,
@@ -97,10 +99,16 @@ def _refusal(status: ModelGatewayStatus, service: str) -> tuple[str, str]:
 
 
 def namesakes(store: Store, key: ServiceKey) -> frozenset[Ref]:
-    """A ModelGateway with the name of an older ModelService, or the other way round, would need the same names."""
+    """A ModelGateway with the name of an older ModelService, or the other way round, would need the same names.
+
+    A deleted ModelService has its Secrets until its pools are gone; then they are deleted, whatever else uses them.
+    """
     this = store.service(key)
     others = (store.service(key._replace(kind=kind)) for kind in ROOTS if kind != key.kind)
     other = next((found for found in others if found is not None), None)
+    if this is not None and other is None and key.kind == MODEL_GATEWAY.name:
+        left = store.parts(key._replace(kind=MODEL_SERVICE.name))
+        return frozenset(seen.ref for seen in left if seen.ref.kind == WORKER_POOL.name)
     if this is None or other is None or _age(this) < _age(other):
         return frozenset()
     return frozenset({other.ref})

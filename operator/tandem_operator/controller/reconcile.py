@@ -218,7 +218,7 @@ class Reconciler:
             plan = make_plan(wanted, observed, before, generation, self._settings)
         missing = [name for name in referenced_secrets(wanted) if name not in observed.secrets]
         await self._note_costs(service, parts, plan, observed)
-        return await self._finish(service, parts, before, plan), bool(missing or foreign)
+        return await self._finish(service, parts, before, plan), bool(missing or observed.foreign)
 
     async def _note_costs(self, service: Seen, parts: Parts, plan: Plan, observed: Observed) -> None:
         observations = self._observations.of(service.key)

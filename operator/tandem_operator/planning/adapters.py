@@ -232,10 +232,13 @@ def statuses_of(
     by_name, before = {one.name: one for one in wanted}, list(before)
     pinned = {one.name for one in before if one.pinned}
     leaving = [one for one in before if one.name not in by_name and _stays(one, reading)]
+    # What has been listed stays listed, as it may be loaded; others are listed once there is room.
+    listed = {one.name for one in before}
+    shown = sorted(by_name, key=lambda name: (name not in listed, name))[: MAX_LISTED - len(leaving)]
     return [
-        *(_status(one, reading, workers, pinned=name in pinned) for name, one in sorted(by_name.items())),
+        *(_status(by_name[name], reading, workers, pinned=name in pinned) for name in sorted(shown)),
         *(_leaving(one, reading, workers) for one in leaving),
-    ][:MAX_LISTED]
+    ]
 
 
 def _stays(one: AdapterStatus, reading: Reading) -> bool:

@@ -10,7 +10,7 @@ with `NameTaken`, or continues with its former entry. A service whose spec is in
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -55,6 +55,9 @@ NEEDED = (VALID, SECRETS_AVAILABLE, GATEWAYS_READY)
 MAX_MODELS = 64
 """Entries of a models file."""
 
+MAX_FILES_BYTES = 1 << 20
+"""Contents of a Secret."""
+
 MAX_SHOWN = 128
 """Services in a status."""
 
@@ -83,6 +86,13 @@ class Referring:
         return [] if self.service is None else [self.service.model_name, *self.service.spec.aliases]
 
 
+class _Known(msgspec.Struct):
+    """What is read of an entry."""
+
+    cluster: str
+    served_model_name: Annotated[list[str], msgspec.Meta(min_length=1)]
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Former:
     """What the gateways were given last."""
@@ -96,8 +106,9 @@ class Former:
         """`models_file`: its text, as written by this or another release of the operator; "" before the first."""
         try:
             entries = json.loads(models_file)["models"] if models_file else []
-            return Former(entries={one["cluster"]: one for one in entries}, files=files)
-        except (ValueError, KeyError, TypeError):
+            known = msgspec.convert(entries, list[_Known])
+            return Former(entries={one.cluster: entry for one, entry in zip(known, entries, strict=True)}, files=files)
+        except (ValueError, KeyError, TypeError, msgspec.ValidationError):
             # Edited by hand: it is written again.
             return Former(files=files)
 
@@ -164,6 +175,12 @@ class _Selection:
                 return "NameTaken", message
         if len(self.entries) >= MAX_MODELS:
             return "TooManyModels", f"ModelGateway {self.gateway.name!r} has {MAX_MODELS} services already; use another"
+        if _bytes_of(self.files | one.contents) > MAX_FILES_BYTES:
+            message = (
+                f"with its certificate authority the Secret of ModelGateway {self.gateway.name!r} would have more than "
+                f"{MAX_FILES_BYTES} bytes; leave only the required authorities in caSecret, or use another ModelGateway"
+            )
+            return "FilesTooLarge", message
         return "", ""
 
     def _take(self, service: str, entry: Entry, files: Mapping[str, str]) -> None:
@@ -196,6 +213,10 @@ def shared_models(gateway: Served, referring: Iterable[Referring], former: Forme
         services=tuple(services[name] for name in sorted(services)),
         redis_ports=tuple(sorted({port for one in known.values() for port in _external_ports(one.service)})),
     )
+
+
+def _bytes_of(files: Mapping[str, str]) -> int:
+    return sum(len(content) * 3 // 4 - content.count("=", -2) for content in files.values())
 
 
 def _external_ports(service: Served | None) -> list[int]:

@@ -40,9 +40,11 @@ from tandem_operator.builders.inference_pool import inference_pool
 from tandem_operator.builders.naming import (
     curve_secret_name,
     gateway_name,
+    gateways_name,
     labels_of,
     pool_name,
     redis_secret_name,
+    router_name,
     selector_of,
 )
 from tandem_operator.builders.pod_patch import patch_of, patch_problems, with_patch, with_templates
@@ -54,7 +56,16 @@ from tandem_operator.planning.adapter_status import adapters_ready, model_adapte
 from tandem_operator.planning.adapters import accepted, statuses_of
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
-from tandem_operator.planning.status import READY, health_of, invalid, name_taken, ready, settled, status_error
+from tandem_operator.planning.status import (
+    READY,
+    ROUTER_READY,
+    health_of,
+    invalid,
+    name_taken,
+    ready,
+    settled,
+    status_error,
+)
 from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import OperatorSettings
 
@@ -174,7 +185,7 @@ def make_plan(
         secrets=generated_secrets(service, observed),
         apply=manifests,
         scale=(*_pool_scalings(service, observed, wanted), *_old_scalings(observed, target, step)),
-        delete=_superfluous(observed, manifests, step),
+        delete=_superfluous(observed, manifests, step, gateways=_former_gateways(service, conditions)),
         pools={role: _pool_status(service, observed, role) for role in ROLES},
         model_adapters=model_adapter_statuses(observed.adapter_asks, found, adapters, reading, workers, observed.now),
         status=_with_workers(status, service, observed, target, wanted, step),
@@ -296,9 +307,21 @@ def _old_scalings(observed: Observed, target: str, step: Step) -> list[Scaling]:
     return scalings
 
 
-def _superfluous(observed: Observed, manifests: tuple[Manifest, ...], step: Step) -> tuple[Ref, ...]:
-    """What we own and no longer want. A Deployment of workers goes when its last pod has drained."""
-    kept = {Ref(api_version=one["apiVersion"], kind=one["kind"], name=one["metadata"]["name"]) for one in manifests}
+def _former_gateways(service: Served, conditions: Iterable[Condition]) -> frozenset[str]:
+    """Names of objects of a service's own gateways that serve on until a ModelGateway does."""
+    if service.has_gateways or any(one.type == ROUTER_READY and one.status == "True" for one in conditions):
+        return frozenset()
+    return frozenset({gateway_name(service.name), gateways_name(service.name), router_name(service.name), service.name})
+
+
+def _superfluous(
+    observed: Observed, manifests: tuple[Manifest, ...], step: Step, *, gateways: frozenset[str]
+) -> tuple[Ref, ...]:
+    """What we own and no longer want. A Deployment of workers goes when its last pod has drained; objects with names in
+    `gateways` stay.
+    """
+    kept = {ref for ref in observed.owned if ref.name in gateways}
+    kept |= {Ref(api_version=one["apiVersion"], kind=one["kind"], name=one["metadata"]["name"]) for one in manifests}
     for one in observed.workers():
         counts = step.desired.get(one.revision or "", {})
         if one.pods > 0 or (one.role is not None and counts.get(one.role, 0) > 0):

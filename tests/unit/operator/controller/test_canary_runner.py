@@ -17,7 +17,7 @@ from tandem_operator.controller.canary_runner import (
 )
 from tandem_operator.planning.observed import Canary
 from tandem_operator.telemetry.pods import PodSeen
-from tandem_operator.telemetry.worker_control import OrderFailedError
+from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.kube_subjects import GATEWAY, subject
 from tandem_testing.pod_builders import pod
@@ -86,6 +86,11 @@ async def make(fleet, now):
 
 def answering(**answers: Canary):
     """Sends canaries: each revision's answer, `gateway` that of the gateway; notes the pairs."""
+    return answering_from(answers)
+
+
+def answering_from(answers: dict[str, Canary]):
+    """As `answering`; `answers` may change."""
 
     async def send(ask, _):
         send.pairs.append((ask.revision, *(one.name for one in ask.pair or ())))
@@ -123,6 +128,21 @@ async def test_slow_canary_is_sent_once_without_waiting(make):
     assert await canary_runner.run_due(seen, timeout_s=0.0) == {"r1": GOOD, "": GOOD}
     assert not canary_runner.expecting
     canary_runner.close()
+
+
+async def test_a_canary_of_former_gateways_is_none_of_the_new_ones(make):
+    unserved = Canary(passed=False, unserved=True, message="not served here yet")
+    answers = {"r1": GOOD, "gateway": GOOD}
+    canary_runner = make(answering_from(answers))
+    assert await turn(canary_runner, *OLD) == {"r1": GOOD, "": GOOD}
+    answers["gateway"] = unserved
+    moved = replace(
+        subject(pods=(GATEWAY, *OLD)), gateway=service_of(name="front"), model=ModelAt("chat", "models.chat")
+    )
+    assert await canary_runner.run_due(moved, timeout_s=None) == {"r1": GOOD}
+    answers["gateway"] = GOOD
+    again = replace(moved, gateway=service_of(name="other"))
+    assert await canary_runner.run_due(again, timeout_s=None) == {"r1": GOOD, "": GOOD}
 
 
 async def test_canary_without_key_file_reports_it(make):

@@ -7,7 +7,16 @@ from tandem_operator.api.model_gateway import ReferringService
 from tandem_operator.controller.canary_runner import CanaryRequest, RevisionCanaries
 from tandem_operator.controller.gateway_reconcile import service_events
 from tandem_operator.controller.model_gateways import gateway_seen, model_at, namesakes, polled_pods
-from tandem_operator.controller.store import CONFIG_MAP, MODEL_GATEWAY, POD, SECRET, Seen, ServiceKey, Store
+from tandem_operator.controller.store import (
+    CONFIG_MAP,
+    MODEL_GATEWAY,
+    POD,
+    SECRET,
+    WORKER_POOL,
+    Seen,
+    ServiceKey,
+    Store,
+)
 from tandem_operator.planning.observed import Canary
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.worker_control import ModelAt
@@ -91,6 +100,17 @@ def test_of_two_with_one_name_the_older_one_has_it():
         store.put(a_service(metadata={"creationTimestamp": "2026-01-01T00:00:00Z"}))
         assert bool(namesakes(store, CHAT)) is (taken is CHAT)
         assert bool(namesakes(store, key)) is (taken is key)
+
+
+def test_pools_of_a_deleted_service_have_its_name():
+    key = ServiceKey("models", "chat", "ModelGateway")
+    pool = an_object(WORKER_POOL, "chat-decode", metadata={"labels": {"tandem.dev/service": "chat"}})
+    store = Store()
+    store.put(a_gateway(name="chat"))
+    store.put(pool)
+    assert namesakes(store, key) == {pool.ref}
+    store.drop(pool)
+    assert namesakes(store, key) == frozenset()
 
 
 def test_a_model_that_a_gateway_does_not_have_yet_has_not_failed():

@@ -9,6 +9,7 @@ from tandem_operator.api.adapters import AdapterStatus
 from tandem_operator.api.model_adapter import ModelAdapterSpec
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.adapters import (
+    MAX_LISTED,
     AdapterAsk,
     Failure,
     HeldAdapter,
@@ -239,6 +240,18 @@ def test_a_removed_adapter_is_listed_until_it_is_unloaded():
     (status,) = statuses_of([], before, Reading(problem="no gateway pod is ready"), WORKERS)
     assert (status.state, status.message) == ("Unloading", "no gateway pod is ready")
     assert statuses_of([], before, Reading(held={}), WORKERS) == []
+
+
+def test_no_adapter_that_is_loaded_leaves_a_full_list():
+    """Else no command would ever unload it."""
+    old = [AdapterStatus(name=f"old-{number:03}", state="Loaded") for number in range(MAX_LISTED)]
+    new = [WantedAdapter(name=f"a-{number:03}", folder="claims/adapters/new") for number in range(MAX_LISTED)]
+    reading = Reading(held={one.name: HELD for one in old})
+    assert {one.name for one in statuses_of(new, old, reading, WORKERS)} == {one.name for one in old}
+    reading = Reading(held={one.name: HELD for one in old[1:]})
+    listed = statuses_of(new, old, reading, WORKERS)
+    assert (len(listed), listed[0].name, listed[1].name) == (MAX_LISTED, "a-000", "old-001")
+    assert len(statuses_of(new, listed, Reading(held={}), WORKERS)) == MAX_LISTED
 
 
 def test_the_condition_follows_the_adapters():

@@ -1,17 +1,27 @@
 """Which services a ModelGateway serves, under which names, and what its status says of them."""
 
+import base64
 import json
+from dataclasses import replace
 
 import pytest
 
 from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.planning.model_gateway import MAX_MODELS, Former, Referring, SharedModels, shared_models
+from tandem_operator.planning.model_gateway import (
+    MAX_FILES_BYTES,
+    MAX_MODELS,
+    Former,
+    Referring,
+    SharedModels,
+    shared_models,
+)
 from tandem_operator.planning.observed import DeploymentSeen, GatewaySeen, Observed
 from tandem_operator.planning.plan import make_plan
+from tandem_operator.planning.status import GATEWAY_CANARY
 from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
-from tandem_testing.kube_cluster import service_of
+from tandem_testing.kube_cluster import KubeCluster, service_of
 from tandem_testing.kube_gateways import NOW, behind, gateway_of, plan_of
 
 
@@ -108,6 +118,22 @@ def test_an_alias_that_is_taken_leaves_a_service_as_it_was():
         ("b", True, "", ["b"]),
     ]
     assert models.files == before.files
+
+
+@pytest.mark.parametrize("entry", [{"cluster": "models.chat"}, {"cluster": "models.chat", "served_model_name": []}, 1])
+def test_an_entry_edited_by_hand_is_written_again(entry):
+    former = Former.of(json.dumps({"models": [entry]}), {})
+    assert served(shared_models(gateway_of(), [behind("chat", reason="InvalidSpec")], former)) == {}
+    assert served(shared_models(gateway_of(), [behind("chat")], former)) == {"chat": ["chat"]}
+
+
+def test_large_authorities_of_one_service_keep_no_other_out():
+    external = {"url": "rediss://r.example", "caSecret": {"name": "ca", "key": "c"}}
+    large = behind("a", redis={"external": external})
+    content = {"a.redis-ca": base64.b64encode(bytes(MAX_FILES_BYTES)).decode()}
+    large = replace(large, contents={**large.contents, **content})
+    models = shared_models(gateway_of(), [large, behind("b")], Former())
+    assert (served(models), reasons(models)) == ({"b": ["b"]}, {"a": "FilesTooLarge", "b": ""})
 
 
 def test_names_can_be_exchanged_at_once():
@@ -241,6 +267,24 @@ def test_a_service_reports_what_its_model_gateway_lacks(gateway, expected):
     assert (router.status, router.reason) == expected
     assert plan.status.endpoint == (gateway.endpoint if gateway else "")
     assert "gateway" not in {one["metadata"]["labels"]["app.kubernetes.io/component"] for one in plan.apply}
+
+
+def moved(gateway: GatewaySeen, *canaries: str) -> set[str]:
+    """What is deleted of a service with its own gateways whose spec refers to a ModelGateway now."""
+    cluster = KubeCluster()
+    cluster.settle(service_of({"model": {"path": "/models/mini"}}))
+    known = {name: one for name, one in cluster.canaries.items() if name != GATEWAY_CANARY or name in canaries}
+    observed = replace(cluster.observed(), gateway=gateway, canaries=known)
+    plan = make_plan(behind().service, observed, cluster.status, 2, OperatorSettings())
+    return {f"{ref.kind} {ref.name}" for ref in plan.delete}
+
+
+def test_own_gateways_stay_until_the_model_gateway_serves():
+    ready = GatewaySeen(deployment=DeploymentSeen(name="front-gateway", replicas=1, ready=1))
+    assert moved(GatewaySeen(reason="GatewayPending", message="not yet")) == set()
+    assert moved(ready) == set()
+    gone = {"Deployment chat-gateway", "Service chat-gateway", "NetworkPolicy chat-gateway"}
+    assert moved(ready, GATEWAY_CANARY) == gone
 
 
 def test_workers_and_redis_admit_the_gateways_of_their_model_gateway():
