@@ -6,13 +6,13 @@ the fleet of the first model.
 
 import asyncio
 from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.access.tenants import Board as UsageBoard
 from tandem_services.gateway.app import Home
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
@@ -138,11 +138,10 @@ class OpenFleets:
         """One more, started. Raises `ConfigError`, `CheckpointError` and `RedisUnavailableError`."""
         tokenizer = await asyncio.to_thread(TextTokenizer.load, model.path)
         fleet = RoutedFleet.of(model, tokenizer, key_pair_of(model), start_timeout_s=LATER_START_S)
-        try:
+        async with AsyncExitStack() as opened:
+            opened.push_async_callback(fleet.close)
             await fleet.start()
-        except RedisUnavailableError:
-            await fleet.close()
-            raise
+            opened.pop_all()
         self._open.append(fleet)
         return fleet
 

@@ -332,6 +332,10 @@ class LiveModels(Generic[F]):
                 return await self._open([model])
             except FAULTS as error:
                 return str(error)
+            except Exception as error:
+                # A defect that one entry meets keeps no other one out either.
+                logger.exception("cannot open model %s", quoted(model.name))
+                return f"the gateway failed, its log has the traceback: {type(error).__name__}: {error}"
 
         fresh: dict[tuple[str, ...], _Member[F]] = {}
         errors: dict[str, str] = {}
