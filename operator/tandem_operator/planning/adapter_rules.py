@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import msgspec
 
 from tandem_operator.api.sources import HuggingFaceSource, ImageSource
-from tandem_operator.api.types import ROLES
+from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.adapters import folder_of, has_adapters
 from tandem_operator.builders.arguments import WORKER, lists_of
 from tandem_operator.builders.served import Served
@@ -50,11 +50,16 @@ def _names(service: Served) -> Iterator[str]:
         yield f"spec.adapters: {name!r} is given {counted[name]} times; remove all but one"
 
 
+def most_in_memory(service: Served, role: RoleName) -> int:
+    """Adapters that a worker of a role has in memory; one of them has to be free for those that are not pinned."""
+    lora = service.engine(role).lora
+    return (lora.max_cpu_loras if lora is not None else None) or MAX_IN_MEMORY
+
+
 def _pinned(service: Served) -> Iterator[str]:
     pinned = sum(one.pinned for one in service.spec.adapters)
     for role in ROLES:
-        lora = service.engine(role).lora
-        most = (lora.max_cpu_loras if lora is not None else None) or MAX_IN_MEMORY
+        most = most_in_memory(service, role)
         if pinned >= most:
             yield (
                 f"spec.adapters: {pinned} are pinned, and a {role} worker has {most} in memory, one of which has to be "

@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 
 from tandem_operator.api.adapters import AdapterSource, AdapterState, AdapterStatus, FailedWorker
 from tandem_operator.api.model_adapter import ModelAdapterSpec, ModelAdapterStatus
-from tandem_operator.api.types import RoleName
+from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.adapters import claims_of, folder_of
 from tandem_operator.builders.served import Served
-from tandem_operator.planning.adapter_rules import name_problem
+from tandem_operator.planning.adapter_rules import most_in_memory, name_problem
 
 MAX_LISTED = 256
 MAX_FAILED = 8
@@ -178,6 +178,13 @@ def _refusal(
         return Refusal(reason="NotMounted", message=message)
     if len(taken) >= MAX_LISTED:
         return Refusal(reason="TooMany", message=f"the service has {MAX_LISTED} adapters; delete some")
+    most = min(most_in_memory(service, role) for role in ROLES) - 1
+    if ask.spec.pinned and sum(one.pinned for one in taken.values()) >= most:
+        message = (
+            f"spec.pinned: {most} adapters of ModelService {service.name!r} are pinned, and others need room in memory; "
+            f"leave it out, or raise engine.lora.maxCpuLoras of the service"
+        )
+        return Refusal(reason="TooManyPinned", message=message)
     return None
 
 

@@ -175,7 +175,7 @@ class _Selection:
                 return "NameTaken", message
         if len(self.entries) >= MAX_MODELS:
             return "TooManyModels", f"ModelGateway {self.gateway.name!r} has {MAX_MODELS} services already; use another"
-        if _bytes_of(self.files | one.contents) > MAX_FILES_BYTES:
+        if _bytes_of({**self.files, **one.contents}) > MAX_FILES_BYTES:
             message = (
                 f"with its certificate authority the Secret of ModelGateway {self.gateway.name!r} would have more than "
                 f"{MAX_FILES_BYTES} bytes; leave only the required authorities in caSecret, or use another ModelGateway"

@@ -242,6 +242,17 @@ def test_a_removed_adapter_is_listed_until_it_is_unloaded():
     assert statuses_of([], before, Reading(held={}), WORKERS) == []
 
 
+def test_model_adapters_pin_no_more_than_workers_have_room_for():
+    service = service_of(
+        adapters=[adapter(pinned=True)], adapterClaims=["adapters"], engine={"lora": {"maxCpuLoras": 3}}
+    )
+    asks = [ask("a", pinned=True), ask("b", pinned=True), ask("c")]
+    found = accepted(service, asks)
+    assert [one.name for one in found.wanted] == ["sql", "a", "c"]
+    assert {name: one.reason for name, one in found.refusals.items()} == {"b": "TooManyPinned"}
+    assert "maxCpuLoras" in found.refusals["b"].message
+
+
 def test_no_adapter_that_is_loaded_leaves_a_full_list():
     """Else no command would ever unload it."""
     old = [AdapterStatus(name=f"old-{number:03}", state="Loaded") for number in range(MAX_LISTED)]
