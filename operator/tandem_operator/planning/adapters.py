@@ -176,13 +176,17 @@ def _refusal(
             f"to its spec.adapterClaims"
         )
         return Refusal(reason="NotMounted", message=message)
+    return _without_room(service, ask.spec, taken)
+
+
+def _without_room(service: Served, spec: ModelAdapterSpec, taken: Mapping[str, WantedAdapter]) -> Refusal | None:
     if len(taken) >= MAX_LISTED:
         return Refusal(reason="TooMany", message=f"the service has {MAX_LISTED} adapters; delete some")
     most = min(most_in_memory(service, role) for role in ROLES) - 1
-    if ask.spec.pinned and sum(one.pinned for one in taken.values()) >= most:
+    if spec.pinned and sum(one.pinned for one in taken.values()) >= most:
         message = (
-            f"spec.pinned: {most} adapters of ModelService {service.name!r} are pinned, and others need room in memory; "
-            f"leave it out, or raise engine.lora.maxCpuLoras of the service"
+            f"spec.pinned: {most} adapters of ModelService {service.name!r} are pinned, and others need room; leave "
+            f"it out, or raise engine.lora.maxCpuLoras of the service"
         )
         return Refusal(reason="TooManyPinned", message=message)
     return None
