@@ -300,7 +300,8 @@ class CanaryRunner:
 
     def _follow_gateway(self, subject: Subject) -> None:
         """Canaries may go through gateways of another owner now, or name another model."""
-        via = ("" if subject.gateway is None else subject.gateway.name, subject.model)
+        reference = subject.wanted.spec.gateway_ref
+        via = ("" if reference is None else reference.name, subject.model)
         if via == self.via:
             return
         self.via = via

@@ -206,6 +206,8 @@ class Observations:
 
     canaries: Mapping[str, Canary] = field(default_factory=dict)
     """Results of canaries by revision, as `Observed.canaries`."""
+    via: str = ""
+    """ModelGateway through which they were sent; empty: the service's own gateways."""
     failing: Mapping[str, str] = field(default_factory=dict)
     """Pods through which canaries fail, although their revision has passed: name → reason."""
     links: Mapping[str, str] = field(default_factory=dict)
@@ -218,6 +220,12 @@ class Observations:
     """What the gateways have."""
     pods: LoadReading | None = field(default=None, compare=False)
     """The last metrics of pods. They change each time and do not cause a reconcile."""
+
+    def canaries_through(self, gateway: str) -> Mapping[str, Canary]:
+        """`canaries`; that of the gateways only if these are the ones that the service has now. `gateway`: as `via`."""
+        if self.via == gateway:
+            return self.canaries
+        return {name: canary for name, canary in self.canaries.items() if name != GATEWAY_CANARY}
 
 
 class ObservationStore:

@@ -88,7 +88,8 @@ class PodPoller:
         them; later polls do not wait for slow ones.
         """
         canaries = await self.canary_runner.run_due(subject, timeout_s=None if before is None else QUICK_S)
-        return replace(before or Observations(), canaries=canaries, failing=self.canary_runner.failing)
+        runner = self.canary_runner
+        return replace(before or Observations(), canaries=canaries, via=runner.via[0], failing=runner.failing)
 
     async def sync_adapters(self, subject: Subject, known: Observations) -> Observations:
         """Sends due commands about adapters, and waits for none."""

@@ -33,6 +33,7 @@ from tandem_operator.controller.store import (
     Seen,
     ServiceKey,
     Store,
+    gateway_name_of,
     generation_of,
     spec_of,
     status_of,
@@ -260,7 +261,10 @@ class Reconciler:
 
     def _seen(self, parts: Parts, key: ServiceKey) -> Observed:
         observations = self._observations.of(key) or Observations()
-        canaries = observations.canaries if self._settings.canaries else self._by_readiness(key, parts)
+        service = self._store.service(key)
+        canaries = observations.canaries_through("" if service is None else gateway_name_of(service))
+        if not self._settings.canaries:
+            canaries = self._by_readiness(key, parts)
         return Observed(
             now=rfc3339(self._now()),
             pools=parts.pools(),

@@ -15,6 +15,7 @@ from tandem_operator.controller.canary_runner import (
     CanaryRunner,
     RevisionCanaries,
 )
+from tandem_operator.controller.observations import Observations
 from tandem_operator.planning.observed import Canary
 from tandem_operator.telemetry.pods import PodSeen
 from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError
@@ -136,13 +137,16 @@ async def test_a_canary_of_former_gateways_is_none_of_the_new_ones(make):
     canary_runner = make(answering_from(answers))
     assert await turn(canary_runner, *OLD) == {"r1": GOOD, "": GOOD}
     answers["gateway"] = unserved
-    moved = replace(
-        subject(pods=(GATEWAY, *OLD)), gateway=service_of(name="front"), model=ModelAt("chat", "models.chat")
-    )
+    model = ModelAt("chat", "models.chat")
+    behind = {name: service_of(model={"path": "/m"}, gatewayRef={"name": name}) for name in ("front", "other")}
+    moved = replace(subject(behind["front"], pods=(GATEWAY, *OLD)), model=model)
     assert await canary_runner.run_due(moved, timeout_s=None) == {"r1": GOOD}
     answers["gateway"] = GOOD
-    again = replace(moved, gateway=service_of(name="other"))
+    again = replace(moved, wanted=behind["other"])
     assert await canary_runner.run_due(again, timeout_s=None) == {"r1": GOOD, "": GOOD}
+    observations = Observations(canaries={"r1": GOOD, "": GOOD}, via=canary_runner.via[0])
+    assert observations.canaries_through("other") == {"r1": GOOD, "": GOOD}
+    assert observations.canaries_through("") == {"r1": GOOD}
 
 
 async def test_canary_without_key_file_reports_it(make):
