@@ -112,7 +112,8 @@ async def test_a_database_number_of_a_cluster_is_refused_by_name(cluster):
 
 async def test_calls_follow_a_slot_while_and_after_it_moves(cluster):
     owner, taker, slot = cluster.owner(KEY), other(cluster), cluster.slot(KEY)
-    async with served(cluster.url(owner)) as (fleet, router):
+    grant(cluster.nodes, documented_rules(), user="tandem", password="secret")
+    async with served(cluster.url(owner).replace("://", "://tandem:secret@")) as (fleet, router):
         sessions = SessionBindings(client=fleet.client, keys=fleet.keys)
         cluster.begin_move(KEY, taker)
         # Functions look for keys that there may not be, and the owner has no record of those that have left.

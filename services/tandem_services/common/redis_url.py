@@ -50,6 +50,8 @@ TLS_OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password_file")
 SOCKET_OPTIONS = ("db",)
+NEEDED: Mapping[str, str] = {"sentinel_username": "sentinel_password_file", "ssl_keyfile": "ssl_certfile"}
+"""Options that mean nothing without another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -188,7 +190,12 @@ def _options(url: str, kind: Kind, tls: bool, query: str) -> dict[str, str]:
         values = TLS_OPTIONS.get(name, ())
         if not value or (values and value not in values):
             raise _refused(url, f"option {name} must be {' or '.join(values) or 'given a value'}")
+        if name in options:
+            raise _refused(url, f"option {name} is given twice")
         options[name] = value
-    if "sentinel_username" in options and "sentinel_password_file" not in options:
-        raise _refused(url, "option sentinel_username needs sentinel_password_file")
+    for name, needed in NEEDED.items():
+        if name in options and needed not in options:
+            raise _refused(url, f"option {name} needs {needed}")
+    if options.get("ssl_cert_reqs") == "none" and options.get("ssl_check_hostname") == "true":
+        raise _refused(url, "option ssl_check_hostname=true needs a certificate: omit ssl_cert_reqs=none")
     return options
