@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlunsplit
 
 import msgspec
 from redis.asyncio import Redis
@@ -30,7 +30,7 @@ from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.errors import ConfigError
 from tandem_services.common.redis_line import RedisLine
 from tandem_services.common.redis_places import Places, places_of
-from tandem_services.common.redis_url import RedisUrl, mask_password
+from tandem_services.common.redis_url import RedisUrl, mask_password, split_url
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +149,12 @@ class RedisAddress:
 
     def with_password_in(self, path: Path) -> "RedisAddress":
         """The same place with the password of the URL, if it has one, in `path`, for the owner's eyes only."""
-        parts = urlsplit(self.url)
-        if self.password_file is not None or not parts.password:
+        authority, parts = split_url(self.url)
+        if self.password_file is not None or not authority.password:
             return self
-        write_private(path, unquote(parts.password))
-        user = f"{parts.username}@" if parts.username else ""
-        place = user + parts.netloc.rpartition("@")[2]
+        write_private(path, unquote(authority.password))
+        user = f"{authority.username}@" if authority.username else ""
+        place = user + authority.hosts
         return RedisAddress(url=urlunsplit(parts._replace(netloc=place)), password_file=path)
 
     def places(self) -> Places:

@@ -99,7 +99,7 @@ def test_a_bad_value_is_a_usage_error_that_names_its_flag(argv, sentence, capsys
 
 BAD_DEPLOYMENTS = [
     (["gateway", "--redis-url", "http://me:secret@h"], "a Redis URL starts with one of redis://"),
-    (["gateway", "--redis-url", "redis://me:secret@h:port"], "its host, port or database cannot be read"),
+    (["gateway", "--redis-url", "redis://me:secret@h:port"], "its host or port cannot be read"),
     (["gateway", "--redis-url", "redis://h", "--cluster", "a b"], "--cluster"),
     (["gateway", "--redis-url", "redis://h", "--port", "0", "--model", "/"], "no config.json"),
     (["gateway", "--redis-url", "redis://h", "--port", "0", "--curve-keys", "/does/not/exist"], "--curve-keys"),
@@ -109,7 +109,7 @@ BAD_DEPLOYMENTS = [
         "choose another --admin-host or --admin-port",
     ),
     (["worker", "--redis-url", "http://me:secret@h"], "a Redis URL starts with one of redis://"),
-    (["worker", "--redis-url", "redis://me:secret@h:port"], "its host, port or database cannot be read"),
+    (["worker", "--redis-url", "redis://me:secret@h:port"], "its host or port cannot be read"),
     (["worker", "--redis-url", "redis://h", "--worker-id", "a b"], "--worker-id"),
     (["worker", "--redis-url", "redis://h", "--redis-password-file", "/does/not/exist"], "--redis-password-file"),
     (["up", "--redis-url", "http://me:secret@h", "--port", "0"], "a Redis URL starts with one of redis://"),
