@@ -4,7 +4,8 @@
 
 Redis contains only hints [redis-is-optional], so the client neither retries nor waits: a command is answered within its
 deadline or fails with `RedisUnavailableError`, and the caller continues without it. All failures count the same:
-refused, hung, LOADING, READONLY, OOM, NOPERM, or bytes that are no Redis protocol.
+refused, hung, LOADING, READONLY, OOM, NOPERM, or bytes that are no Redis protocol. Functions that fail because
+their slot is being moved leave the breaker closed.
 
 Its one connection is a `redis_line.RedisLine`, which follows a cluster's redirections.
 """
@@ -24,6 +25,7 @@ from redis.asyncio import Redis
 from redis.exceptions import (
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 
 from tandem_engine.base.clock import Clock, MonotonicClock
@@ -193,7 +195,11 @@ class RedisClient:
                 # The server answers: after an outage the command that loads the functions must be admitted.
                 self.breaker.succeeded()
                 raise FunctionMissingError(str(error)) from error
-            raise self._failed(error, args) from error
+            failed = self._failed(error, args)
+            if isinstance(error, TryAgainError) or "access a non local key" in str(error):
+                # Answers in time: while a slot is moved, functions fail and commands with one key do not.
+                self.breaker.succeeded()
+            raise failed from error
         # ValueError and the like: redis-py's parser on bytes that are no Redis protocol [redis-is-optional].
         except (RedisError, OSError, ValueError, IndexError, TypeError) as error:
             raise self._failed(error, args) from error
