@@ -26,8 +26,9 @@ SYSTEMS: pytest.StashKey[list[System]] = pytest.StashKey()
 
 @pytest.fixture(autouse=True)
 def _connections_open_however_late_the_event_loop_looks(monkeypatch) -> None:
-    """Theirs is a second, after which one command of a product that goes on without Redis fails."""
+    """Theirs is a second, a Sentinel's a quarter. Then one command of a product that works without Redis fails."""
     monkeypatch.setattr("tandem_services.common.redis_line.OPEN_S", PATIENT_S)
+    monkeypatch.setattr("tandem_services.common.redis_places.SENTINEL_S", PATIENT_S)
 
 
 @pytest.fixture(scope="module")

@@ -51,6 +51,11 @@ def run(release: Release, script: ModuleType, *args: str, given: str = "") -> di
     return printed
 
 
+def test_machine_without_git_has_no_older_release(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    assert missing_commits(COMMITS) == [*COMMITS]
+
+
 def test_older_release_reads_messages_of_this_one(release: Release) -> None:
     samples = {name: data.hex() for name, data in encoded_samples().items()}
     read = run(release, read_samples, given=json.dumps(samples))

@@ -125,7 +125,8 @@ class ManagedRedis(Api, frozen=True, kw_only=True):
 
 
 _REDIS_USER = r"([-._a-zA-Z0-9]+@)?"
-_REDIS_HOST = r"[-._a-zA-Z0-9\[\]:]+"
+_PORT = "(:(6553[0-5]|655[0-2][0-9]|65[0-4][0-9][0-9]|6[0-4][0-9]{3}|[1-5][0-9]{4}|[1-9][0-9]{0,3}))?"
+_REDIS_HOST = rf"([-._a-zA-Z0-9]+|\[[0-9a-fA-F:.]+\]){_PORT}"
 _REDIS_URL = (
     rf"^(rediss?://{_REDIS_USER}{_REDIS_HOST}(/[0-9]+)?"
     rf"|rediss?\+cluster://{_REDIS_USER}{_REDIS_HOST}(,{_REDIS_HOST})*(/0?)?"

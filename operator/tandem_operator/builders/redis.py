@@ -7,8 +7,8 @@ Pods get the address, password and certificate authority of a managed or externa
 files: kubelets renew them when their Secrets change, and both are read at each connect.
 """
 
+import re
 from decimal import Decimal
-from urllib.parse import urlsplit
 
 from tandem_engine.base.addresses import Address
 from tandem_operator.api.model_service import ExternalRedis, Redis
@@ -36,6 +36,8 @@ CA_FOLDER = "/etc/tandem/redis-ca"
 CA_FILE = "ca.crt"
 PORT = 6379
 SENTINEL_PORT = 26379
+_PORT = re.compile(r"(?:^[^\[\]:]+|\]):([0-9]+)$")
+"""After a name, an IPv4 address, or the bracket behind an IPv6 address."""
 
 
 def redis_words(redis: Redis, service: str) -> list[str]:
@@ -64,8 +66,8 @@ def redis_ports(external: ExternalRedis) -> list[int]:
     """Those that its URL names; of nodes that a cluster or Sentinels name the default one."""
     scheme, _, rest = external.url.partition("://")
     default = SENTINEL_PORT if scheme.endswith("+sentinel") else PORT
-    hosts = urlsplit(f"//{rest}").netloc.rpartition("@")[2].split(",")
-    named = [urlsplit(f"//{host}").port or default for host in hosts]
+    hosts = rest.partition("/")[0].rpartition("@")[2].split(",")
+    named = [default if (port := _PORT.search(host)) is None else int(port[1]) for host in hosts]
     return [*named, PORT] if "+" in scheme else named
 
 

@@ -4,7 +4,8 @@
 
 Redis contains only hints [redis-is-optional], so the client neither retries nor waits: a command is answered within its
 deadline or fails with `RedisUnavailableError`, and the caller continues without it. All failures count the same:
-refused, hung, LOADING, READONLY, OOM, NOPERM, or bytes that are no Redis protocol.
+refused, hung, LOADING, READONLY, OOM, NOPERM, or bytes that are no Redis protocol. Functions that fail because
+their slot is being moved leave the breaker closed.
 
 Its one connection is a `redis_line.RedisLine`, which follows a cluster's redirections.
 """
@@ -17,20 +18,21 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
 from typing import TypeAlias, TypeVar, cast
-from urllib.parse import unquote, urlsplit, urlunsplit
+from urllib.parse import unquote, urlunsplit
 
 import msgspec
 from redis.asyncio import Redis
 from redis.exceptions import (
     RedisError,
     ResponseError,
+    TryAgainError,
 )
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.errors import ConfigError
 from tandem_services.common.redis_line import RedisLine
 from tandem_services.common.redis_places import Places, places_of
-from tandem_services.common.redis_url import RedisUrl, mask_password
+from tandem_services.common.redis_url import RedisUrl, mask_password, split_url
 
 logger = logging.getLogger(__name__)
 
@@ -149,12 +151,12 @@ class RedisAddress:
 
     def with_password_in(self, path: Path) -> "RedisAddress":
         """The same place with the password of the URL, if it has one, in `path`, for the owner's eyes only."""
-        parts = urlsplit(self.url)
-        if self.password_file is not None or not parts.password:
+        authority, parts = split_url(self.url)
+        if self.password_file is not None or not authority.password:
             return self
-        write_private(path, unquote(parts.password))
-        user = f"{parts.username}@" if parts.username else ""
-        place = user + parts.netloc.rpartition("@")[2]
+        write_private(path, unquote(authority.password))
+        user = f"{authority.username}@" if authority.username else ""
+        place = user + authority.hosts
         return RedisAddress(url=urlunsplit(parts._replace(netloc=place)), password_file=path)
 
     def places(self) -> Places:
@@ -193,7 +195,11 @@ class RedisClient:
                 # The server answers: after an outage the command that loads the functions must be admitted.
                 self.breaker.succeeded()
                 raise FunctionMissingError(str(error)) from error
-            raise self._failed(error, args) from error
+            failed = self._failed(error, args)
+            if isinstance(error, TryAgainError) or "access a non local key" in str(error):
+                # Answers in time: while a slot is moved, functions fail and commands with one key do not.
+                self.breaker.succeeded()
+            raise failed from error
         # ValueError and the like: redis-py's parser on bytes that are no Redis protocol [redis-is-optional].
         except (RedisError, OSError, ValueError, IndexError, TypeError) as error:
             raise self._failed(error, args) from error

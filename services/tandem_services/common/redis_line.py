@@ -149,7 +149,7 @@ class RedisLine:
             except AskError as error:
                 refusal, where = error, self._places.named(error, line.wire)
             else:
-                if self._taker is not None and args[0] == "FUNCTION":
+                if args[0] == "FUNCTION" and self._taker is not None and not self._taker[1].broken:
                     await self._sent(self._taker[1], args, ends - clock(), within_s)
                 return answer
             if where is None:

@@ -21,7 +21,7 @@ from redis.asyncio.connection import Connection, SSLConnection, UnixDomainSocket
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.credentials import CredentialProvider
-from redis.exceptions import AskError, RedisError, ResponseError
+from redis.exceptions import AskError, AuthenticationError, RedisError, ResponseError
 
 from tandem_engine.base.addresses import Address, AddressError
 from tandem_services.common.redis_url import NO_DATABASES, Kind, RedisUrl
@@ -249,7 +249,7 @@ class Sentinels(Places):
         if named is None:
             raise ValueError(f"it has no service {self._service!r}; correct the path of --redis-url")
         host, port = named
-        return Address(host.decode(), int(port))
+        return Address(text_of(host), int(port))
 
     async def _primary_at(self, address: Address) -> Wire:
         async with connected(self._dial(address)) as wire:
@@ -280,14 +280,24 @@ async def reply_of(wire: Wire, *command: str) -> Any:
     return await wire.read_response()
 
 
+def text_of(value: object) -> str:
+    """Raises `ValueError` for a part of a reply that is no text."""
+    if not isinstance(value, bytes):
+        raise ValueError(f"a reply has {type(value).__name__} instead of a text")
+    return value.decode()
+
+
 async def hello_of(wire: Wire) -> dict[str, str]:
-    """Mode, role and more of a server; nothing if it, or a proxy before it, has no HELLO."""
+    """Mode, role and more of a server; nothing if it, or a proxy before it, has no HELLO or requires a password first.
+
+    A password that is missing is named better by the refusal of the first command.
+    """
     try:
         reply = await reply_of(wire, "HELLO")
-    except ResponseError:
+    except (ResponseError, AuthenticationError):
         return {}
     pairs = zip(reply[::2], reply[1::2], strict=True)
-    return {name.decode(): value.decode() for name, value in pairs if isinstance(value, bytes)}
+    return {text_of(name): value.decode() for name, value in pairs if isinstance(value, bytes)}
 
 
 async def nodes_listed(wire: Wire, host: str) -> tuple[Address, ...]:
@@ -302,5 +312,5 @@ async def nodes_listed(wire: Wire, host: str) -> tuple[Address, ...]:
 def _nodes(ranges: list[Any], host: str) -> Iterator[Address]:
     """Each range of slots is its first, its last, and nodes: host, port, and more."""
     for node in chain.from_iterable(entry[2:] for entry in ranges):
-        name = (node[0] or b"").decode()
+        name = text_of(node[0] or b"")
         yield Address(host if name in SAME_HOST else name, int(node[1]))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
+from typing import NamedTuple
 from urllib.parse import SplitResult, parse_qsl, unquote, urlsplit
 
 from tandem_engine.base.addresses import Address, AddressError
@@ -50,6 +51,8 @@ TLS_OPTIONS: Mapping[str, tuple[str, ...]] = {
 
 SENTINEL_OPTIONS = ("sentinel_username", "sentinel_password_file")
 SOCKET_OPTIONS = ("db",)
+NEEDED: Mapping[str, str] = {"sentinel_username": "sentinel_password_file", "ssl_keyfile": "ssl_certfile"}
+"""Options that mean nothing without another one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -73,13 +76,13 @@ class RedisUrl:
     def parse(cls, url: str) -> "RedisUrl":
         """Raises `ConfigError` that names the part which is wrong."""
         try:
-            parts = urlsplit(url)
+            authority, parts = split_url(url)
             kind, tls = SCHEMES[parts.scheme]
         except (ValueError, KeyError):
             schemes = ", ".join(f"{scheme}://" for scheme in SCHEMES)
             raise _refused(url, f"a Redis URL starts with one of {schemes}: redis://user@host:6379/0") from None
         misplaced = parts.path + parts.query + parts.fragment
-        if "@" in misplaced and not (kind is Kind.SOCKET and not parts.netloc):
+        if "@" in misplaced and not (kind is Kind.SOCKET and not authority.hosts):
             raise _refused(url, "special characters of a password must be %-encoded")
         if parts.fragment:
             raise _refused(url, "it has a part after #, which means nothing here")
@@ -89,12 +92,12 @@ class RedisUrl:
         return cls(
             kind=kind,
             tls=tls,
-            addresses=() if kind is Kind.SOCKET else _addresses(url, kind, parts),
+            addresses=() if kind is Kind.SOCKET else _addresses(url, kind, authority.hosts),
             path=place if kind is Kind.SOCKET else "",
             service=service,
             database=database,
-            username=unquote(parts.username or "") or None,
-            password=unquote(parts.password or "") or None,
+            username=unquote(authority.username) or None,
+            password=unquote(authority.password) or None,
             options=options,
         )
 
@@ -103,6 +106,26 @@ class RedisUrl:
         """Files that the options name."""
         names = (*TLS_FILES, "sentinel_password_file")
         return {name: Path(self.options[name]) for name in names if name in self.options}
+
+
+class Authority(NamedTuple):
+    """What precedes the path of a URL, as it is encoded there."""
+
+    username: str
+    password: str
+    hosts: str
+
+
+def split_url(url: str) -> tuple[Authority, SplitResult]:
+    """The authority, and the other parts. Raises `ValueError` for what is no URL.
+
+    urlsplit has no URLs with several hosts: newer releases of Python refuse those of which one has brackets.
+    """
+    start = url.index("://") + len("://")
+    end = min(found if (found := url.find(mark, start)) >= 0 else len(url) for mark in "/?#")
+    credentials, _, hosts = url[start:end].rpartition("@")
+    username, _, password = credentials.partition(":")
+    return Authority(username, password, hosts), urlsplit(url[:start] + url[end:])
 
 
 def mask_password(url: str) -> str:
@@ -121,8 +144,8 @@ def _refused(url: str, why: str) -> ConfigError:
     return ConfigError(f"--redis-url {mask_password(url)}: {why}")
 
 
-def _addresses(url: str, kind: Kind, parts: SplitResult) -> tuple[Address, ...]:
-    hosts = parts.netloc.rpartition("@")[2].split(",")
+def _addresses(url: str, kind: Kind, text: str) -> tuple[Address, ...]:
+    hosts = text.split(",")
     if len(hosts) > 1 and kind is Kind.SERVER:
         raise _refused(url, "several hosts are for redis+cluster:// and redis+sentinel://; redis:// has one")
     return tuple(_address(url, host, SENTINEL_PORT if kind is Kind.SENTINEL else PORT) for host in hosts)
@@ -188,7 +211,12 @@ def _options(url: str, kind: Kind, tls: bool, query: str) -> dict[str, str]:
         values = TLS_OPTIONS.get(name, ())
         if not value or (values and value not in values):
             raise _refused(url, f"option {name} must be {' or '.join(values) or 'given a value'}")
+        if name in options:
+            raise _refused(url, f"option {name} is given twice")
         options[name] = value
-    if "sentinel_username" in options and "sentinel_password_file" not in options:
-        raise _refused(url, "option sentinel_username needs sentinel_password_file")
+    for name, needed in NEEDED.items():
+        if name in options and needed not in options:
+            raise _refused(url, f"option {name} needs {needed}")
+    if options.get("ssl_cert_reqs") == "none" and options.get("ssl_check_hostname") == "true":
+        raise _refused(url, "option ssl_check_hostname=true needs a certificate: omit ssl_cert_reqs=none")
     return options

@@ -5,6 +5,7 @@ A release is what `git archive` of its commit contains, in a folder; the site-pa
 """
 
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,7 +47,7 @@ HERE = Release(name="HEAD", folder=ROOT)
 
 
 def missing_commits(commits: Sequence[str]) -> list[str]:
-    """Those of `commits` that this clone lacks, as a shallow one does."""
+    """Those of `commits` that this clone lacks, as a shallow one does; all where there is no clone, or no git."""
     return [commit for commit in commits if not _has(commit)]
 
 
@@ -96,6 +97,8 @@ def state_version(folder: Path) -> None:
 
 
 def _has(commit: str) -> bool:
+    if shutil.which("git") is None:
+        return False
     checked = subprocess.run(_git("cat-file", "-e", f"{commit}^{{commit}}"), check=False, stderr=subprocess.DEVNULL)
     return checked.returncode == 0
 

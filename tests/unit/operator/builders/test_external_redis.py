@@ -15,6 +15,7 @@ from tandem_services.common.redis_url import RedisUrl
         ("rediss://user@r:6380/2", [6380]),
         ("redis+cluster://r:7000,[fd00::1]:7001", [7000, 7001, 6379]),
         ("rediss+sentinel://user@a,b:26380/main/1", [26379, 26380, 6379]),
+        ("redis+cluster://a,[fd00::1],b:65535", [6379, 6379, 65535, 6379]),
     ],
 )
 def test_pods_may_reach_the_ports_of_a_redis(url, ports):
@@ -27,7 +28,8 @@ def test_pods_may_reach_the_ports_of_a_redis(url, ports):
     "url",
     [
         *("redis://a,b", "redis://r/main", "redis+cluster://r/1", "redis+sentinel://r", "redis+sentinel://r/main/x"),
-        *("http://r", "redis://user:password@r", "redis://r?db=1"),
+        *("http://r", "redis://user:password@r", "redis://r?db=1", "redis://r:port", "redis://r:65536", "redis://r:0"),
+        *("redis://fd00::1:6379", "redis://[fd00::1", "redis+sentinel://a,b:/main"),
     ],
 )
 def test_the_schema_refuses_a_url_of_redis_that_has_no_meaning(url):

@@ -98,8 +98,8 @@ def test_a_bad_value_is_a_usage_error_that_names_its_flag(argv, sentence, capsys
 
 
 BAD_DEPLOYMENTS = [
-    (["gateway", "--redis-url", "http://me:secret@h"], "a Redis URL starts with redis://"),
-    (["gateway", "--redis-url", "redis://me:secret@h:port"], "its host, port or database cannot be read"),
+    (["gateway", "--redis-url", "http://me:secret@h"], "a Redis URL starts with one of redis://"),
+    (["gateway", "--redis-url", "redis://me:secret@h:port"], "its host or port cannot be read"),
     (["gateway", "--redis-url", "redis://h", "--cluster", "a b"], "--cluster"),
     (["gateway", "--redis-url", "redis://h", "--port", "0", "--model", "/"], "no config.json"),
     (["gateway", "--redis-url", "redis://h", "--port", "0", "--curve-keys", "/does/not/exist"], "--curve-keys"),
@@ -108,11 +108,11 @@ BAD_DEPLOYMENTS = [
         ["gateway", "--redis-url", "redis://h", "--port", "0", "--admin-port", "0", "--admin-host", "192.0.2.1"],
         "choose another --admin-host or --admin-port",
     ),
-    (["worker", "--redis-url", "http://me:secret@h"], "a Redis URL starts with redis://"),
-    (["worker", "--redis-url", "redis://me:secret@h:port"], "its host, port or database cannot be read"),
+    (["worker", "--redis-url", "http://me:secret@h"], "a Redis URL starts with one of redis://"),
+    (["worker", "--redis-url", "redis://me:secret@h:port"], "its host or port cannot be read"),
     (["worker", "--redis-url", "redis://h", "--worker-id", "a b"], "--worker-id"),
     (["worker", "--redis-url", "redis://h", "--redis-password-file", "/does/not/exist"], "--redis-password-file"),
-    (["up", "--redis-url", "http://me:secret@h", "--port", "0"], "a Redis URL starts with redis://"),
+    (["up", "--redis-url", "http://me:secret@h", "--port", "0"], "a Redis URL starts with one of redis://"),
     (["up", "--redis-url", "redis://me:secret@127.0.0.1:1", "--port", "0"], "cannot use Redis at redis://me:***@"),
     (["up", "--port", "0", "--run-dir", "/proc/nope"], "choose another folder with --run-dir"),
     (["bench", "serve", "--trace", "/does/not/exist.jsonl"], "--trace /does/not/exist.jsonl"),

@@ -262,6 +262,22 @@ async def test_functions_are_loaded_on_both_ends_of_a_moving_slot(cluster_line, 
     assert owner.sent[-1] == taker.sent[-1] == b"FUNCTION LOAD source"
 
 
+async def test_broken_connection_to_a_taker_fails_no_load(cluster_line, cluster):
+    owner = cluster.next
+    asked = ask(cluster_line, "GET", "gone")
+    await owner.has_sent(1)
+    taker = cluster.next
+    owner.replies.put_nowait(AskError(f"3999 {SECOND}"))
+    await taker.has_sent(2)
+    taker.replies.put_nowait(ConnectionResetError("gone"))
+    with pytest.raises(ConnectionResetError):
+        await asked
+    loaded = ask(cluster_line, "FUNCTION", "LOAD", "source")
+    await owner.has_sent(2)
+    owner.replies.put_nowait(b"name")
+    assert await loaded == b"name"
+
+
 async def test_the_connection_to_a_taker_becomes_that_to_the_owner(cluster_line, cluster):
     owner = cluster.next
     asked = ask(cluster_line, "GET", "gone")

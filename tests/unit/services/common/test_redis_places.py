@@ -4,7 +4,7 @@ import asyncio
 from collections.abc import Mapping
 
 import pytest
-from redis.exceptions import AskError, MovedError, ResponseError
+from redis.exceptions import AskError, AuthenticationError, MovedError, ResponseError
 
 from tandem_engine.base.addresses import Address
 from tandem_services.common.redis_places import FoundWire, Nodes, Places, Sentinels
@@ -70,6 +70,19 @@ async def opened(places: Places) -> Address:
 async def test_a_server_without_hello_is_used_as_it_is():
     places = nodes({A: Server()}, A)
     assert [await opened(places) for _ in range(2)] == [A, A]
+
+
+async def test_server_that_requires_a_password_first_is_opened():
+    """So that its refusal of the first command, which names the password, is what the log has."""
+    assert await opened(nodes({A: Server(HELLO=AuthenticationError("HELLO must be called later"))}, A)) == A
+
+
+@pytest.mark.parametrize(
+    "answers", [{"HELLO": [7, b"x"]}, {"HELLO": hello(mode="cluster"), "CLUSTER": [[0, 1, [7, 8]]]}]
+)
+async def test_reply_without_texts_ends_the_opening_by_name(answers):
+    with pytest.raises(ValueError, match="int instead of a text"):
+        await opened(nodes({A: Server(**answers)}, A))
 
 
 async def test_the_owner_is_kept_until_it_does_not_answer():

@@ -1,9 +1,12 @@
 """Which URLs mean which servers, and which part of a wrong one an error names."""
 
+from urllib.parse import SplitResult, urlsplit
+
 import pytest
 
 from tandem_engine.base.addresses import Address
 from tandem_engine.base.errors import ConfigError
+from tandem_services.common import redis_url
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.redis_url import Kind, RedisUrl
 
@@ -26,6 +29,21 @@ def test_a_url_means_its_servers(url, kind, tls, addresses, service, database):
     read = RedisUrl.parse(url)
     assert (read.kind, read.tls, read.service, read.database) == (kind, tls, service, database)
     assert read.addresses == tuple(map(Address.parse, addresses.split()))
+
+
+def test_several_hosts_with_brackets_need_no_old_urlsplit(monkeypatch):
+    """Newer releases of Python refuse them."""
+
+    def newer(text: str) -> SplitResult:
+        parts = urlsplit(text)
+        if "[" in parts.netloc and "," in parts.netloc:
+            raise ValueError("Invalid IPv6 URL")
+        return parts
+
+    monkeypatch.setattr(redis_url, "urlsplit", newer)
+    read = RedisUrl.parse("redis+cluster://me:p@a,[::1]:7,[::2]")
+    assert [*map(str, read.addresses)] == ["a:6379", "[::1]:7", "[::2]:6379"]
+    assert (read.username, read.password) == ("me", "p")
 
 
 def test_a_user_and_a_password_are_decoded():
@@ -59,6 +77,9 @@ REFUSED = {
     "redis://h?password=secret": "--redis-password-file",
     "redis://h?sentinel_username=me": "'sentinel_username' is unknown",
     "redis+sentinel://h/main?sentinel_username=me": "needs sentinel_password_file",
+    "rediss://h?ssl_keyfile=/k.pem": "ssl_keyfile needs ssl_certfile",
+    "rediss://h?ssl_ca_certs=/a.pem&ssl_ca_certs=/b.pem": "ssl_ca_certs is given twice",
+    "rediss://h?ssl_cert_reqs=none&ssl_check_hostname=true": "omit ssl_cert_reqs=none",
     "unix://": "path of the socket",
     "unix:///s?db=x": "database 'x'",
     "redis://u:sec/ret@h": "%-encoded",
