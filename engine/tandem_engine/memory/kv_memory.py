@@ -324,10 +324,11 @@ class KvMemory:
         self.anchors.give_back(slot)
 
     def kept_blocks(self, kv: RequestKv) -> int:
-        """Leading blocks that `kv` is expected to find again after a while: others have locked them, too."""
+        """Leading blocks that `kv` is expected to find again after a while: others have locked them, too. Anchors on
+        trial do not count: they make room first."""
         assert kv.lock is not None, f"row {kv.row} holds no lock"
         shared = self.cache.shared_pages(kv.lock)
-        return shared if self.anchors is None else self.anchors.usable_blocks(kv.pages[:shared])
+        return shared if self.anchors is None else self.anchors.usable_blocks(kv.pages[:shared], trials=False)
 
     def is_news(self, kv: RequestKv, token_ids: Sequence[int]) -> bool:
         """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` borrows."""
@@ -399,7 +400,7 @@ class KvMemory:
         self.pins.remove(pin)
         if pin.anchor is not None:
             assert self.anchors is not None, "an anchor is pinned where there are none"
-            self.anchors.unpin(pin.anchor)
+            self.anchors.unpin(pin.anchor, used=True)
         for window, pages in zip(self.windows, pin.used, strict=False):
             window.leave(pages)
         self.cache.unlock(pin.lock, spent=spent)

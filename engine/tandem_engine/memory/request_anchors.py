@@ -29,7 +29,7 @@ NO_MOVES = StateMoves()
 TRIALS = (12, 8, 14, 4, 10, 15, 6, 13, 2, 1)
 """Sixteenths of what the cache lacks of a prompt, after which a state is kept on trial; the first of them where slots
 are short. So another prompt with the same beginning computes at most an eighth of this one again, and less near its
-end."""
+end; up to a grain more, as lengths are rounded down, and up to `TRIAL_DISTANCE` and a grain of a short prompt."""
 
 TRIAL_DISTANCE = 128
 """Tokens between an anchor on trial and any other."""
@@ -65,7 +65,7 @@ def moves_of_step(
 
     Anchors that requests begin with are read before any slot is given to another one.
     """
-    reads = [(_read_anchor(kv, anchors), int(kv.row)) for kv in kvs if kv.continues_from is not None]
+    reads = [(_leave_anchor(kv, anchors, used=True), int(kv.row)) for kv in kvs if kv.continues_from is not None]
     spans = [*zip(kvs, starts, stops, strict=True)]
     kept: list[Snapshot] = []
     for sequence, (kv, start, stop) in enumerate(spans):
@@ -97,16 +97,16 @@ def attach_anchors(kv: RequestKv, anchors: StateAnchors, *, settled: int) -> Non
 def drop_anchors(kv: RequestKv, anchors: StateAnchors) -> None:
     """The one that it continues from, and those that are pending."""
     if kv.continues_from is not None:
-        _read_anchor(kv, anchors)
+        _leave_anchor(kv, anchors, used=False)
     for anchor in kv.pending_anchors:
         anchors.give_back(anchor.slot)
     kv.pending_anchors.clear()
 
 
-def _read_anchor(kv: RequestKv, anchors: StateAnchors) -> int:
+def _leave_anchor(kv: RequestKv, anchors: StateAnchors, *, used: bool) -> int:
     assert kv.continues_from is not None, f"row {kv.row} continues from no anchor"
     page, kv.continues_from = kv.continues_from, None
-    return anchors.unpin(page)
+    return anchors.unpin(page, used=used)
 
 
 def _lengths_to_keep(kv: RequestKv, anchors: StateAnchors, start: int, stop: int) -> list[int]:

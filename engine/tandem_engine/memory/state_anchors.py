@@ -10,8 +10,9 @@ of requests.
     4. free      the tree dropped the page, or another anchor needs the slot: the one used longest ago, if not pinned
 
 An anchor is on trial where a prompt is cut only in case another one leaves it there. Anchors on trial give their slots
-first, the oldest first, also to each other, and take none of another anchor. One that a request continues from is on
-trial no longer. Steps in flight may fill a quarter of the slots with them at most, so others always have some.
+first, the oldest first, also to each other, and take none of another anchor. One from which a step has continued, or
+which a peer has read, is on trial no longer; a request that is not admitted leaves it on trial. Steps in flight may
+fill a quarter of the slots with them at most, so others always have some.
 
 Copies and steps run in the order of launches: a slot may be given away as soon as the step that reads it is launched.
 
@@ -69,11 +70,13 @@ class StateAnchors:
         """The longest length of an anchor within so many tokens."""
         return tokens // self.grain * self.grain
 
-    def usable_blocks(self, pages: Sequence[PageId]) -> int:
-        """The most leading blocks of a cached path, on `pages`, that end at an anchor."""
+    def usable_blocks(self, pages: Sequence[PageId], *, trials: bool = True) -> int:
+        """The most leading blocks of a cached path, on `pages`, that end at an anchor; without `trials` at one that is
+        not on trial."""
         step = self.grain // self._page_size
         for blocks in range(len(pages) // step * step, 0, -step):
-            if pages[blocks - 1] in self._slot_of:
+            page = pages[blocks - 1]
+            if page in self._slot_of and (trials or page not in self._trials):
                 return blocks
         return 0
 
@@ -82,14 +85,15 @@ class StateAnchors:
         return self._slot_of.get(page)
 
     def pin(self, page: PageId) -> None:
-        """A request continues from the anchor of `page`. It counts as used now, and is on trial no longer."""
+        """A request is to continue from the anchor of `page`, or a peer reads it. It counts as used now."""
         self._slot_of.move_to_end(page)
-        if page in self._trials:
-            self._keep(page)
         self._pins[page] += 1
 
-    def unpin(self, page: PageId) -> int:
-        """Its first step is launched, or it will have none. Returns the slot."""
+    def unpin(self, page: PageId, *, used: bool) -> int:
+        """Its first step is launched, or the peer has read it, and it is on trial no longer; or it was not `used`.
+        Returns the slot."""
+        if used and page in self._trials:
+            self._keep(page)
         self._pins[page] -= 1
         if not self._pins[page]:
             del self._pins[page]
@@ -179,9 +183,10 @@ class StateAnchors:
 
     def _to_replace(self, *, on_trial: bool) -> PageId | None:
         """The page of the anchor that gives its slot to another one, which is `on_trial` or not."""
-        if self._trials:
-            return next(iter(self._trials))
-        return None if on_trial else next((page for page in self._slot_of if page not in self._pins), None)
+        trial = next((page for page in self._trials if page not in self._pins), None)
+        if trial is not None or on_trial:
+            return trial
+        return next((page for page in self._slot_of if page not in self._pins), None)
 
     def _keep(self, page: PageId) -> None:
         """The anchor of `page` is on trial no longer."""

@@ -227,8 +227,36 @@ def test_a_trial_that_a_request_used_is_one_no_longer():
     end(memory, compute(memory, LONG), LONG)
     kv = memory.begin(branched(600), space=BASE_SPACE, max_match=1023)
     assert kv is not None
-    assert (kv.committed_len, on_trial(memory)) == (512, len(TRIALS) - 1)
+    assert (kv.committed_len, on_trial(memory)) == (512, len(TRIALS))
+    launch(memory, kv, 512, 1024)
+    assert on_trial(memory) == len(TRIALS) - 1
     audited(memory, kv)
+
+
+def test_a_request_that_is_not_admitted_leaves_a_trial():
+    memory = make(range(5, 13), pages=400)
+    end(memory, compute(memory, LONG), LONG)
+    trials = on_trial(memory)
+    waiting = memory.begin(branched(800), space=BASE_SPACE, max_match=1023)
+    assert waiting is not None
+    assert waiting.committed_len == 768
+    for tokens in ([*range(first, first + 70)] for first in range(2000, 9000, 1000)):
+        end(memory, compute(memory, tokens), tokens)
+    audited(memory, waiting)
+    memory.release(waiting, (), checkpoint=False, after_step=None)
+    assert (trials, on_trial(memory)) == (2, 1), "it was pinned, so the other one made room"
+    audited(memory)
+
+
+def test_a_trial_does_not_count_as_kept_while_swapped():
+    """Swapped KV begins where the cache is expected to end, and trials make room before the request returns."""
+    memory = make(range(5, 37), pages=200)
+    kv = compute(memory, LONG)
+    other = memory.begin(branched(600), space=BASE_SPACE, max_match=1023)
+    assert other is not None
+    assert memory.kept_blocks(kv) == 0
+    launch(memory, other, 512, 1024)
+    assert memory.kept_blocks(kv) == 512 // PAGE
 
 
 def test_a_prompt_that_ends_at_a_trial_makes_it_an_anchor():
