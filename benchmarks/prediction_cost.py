@@ -28,6 +28,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "test
 
 from router_redis import MODEL, record  # noqa: E402
 
+from tandem_engine.base.clock import MonotonicClock  # noqa: E402
 from tandem_engine.messages.stats import StepFit  # noqa: E402
 from tandem_services.common.metrics import MetricFamilies, new_registry  # noqa: E402
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord  # noqa: E402
@@ -60,7 +61,7 @@ async def decisions(router: Router, tokens: int, calls: int) -> float:
 
 def requests(choice: Choice, calls: int) -> float:
     """CPU seconds of predicting, writing and learning, for each request."""
-    known = Predictions(MetricFamilies(new_registry()), model=MODEL)
+    known = Predictions(MetricFamilies(new_registry()), model=MODEL, clock=MonotonicClock())
     began = time.process_time()
     for _ in range(calls):
         attempts = ChoiceRecord(index=0, ttft_s=0.2, queue_s=0.1, admission_s=0.0, prefill_s=0.09, itl_s=0.01)

@@ -160,7 +160,7 @@ def _add_objectives(group: argparse._ArgumentGroup) -> None:
         default="observe",
         help="observe: reject no request because of its objectives; shed: those of priority below 0 that are predicted "
         "to miss one while their workers are busy; strict: any that is predicted to take more than twice an objective "
-        "(default: %(default)s)",
+        "while its workers are busy (default: %(default)s)",
     )
     group.add_argument(
         "--slo-percentile",

@@ -29,7 +29,7 @@ class SloMode(StrEnum):
     SHED = "shed"
     """A request of priority below 0 that is predicted to miss an objective, unless its workers are idle."""
     STRICT = "strict"
-    """A request that is predicted to take more than `STRICT_FACTOR` times an objective."""
+    """A request that is predicted to take more than `STRICT_FACTOR` times an objective, unless its workers are idle."""
 
 
 MAX_MS = 86_400_000.0

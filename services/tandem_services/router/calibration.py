@@ -45,6 +45,9 @@ MAX_KINDS = 64
 MAX_S = 86_400.0
 """No latency is longer."""
 
+MAX_HANDLING_S = 1.0
+"""Reading and tokenizing take no longer; what is longer is a client that sends its request slowly."""
+
 HANDLING = "handling"
 
 
@@ -206,7 +209,7 @@ class Calibration:
             _add_ratio(known.compute, measured.prefill_s, after)
         if measured.queue_s is not None and measured.prefill_s is not None:
             rest_s = measured.ttft_s - measured.queue_s - measured.prefill_s
-            known.handling.add(min(max(rest_s, 0.0), MAX_S))
+            known.handling.add(min(max(rest_s, 0.0), MAX_HANDLING_S))
         known.changed()
         if measured.itl_s is not None and prediction.itl_s is not None:
             decoding = self._of(prediction.decode_kind, prediction.placement)

@@ -23,6 +23,8 @@ from tandem_services.router.decision import ScoreTerm
 GATEWAY_WAIT = "gateway_wait"
 """In the gateway's queue: the gateway adds it."""
 
+DECODE_STEP = "decode_step"
+
 SHARED_TERMS = frozenset({"prefix_fetch", "host_load", "prefill_queue", "prefill_compute"})
 """Terms of a price that are latency."""
 
@@ -43,7 +45,7 @@ def first_token_terms(
         *[term for term in price if term.name in SHARED_TERMS],
         ScoreTerm("adapter_load", max(0.0, adapter_load_s - prefill_queue_s(computing)) if adapter_load_s else 0.0),
         ScoreTerm("step_base", computing.step_base_s),
-        ScoreTerm("decode_step", step_s),
+        ScoreTerm(DECODE_STEP, step_s),
     )
 
 

@@ -44,7 +44,7 @@ def gateway_metrics() -> list[Metric]:
     http.answered("/v1/completions", 200, model="m")
     http.disconnected(model="m")
     gateway.attempt_ended("finished")
-    predictions = Predictions(families, model="m")
+    predictions = Predictions(families, model="m", clock=ServiceClock())
     predictions.finished(predicted_record())
     reject_and_keep(families, predictions)
     gateway.finished(resumed_record())
@@ -141,11 +141,11 @@ def reject_and_keep(families: MetricFamilies, predictions: Predictions) -> None:
     """A promise of Retry-After whose time has come."""
     clock = ServiceClock()
     admission = SloAdmission(families, model="m", mode=SloMode.STRICT, clock=clock, predictions=predictions)
-    admission.promises.make(drain_s=1.0, work_s=0.0)
+    admission.promises.make("t", drain_s=1.0, work_s=0.0)
     clock.advance(2.0)
     latency = Latency(terms=(ScoreTerm("prefill_compute", 0.1),), itl_s=0.01, kind="k", decode_kind="k")
     choice = replace(make_choice("r", make_view("w")), latency=latency)
-    admission.judge(choice, Objectives(ttft_s=9.0), priority=0, waited_s=0.0, work_s=lambda: 0.0)
+    admission.judge(choice, Objectives(ttft_s=9.0), tenant="t", priority=0, waited_s=0.0, work_s=lambda: 0.0)
 
 
 def predicted_record() -> RequestRecord:

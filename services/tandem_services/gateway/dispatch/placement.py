@@ -238,6 +238,7 @@ class Placing:
         """For the first attempt; with the other choices of its prompt, if there are any."""
         self.objectives.judge_wait(
             request.objectives,
+            tenant=request.caller.tenant.name,
             priority=request.priority,
             wait_s=progress.expected_wait_s,
             work_s=partial(self._work_s, query),
@@ -267,6 +268,7 @@ class Placing:
         rejection = self.objectives.judge(
             choice,
             request.objectives,
+            tenant=request.caller.tenant.name,
             priority=request.priority,
             waited_s=self.clock.now() - progress.asked_at,
             work_s=partial(self._work_s, query),

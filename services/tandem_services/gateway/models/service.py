@@ -140,7 +140,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     """Compose the parts."""
     config, tokenizer = fleet.config, fleet.tokenizer
     metrics = GatewayMetrics(shared.families, model=config.name)
-    predictions = Predictions(shared.families, model=config.name, percentile=config.slo_percentile)
+    predictions = Predictions(shared.families, model=config.name, clock=shared.clock, percentile=config.slo_percentile)
     dialect = OutputDialect.of(
         tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser
     )

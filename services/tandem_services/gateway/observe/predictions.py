@@ -6,11 +6,16 @@
 
 The calibration learns from requests with one choice, one attempt, an output that has ended, and no error. A retried,
 moved or canceled request leaves it as it was.
+
+Predictions are statistics. No error in them may end a request, so errors are counted.
 """
 
+import logging
 from collections.abc import Callable, Iterable
+from math import isfinite
 from typing import NamedTuple
 
+from tandem_engine.base.clock import Clock
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.objectives import Objectives
 from tandem_services.gateway.observe.explain import RequestRecord
@@ -18,10 +23,12 @@ from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.router.calibration import Calibration, Factors, Measured, Prediction
 from tandem_services.router.decision import Choice, Placement
 
+logger = logging.getLogger(__name__)
+
 HEADER = b"x-tandem-predicted-ttft-ms"
 
 LEARNED_PER_SECOND = 64
-"""Of requests that arrive in the same second: enough to follow any change, and then learning costs a busy gateway
+"""Of requests that end in the same second: enough to follow any change, and then learning costs a busy gateway
 next to nothing."""
 
 TOO_MANY = 429
@@ -63,7 +70,7 @@ def judged(record: RequestRecord) -> Judged | None:
 class Predictions:
     """Of one model service. Belongs to the event loop."""
 
-    def __init__(self, families: MetricFamilies, *, model: str, percentile: float = 0.95) -> None:
+    def __init__(self, families: MetricFamilies, *, model: str, clock: Clock, percentile: float = 0.95) -> None:
         def ratios(objective: str, text: str) -> Callable[[str], Callable[[float], None]]:
             family = families.histogram(
                 f"tandem_gateway_{objective}_prediction_ratio", text, [MODEL, "placement"], buckets=RATIOS
@@ -72,6 +79,7 @@ class Predictions:
 
         self.calibration = Calibration(percentile=percentile)
         self._model = model
+        self._clock = clock
         self._ttft = ratios("ttft", "Measured over predicted time to the first token, of requests with one attempt")
         self._itl = ratios("itl", "Measured over predicted time between tokens, of requests with one attempt")
         self._factors = families.gauge(
@@ -94,18 +102,37 @@ class Predictions:
         self._goodput = families.counter(
             "tandem_gateway_goodput_requests", "Requests that met all of their latency objectives", [MODEL]
         ).series(model)
+        self._errors = families.counter(
+            "tandem_gateway_prediction_errors",
+            "Latencies that could not be predicted, or not be compared with what was measured",
+            [MODEL],
+        ).series(model)
+        self._has_logged = False
         self._second = self._learned = 0
-        """Requests of that second (Unix time) that were learned from, or would have been."""
+        """Requests that ended in that second of the clock and were learned from, or would have been."""
         self._shown: set[tuple[str, Placement]] = set()
 
     def predict(self, choice: Choice, *, gateway_wait_s: float) -> Prediction | None:
-        """Of a first attempt; None where the router predicts nothing."""
+        """Of a first attempt; None where the router predicts nothing, and for figures that are no durations."""
         if choice.latency is None:
             return None
-        return self.calibration.predict(choice.latency, choice.placement, gateway_wait_s=gateway_wait_s)
+        prediction = self.calibration.predict(choice.latency, choice.placement, gateway_wait_s=gateway_wait_s)
+        if isfinite(prediction.ttft_s):
+            return prediction
+        self._errors.inc()
+        return None
 
     def finished(self, record: RequestRecord) -> None:
         """A request has ended, however it did."""
+        try:
+            self._finished(record)
+        except Exception:
+            self._errors.inc()
+            if not self._has_logged:
+                self._has_logged = True
+                logger.exception("a latency cannot be compared with its prediction; further errors are only counted")
+
+    def _finished(self, record: RequestRecord) -> None:
         if record.objectives is not None:
             self._count(record, record.objectives)
         if (found := judged(record)) is None:
@@ -115,7 +142,7 @@ class Predictions:
             self._ttft(prediction.placement)(measured.ttft_s / prediction.ttft_s)
         if measured.itl_s is not None and prediction.itl_s is not None:
             self._itl(prediction.placement)(measured.itl_s / prediction.itl_s)
-        if self._may_learn(record.created):
+        if self._may_learn():
             self.calibration.learn(prediction, measured)
         if (key := (prediction.kind, prediction.placement)) not in self._shown:
             self._show(*key)
@@ -137,7 +164,9 @@ class Predictions:
         if met:
             self._goodput.inc()
 
-    def _may_learn(self, second: int) -> bool:
+    def _may_learn(self) -> bool:
+        # When they end, not when they came: those of several seconds end alternately.
+        second = int(self._clock.now())
         if second != self._second:
             self._second, self._learned = second, 0
         self._learned += 1

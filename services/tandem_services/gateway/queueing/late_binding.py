@@ -324,6 +324,8 @@ class LateBinding:
 
     def _seat(self, visitor: Visitor) -> None:
         """Raises `ApiError` when there is no seat for it."""
+        if not self.queue:
+            self._pace.restart()
         others = any(tenant != visitor.tenant for tenant in self.queue.lengths)
         loser = self.queue.add(visitor)
         if loser is visitor:

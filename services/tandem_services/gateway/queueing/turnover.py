@@ -21,6 +21,10 @@ class Pace:
     clock: Clock
     _admitted_at: deque[float] = field(default_factory=lambda: deque(maxlen=PACE_SAMPLES))
 
+    def restart(self) -> None:
+        """A request came to an empty queue. The time before it was no wait."""
+        self._admitted_at.clear()
+
     def admitted(self) -> None:
         """A queued request got workers."""
         self._admitted_at.append(self.clock.now())

@@ -1,8 +1,10 @@
 """Predicted latencies: the header, the record, the metrics, and which requests are learned from."""
 
 from dataclasses import replace
+from math import nan
 from typing import Any
 
+import msgspec
 import pytest
 
 from tandem_services.common.errors import ApiError
@@ -10,13 +12,14 @@ from tandem_services.common.metrics import MetricFamilies, new_registry
 from tandem_services.gateway.console.latency_rows import latency_rows
 from tandem_services.gateway.objectives import Objectives, SloFields, SloMode, objectives_of
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestJournal, RequestRecord
-from tandem_services.gateway.observe.predictions import Predictions, judged
-from tandem_services.router.calibration import MIN_SAMPLES
+from tandem_services.gateway.observe.predictions import LEARNED_PER_SECOND, Predictions, judged
+from tandem_services.router.calibration import MAX_HANDLING_S, MIN_SAMPLES, Calibration
 from tandem_services.router.decision import Latency, Placement, ScoreTerm
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.router_builders import make_choice, make_view
+from tandem_testing.service_clock import ServiceClock
 from tandem_testing.tokenizer_builders import EOS
 
 HEADER = "x-tandem-predicted-ttft-ms"
@@ -28,8 +31,8 @@ LATENCY = Latency(
 )
 
 
-def predictions() -> Predictions:
-    return Predictions(MetricFamilies(new_registry()), model="mock")
+def predictions(clock: ServiceClock | None = None) -> Predictions:
+    return Predictions(MetricFamilies(new_registry()), model="mock", clock=clock or ServiceClock())
 
 
 def record_of(known: Predictions, *, attempts: int = 1, choices: int = 1, **changes: Any) -> RequestRecord:
@@ -65,6 +68,52 @@ def test_measured_requests_correct_later_predictions():
     assert attempt.predicted is not None
     assert attempt.predicted.ttft_s == pytest.approx(0.5)
     assert attempt.predicted.itl_s == pytest.approx(0.02)
+
+
+def test_learning_is_bounded_whenever_requests_came():
+    clock = ServiceClock()
+    known = predictions(clock)
+    for number in range(3 * LEARNED_PER_SECOND):
+        known.finished(record_of(known, created=number % 7))
+    [factors] = known.calibration.factors()
+    assert factors.samples == LEARNED_PER_SECOND
+    clock.advance(1.0)
+    known.finished(record_of(known))
+    [factors] = known.calibration.factors()
+    assert factors.samples == LEARNED_PER_SECOND + 1
+
+
+def test_slow_uploads_lengthen_predictions_by_a_second_at_most():
+    known = predictions()
+    for _ in range(MIN_SAMPLES):
+        record = record_of(known)
+        record.choices[0].ttft_s = 60.0
+        known.finished(record)
+    [factors] = known.calibration.factors()
+    assert factors.handling_s == MAX_HANDLING_S
+
+
+async def test_figures_that_are_no_durations_end_no_request(gateway):
+    gateway.chooser.latency = msgspec.structs.replace(LATENCY, terms=(ScoreTerm("prefill_compute", nan),))
+    response = await gateway.chat(max_tokens=3)
+    assert response.status_code == 200
+    assert HEADER not in response.headers
+    text = (await gateway.http.get("/metrics")).text
+    assert metric_sum(text, "tandem_gateway_prediction_errors_total") == 1
+
+
+async def test_failing_calibration_ends_no_request(gateway, monkeypatch):
+    def fail(*_: object) -> None:
+        raise ZeroDivisionError
+
+    gateway.chooser.latency = LATENCY
+    monkeypatch.setattr(Calibration, "learn", fail)
+    answer = await gateway.chat(max_tokens=3)
+    assert answer.status_code == 200
+    assert (await gateway.http.get(f"/v1/requests/{answer.json()['id']}/explain")).json()["status"] == 200
+    text = (await gateway.http.get("/metrics")).text
+    assert metric_sum(text, "tandem_gateway_prediction_errors_total") == 1
+    assert metric_sum(text, "tandem_gateway_num_requests_running") == 0
 
 
 def canceled(record: RequestRecord) -> None:
@@ -204,7 +253,7 @@ async def test_objectives_of_headers_and_body_are_counted(gateway, stream):
 
 def test_requests_that_met_all_objectives_are_goodput():
     registry = new_registry()
-    known = Predictions(MetricFamilies(registry), model="mock")
+    known = Predictions(MetricFamilies(registry), model="mock", clock=ServiceClock())
     met, missed = Objectives(ttft_s=0.5, itl_s=0.02), Objectives(ttft_s=0.4)
     for objectives, status in ((met, 200), (missed, 200), (met, 503), (met, 429), (met, 499), (met, 400), (None, 200)):
         known.finished(record_of(known, objectives=objectives, status=status))
@@ -279,6 +328,7 @@ async def strict(rack, tokenizer):
 
 async def test_strict_gateway_rejects_with_a_time_to_retry(strict):
     assert (await strict.complete(max_tokens=3, slo={"ttft_ms": 60000})).status_code == 200
+    strict.chooser.room = 0
     response = await strict.complete(max_tokens=3, slo={"ttft_ms": 100})
     assert response.status_code == 429
     assert response.json()["error"]["code"] == "slo_unattainable"

@@ -536,3 +536,22 @@ async def test_expected_wait_is_that_of_the_prompts_before_it():
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     await desk.admission.close()
+
+
+async def test_time_without_a_queue_is_no_pace():
+    fleet = Fleet(places=0)
+    desk = Desk(fleet)
+    early = [desk.come(name) for name in ("a", "b", "c")]
+    await desk.waiting(3)
+    fleet.places = 9
+    desk.admission.freed()
+    for task in early:
+        await task
+    desk.clock.advance(3_600.0)
+    fleet.places = 0
+    late = desk.come("late")
+    await desk.waiting(1)
+    assert desk.binding.expected_wait_s(tenant=UNKNOWN, priority=0, prompt_tokens=100) == 0.0
+    late.cancel()
+    await asyncio.gather(late, return_exceptions=True)
+    await desk.admission.close()

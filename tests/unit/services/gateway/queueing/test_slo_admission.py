@@ -10,7 +10,8 @@ from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies, new_registry
 from tandem_services.gateway.objectives import Objectives, SloMode
 from tandem_services.gateway.observe.predictions import Predictions
-from tandem_services.gateway.queueing.slo_admission import MAX_RETRY_S, Promises, SloAdmission
+from tandem_services.gateway.queueing.slo_admission import MAX_PROMISES, MAX_RETRY_S, Promises, SloAdmission
+from tandem_services.router.calibration import MIN_SAMPLES, WINDOW, Measured
 from tandem_services.router.decision import Latency, ScoreTerm
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
@@ -30,7 +31,7 @@ class Gate:
             model="m",
             mode=mode,
             clock=self.clock,
-            predictions=Predictions(families, model="m"),
+            predictions=Predictions(families, model="m", clock=self.clock),
         )
 
     def judge(
@@ -44,11 +45,14 @@ class Gate:
         terms: tuple[ScoreTerm, ...] = BUSY,
         objectives: Objectives | None = OBJECTIVES,
         work_s: float = 0.0,
+        tenant: str = "t",
     ) -> ApiError | None:
         terms_of_ttft = (ScoreTerm("prefill_queue", queue_s), ScoreTerm("prefill_compute", ttft_s))
         latency = Latency(terms=terms_of_ttft, itl_s=itl_s, kind="k", decode_kind="k")
         choice = replace(make_choice("r", make_view("w"), terms=terms), latency=latency)
-        return self.admission.judge(choice, objectives, priority=priority, waited_s=waited_s, work_s=lambda: work_s)
+        return self.admission.judge(
+            choice, objectives, tenant=tenant, priority=priority, waited_s=waited_s, work_s=lambda: work_s
+        )
 
     def kept(self, value: str) -> float | None:
         return self.registry.get_sample_value("tandem_gateway_retry_promises_total", {"model_name": "m", "kept": value})
@@ -58,7 +62,7 @@ class Gate:
 def test_observing_gateway_rejects_nothing(priority):
     gate = Gate(SloMode.OBSERVE)
     assert gate.judge(ttft_s=1e3, itl_s=1e3, priority=priority) is None
-    gate.admission.judge_wait(OBJECTIVES, priority=priority, wait_s=1e6, work_s=lambda: 1.0)
+    gate.admission.judge_wait(OBJECTIVES, tenant="t", priority=priority, wait_s=1e6, work_s=lambda: 1.0)
 
 
 @pytest.mark.parametrize(
@@ -87,7 +91,7 @@ def test_shedding_gateway_rejects_unimportant_requests_while_busy(request_, reje
         ({"itl_s": 0.21}, True),
         ({"ttft_s": 1.0, "waited_s": 1.1}, True),
         ({"ttft_s": 1.9, "itl_s": 0.19}, False),
-        ({"ttft_s": 2.1, "terms": ()}, True),
+        ({"ttft_s": 2.1, "terms": ()}, False),
         ({"ttft_s": 2.1, "objectives": Objectives(itl_s=0.1)}, False),
         ({"itl_s": 0.21, "objectives": Objectives(ttft_s=1.0)}, False),
     ],
@@ -108,10 +112,10 @@ def test_strict_gateway_rejects_what_takes_twice_its_objective(request_, rejecte
 def test_request_behind_others_is_judged_by_its_wait(mode, priority, wait_s, rejected):
     gate = Gate(mode)
     if not rejected:
-        gate.admission.judge_wait(OBJECTIVES, priority=priority, wait_s=wait_s, work_s=lambda: 0.0)
+        gate.admission.judge_wait(OBJECTIVES, tenant="t", priority=priority, wait_s=wait_s, work_s=lambda: 0.0)
         return
     with pytest.raises(ApiError) as error:
-        gate.admission.judge_wait(OBJECTIVES, priority=priority, wait_s=wait_s, work_s=lambda: 0.0)
+        gate.admission.judge_wait(OBJECTIVES, tenant="t", priority=priority, wait_s=wait_s, work_s=lambda: 0.0)
     assert error.value.retry_after == pytest.approx(wait_s - 1.0)
 
 
@@ -127,6 +131,24 @@ def test_requests_rejected_together_come_back_one_after_the_other():
     assert times == pytest.approx([3.0 + 0.1 * number for number in range(200)])
 
 
+def test_rejected_flood_leaves_times_of_other_tenants():
+    gate = Gate(SloMode.STRICT)
+    for _ in range(200):
+        assert gate.judge(tenant="flood", queue_s=3.9, work_s=10.0) is not None
+    error = gate.judge(tenant="other", queue_s=3.9, work_s=10.0)
+    assert error is not None
+    assert error.retry_after == pytest.approx(3.0)
+
+
+def test_promises_of_drained_tenants_are_forgotten():
+    clock = ServiceClock()
+    promises = Promises(clock=clock)
+    for number in range(3 * MAX_PROMISES):
+        promises.make(f"t{number}", drain_s=0.0, work_s=0.5)
+        clock.advance(1.0)
+    assert len(promises._drained_at) <= MAX_PROMISES
+
+
 @given(st.lists(st.tuples(st.floats(0, 100), st.floats(0, 10), st.floats(0, 50)), min_size=1, max_size=50))
 def test_promised_times_are_in_the_future_and_in_order(rejections):
     clock = ServiceClock()
@@ -134,7 +156,7 @@ def test_promised_times_are_in_the_future_and_in_order(rejections):
     last = 0.0
     for drain_s, work_s, passed_s in rejections:
         clock.advance(passed_s)
-        retry_s = promises.make(drain_s=drain_s, work_s=work_s)
+        retry_s = promises.make("t", drain_s=drain_s, work_s=work_s)
         assert 0.0 <= retry_s <= MAX_RETRY_S
         assert retry_s >= min(drain_s, MAX_RETRY_S) - 1e-6
         assert clock.now() + retry_s >= last - 1e-6
@@ -145,10 +167,10 @@ def test_booked_work_drains_as_time_passes():
     clock = ServiceClock()
     promises = Promises(clock=clock)
     for _ in range(10):
-        promises.make(drain_s=0.0, work_s=1.0)
-    assert promises.make(drain_s=0.0, work_s=1.0) == pytest.approx(10.0)
+        promises.make("t", drain_s=0.0, work_s=1.0)
+    assert promises.make("t", drain_s=0.0, work_s=1.0) == pytest.approx(10.0)
     clock.advance(60.0)
-    assert promises.make(drain_s=2.0, work_s=1.0) == pytest.approx(2.0)
+    assert promises.make("t", drain_s=2.0, work_s=1.0) == pytest.approx(2.0)
 
 
 def test_promises_are_counted_when_their_time_has_come():
@@ -174,3 +196,38 @@ def test_prompt_that_no_wait_makes_fast_enough_gets_no_time_to_retry():
     behind = gate.judge(queue_s=3.9)
     assert behind is not None
     assert behind.retry_after == pytest.approx(3.0)
+
+
+def test_idle_worker_corrects_a_model_that_rejects_everything():
+    """A few slow requests at the start, such as those for which kernels are compiled."""
+    gate = Gate(SloMode.STRICT)
+    predictions = gate.admission._predictions
+    latency = Latency(terms=(ScoreTerm("prefill_compute", 0.4),), itl_s=0.01, kind="k", decode_kind="k")
+    choice = replace(make_choice("r", make_view("w"), terms=()), latency=latency)
+
+    def finish(ttft_s: float) -> None:
+        predicted = predictions.predict(choice, gateway_wait_s=0.0)
+        assert predicted is not None
+        measured = Measured(ttft_s=ttft_s, queue_s=0.0, prefill_s=ttft_s, itl_s=0.01)
+        predictions.calibration.learn(predicted, measured)
+
+    for _ in range(MIN_SAMPLES):
+        finish(30.0)
+    assert gate.judge(ttft_s=0.4) is not None
+    for _ in range(WINDOW):
+        assert gate.judge(ttft_s=0.4, terms=()) is None
+        finish(0.4)
+    assert gate.judge(ttft_s=0.4) is None
+
+
+def test_step_under_way_does_not_make_a_prompt_too_long():
+    gate = Gate(SloMode.STRICT)
+    latency = Latency(
+        terms=(ScoreTerm("prefill_compute", 1.9), ScoreTerm("decode_step", 0.2)), itl_s=0.01, kind="k", decode_kind="k"
+    )
+    choice = replace(make_choice("r", make_view("w"), terms=BUSY), latency=latency)
+    error = gate.admission.judge(
+        choice, Objectives(ttft_s=1.0), tenant="t", priority=0, waited_s=0.0, work_s=lambda: 0.0
+    )
+    assert error is not None
+    assert error.retry_after is not None
