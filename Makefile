@@ -17,7 +17,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits skew fuzz mutate console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -88,6 +88,9 @@ chaos: setup ## Break a real system in every way it promises to survive (CHAOS_A
 
 limits: setup ## Load a system in containers with little memory, few processes, files and CPUs (ARGS="--only memory", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.limits $(ARGS)
+
+pairs: setup ## Every pair of values of request fields and of engine options (ARGS="--seed N --only fields|options")
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.pairs $(ARGS)
 
 skew: setup ## Roll a fleet from older releases, taken from git, to this one under load (ARGS="--old COMMIT", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.skew $(ARGS)

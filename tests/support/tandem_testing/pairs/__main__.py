@@ -1,0 +1,96 @@
+"""`make pairs`: every pair of values of request fields, and of engine options.
+
+    fields     each row is asked of one worker that does both, whole, streamed and in a crowd of all rows, and of a
+               prefill and a decode worker: equal text, token ids, finish reasons, usage and logprobs
+    options    each row is an `LLM` with these options: the tokens of the plain one
+
+Prints a table and, as its last line, a JSON object. Ends with 1 if an answer differs.
+"""
+
+import argparse
+import asyncio
+import json
+import sys
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tandem_testing.pairs.asking import Outcome, ask_refused, ask_rows, asking
+from tandem_testing.pairs.fields import ROUTES
+from tandem_testing.system import System
+
+FLAGS = ("--threads", "1", "--kv-cache-gib", "0.1", "--dtype", "float32", "--chunked-prefill-size", "256")
+BOTH = ("--prefill", "0", "--decode", "0", "--both", "1")
+TWO = ("--prefill", "1", "--decode", "1", "--local-prefill-tokens", "4")
+LINE = "{:<24} {:>5} {:>7} {:>7} {:>10}"
+Figures = dict[str, Any]
+
+
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def report(array: str, seed: int, outcomes: Sequence[Outcome], *, refused: int = 0) -> Figures:
+    """Prints a line, and what differs."""
+    differing = [outcome for outcome in outcomes if outcome.problems]
+    say(LINE.format(array, seed, len(outcomes) - refused, refused, len(differing)))
+    for outcome in differing:
+        say(f"  {json.dumps(dict(outcome.row))}")
+        for problem in outcome.problems:
+            say(f"    {problem}")
+    return {
+        "array": array,
+        "seed": seed,
+        "rows": len(outcomes) - refused,
+        "refused_pairs": refused,
+        "differing": [{"row": dict(outcome.row), "problems": outcome.problems} for outcome in differing],
+    }
+
+
+async def ask_fields(one: System, other: System, seed: int) -> list[Figures]:
+    figures = []
+    async with asking(one.url) as here, asking(other.url) as there:
+        for route in ROUTES:
+            refused = await ask_refused(route, here, there)
+            asked = await ask_rows(route, route.rows(seed), here, there)
+            figures.append(report(route.path, seed, [*refused, *asked], refused=len(refused)))
+    return figures
+
+
+def check_fields(seed: int, folder: Path) -> list[Figures]:
+    systems: list[System] = []
+    try:
+        # The first compiles what the second finds.
+        systems.append(System.start(folder / "both", *BOTH, *FLAGS))
+        systems.append(System.start(folder / "two", *TWO, *FLAGS))
+        return asyncio.run(ask_fields(*systems, seed))
+    finally:
+        for system in systems:
+            system.close()
+
+
+CHECKS = {"fields": check_fields}
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="make pairs", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seed", type=int, default=1, help="of the arrays (default: 1)")
+    parser.add_argument("--only", choices=[*CHECKS], help="one of the arrays (default: all)")
+    return parser.parse_args(argv)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parsed(argv)
+    say(LINE.format("array", "seed", "rows", "refused", "differing"))
+    figures: list[Figures] = []
+    with tempfile.TemporaryDirectory(prefix="tandem-pairs-") as folder:
+        for name in [args.only] if args.only else CHECKS:
+            figures += CHECKS[name](args.seed, Path(folder))
+    say(json.dumps(figures))
+    return int(any(each["differing"] for each in figures))
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
