@@ -18,6 +18,7 @@ from typing import Any
 
 from tandem_testing.pairs.asking import Outcome, ask_refused, ask_rows, asking
 from tandem_testing.pairs.fields import ROUTES
+from tandem_testing.pairs.options import compare_options, option_rows
 from tandem_testing.system import System
 
 FLAGS = ("--threads", "1", "--kv-cache-gib", "0.1", "--dtype", "float32", "--chunked-prefill-size", "256")
@@ -65,13 +66,18 @@ def check_fields(seed: int, folder: Path) -> list[Figures]:
         # The first compiles what the second finds.
         systems.append(System.start(folder / "both", *BOTH, *FLAGS))
         systems.append(System.start(folder / "two", *TWO, *FLAGS))
-        return asyncio.run(ask_fields(*systems, seed))
+        one, other = systems
+        return asyncio.run(ask_fields(one, other, seed))
     finally:
         for system in systems:
             system.close()
 
 
-CHECKS = {"fields": check_fields}
+def check_options(seed: int, folder: Path) -> list[Figures]:
+    return [report("options", seed, compare_options(option_rows(seed), folder))]
+
+
+CHECKS = {"fields": check_fields, "options": check_options}
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
