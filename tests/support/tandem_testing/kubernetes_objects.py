@@ -64,7 +64,11 @@ def worker_pool(role: str, replicas: int, *, ready: int = 0, service: str = "lla
 
 def pod(name: str, *, component: str = "worker", role: str = "", ready: bool = True, **changes: Any) -> Object:
     """`changes`: of its status. A worker of revision 5d8f, or a gateway."""
-    labels = {"tandem.dev/service": "llama", "app.kubernetes.io/component": component}
+    labels = {
+        "app.kubernetes.io/managed-by": "tandem-operator",
+        "app.kubernetes.io/component": component,
+        "tandem.dev/service": "llama",
+    }
     if role:
         labels |= {"tandem.dev/role": role, "tandem.dev/revision": "5d8f"}
     ports = [{"name": "health", "containerPort": 9090}]
