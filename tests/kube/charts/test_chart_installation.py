@@ -80,7 +80,8 @@ def test_definitions_are_applied_again_by_kubectl(control_plane):
     words = ("apply", "--server-side", "--force-conflicts", "--validate=false", "-f", str(CHARTS / "tandem" / "crds"))
     applied = control_plane.kubectl(*words).splitlines()
     names = sorted(line.split(" ")[0].rpartition("/")[2] for line in applied)
-    assert names == ["modelservices.tandem.dev", "workerpools.tandem.dev"]
+    kinds = ("modeladapters", "modelgateways", "modelservices", "workerpools")
+    assert names == [f"{kind}.tandem.dev" for kind in kinds]
 
 
 def test_a_model_is_installed_changed_and_taken_away(helm, control_plane, namespace):
