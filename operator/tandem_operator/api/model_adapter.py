@@ -1,8 +1,9 @@
 """`ModelAdapter`: one LoRA adapter of a ModelService, as an object of its own.
 
-Whoever may write ModelAdapters of a namespace adds adapters to its services without a right on these. So it names no
-volume that the workers do not have: its source is a claim of `spec.adapterClaims` (or of an adapter of the spec). Its
-life changes no pod. There is no finalizer: the service's status lists it until it is unloaded.
+A user who may write ModelAdapters of a namespace adds adapters to its services without a right on these. A ModelAdapter
+therefore names no volume that the workers do not mount: its source is a claim of `spec.adapterClaims` (or of an adapter
+of the spec). Creating or deleting one changes no pod. There is no finalizer: the service's status lists it until
+it is unloaded.
 """
 
 from typing import Annotated, ClassVar

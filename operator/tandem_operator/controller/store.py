@@ -184,7 +184,7 @@ class Seen:
         """From the API's own JSON."""
         given = body["metadata"]
         metadata = {name: given[name] for name in _METADATA if name in given}
-        ref = Ref(api_version=body["apiVersion"], kind=body["kind"], name=given["name"])
+        ref = Ref.of(body)
         kept: Manifest = {"apiVersion": ref.api_version, "kind": ref.kind, "metadata": metadata}
         if ref.kind == POD.name:
             kept |= _pod(body)

@@ -280,7 +280,7 @@ def _manifests(gateway: Served, models: SharedModels, settings: OperatorSettings
 
 
 def _superfluous(observed: Observed, manifests: Iterable[Manifest]) -> tuple[Ref, ...]:
-    kept = {Ref(api_version=one["apiVersion"], kind=one["kind"], name=one["metadata"]["name"]) for one in manifests}
+    kept = set(map(Ref.of, manifests))
     return tuple(sorted(observed.owned - kept, key=lambda ref: (ref.kind, ref.name)))
 
 

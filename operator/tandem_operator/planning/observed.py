@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from tandem_operator.api.model_service import Decision
 from tandem_operator.api.types import RoleName
@@ -15,6 +16,11 @@ class Ref:
     api_version: str
     kind: str
     name: str
+
+    @staticmethod
+    def of(body: Mapping[str, Any]) -> "Ref":
+        """Of a manifest, or of an object as the API server has it."""
+        return Ref(api_version=body["apiVersion"], kind=body["kind"], name=body["metadata"]["name"])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

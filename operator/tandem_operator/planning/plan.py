@@ -321,7 +321,7 @@ def _superfluous(
     `gateways` stay.
     """
     kept = {ref for ref in observed.owned if ref.name in gateways}
-    kept |= {Ref(api_version=one["apiVersion"], kind=one["kind"], name=one["metadata"]["name"]) for one in manifests}
+    kept |= set(map(Ref.of, manifests))
     for one in observed.workers():
         counts = step.desired.get(one.revision or "", {})
         if one.pods > 0 or (one.role is not None and counts.get(one.role, 0) > 0):

@@ -20,6 +20,7 @@ from tandem_engine.config import AdapterConfig
 from tandem_engine.config.flags import count, host_address, non_negative_int, positive_mib
 from tandem_services.cli.logs.pump import LogTo
 from tandem_services.common.settings import read_settings
+from tandem_services.gateway.objectives import MAX_MS
 from tandem_services.gateway.output.reasoning import REASONING_PARSERS
 from tandem_services.gateway.output.tool_parsers.registry import TOOL_CALL_PARSERS
 
@@ -58,8 +59,8 @@ def non_negative_float(text: str) -> float:
 def milliseconds(text: str) -> float:
     """Above 0, and at most a day."""
     value = positive_float(text)
-    if value > 86_400_000:
-        raise argparse.ArgumentTypeError(f"must be at most 86400000, got {text}")
+    if value > MAX_MS:
+        raise argparse.ArgumentTypeError(f"must be at most {MAX_MS:.0f}, got {text}")
     return value
 
 

@@ -37,6 +37,7 @@ from tandem_services.cli.flags import (
 )
 from tandem_services.cli.parsing.flag_table import Sources
 from tandem_services.common.settings import read_settings
+from tandem_services.gateway.objectives import Objectives, SloMode
 
 if TYPE_CHECKING:
     from tandem_services.gateway.config import ModelConfig
@@ -156,8 +157,8 @@ def _add_objectives(group: argparse._ArgumentGroup) -> None:
         )
     group.add_argument(
         "--slo-admission",
-        choices=("observe", "shed", "strict"),
-        default="observe",
+        choices=[mode.value for mode in SloMode],
+        default=SloMode.OBSERVE.value,
         help="observe: reject no request because of its objectives; shed: those of priority below 0 that are predicted "
         "to miss one while their workers are busy; strict: any that is predicted to take more than twice an objective "
         "while its workers are busy (default: %(default)s)",
@@ -295,7 +296,6 @@ def model_flags(args: argparse.Namespace) -> "ModelConfig":
 def _model_config(args: argparse.Namespace, folder: Path) -> "ModelConfig":
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.config import ModelConfig
-    from tandem_services.gateway.objectives import Objectives, SloMode
     from tandem_services.router.policies import PolicyNames
 
     return ModelConfig(

@@ -78,13 +78,16 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
     """What has been learned of one kind and placement."""
 
     kind: str
+    """Revision, device and number of ranks of the worker that computes the prompt."""
     placement: Placement
     samples: int
+    """Requests that it was learned from, at most `WINDOW`."""
     queue: float
+    """Correction of queues; `compute` and `itl` are those of computing and of the time between tokens."""
     compute: float
     handling_s: float
     margin: float
-    """Over the corrected time to the first token."""
+    """What the percentile of requests takes, over the corrected time to the first token."""
     itl: float
     itl_margin: float
     ratio: float

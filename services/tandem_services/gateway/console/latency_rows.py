@@ -17,30 +17,14 @@ SAMPLES = 200
 MAX_ROWS = 64
 
 
-class LatencyRow(msgspec.Struct, frozen=True, kw_only=True):
+class LatencyRow(Factors, frozen=True, kw_only=True):
     """Medians are of the last requests that were learned from; None without any."""
 
     model: str
-    kind: str
-    """Revision, device and number of ranks of the worker that computes the prompt."""
-    placement: str
-    samples: int
-    """Requests that it has been learned from, at most `calibration.WINDOW`."""
     predicted_ttft_s: float | None
     measured_ttft_s: float | None
     predicted_itl_s: float | None
     measured_itl_s: float | None
-    ratio: float
-    """Median of measured / predicted time to the first token."""
-    queue: float
-    """Correction of queues, of computing and of the time between tokens."""
-    compute: float
-    itl: float
-    handling_s: float
-    margin: float
-    """What the percentile of requests takes, over the prediction."""
-    itl_margin: float
-    calibrated: bool
 
 
 def latency_rows(services: Iterable[ModelService], journal: RequestJournal) -> tuple[LatencyRow, ...]:
@@ -64,22 +48,12 @@ def _row(model: str, factors: Factors, seen: list[Judged]) -> LatencyRow:
         if one.prediction.itl_s is not None and one.measured.itl_s is not None
     ]
     return LatencyRow(
+        **msgspec.structs.asdict(factors),
         model=model,
-        kind=factors.kind,
-        placement=factors.placement,
-        samples=factors.samples,
         predicted_ttft_s=_median(one.prediction.ttft_s for one in seen),
         measured_ttft_s=_median(one.measured.ttft_s for one in seen),
         predicted_itl_s=_median(predicted for predicted, _ in between),
         measured_itl_s=_median(measured for _, measured in between),
-        ratio=factors.ratio,
-        queue=factors.queue,
-        compute=factors.compute,
-        itl=factors.itl,
-        handling_s=factors.handling_s,
-        margin=factors.margin,
-        itl_margin=factors.itl_margin,
-        calibrated=factors.calibrated,
     )
 
 

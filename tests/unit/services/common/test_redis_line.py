@@ -228,13 +228,21 @@ async def test_a_slot_that_moves_in_circles_ends_in_an_error(cluster_line, clust
         await asked
 
 
-async def test_what_a_moving_slot_has_given_away_is_asked_there(cluster_line, cluster):
+async def redirected_to_a_taker(
+    line: RedisLine, cluster: ClusterWires
+) -> tuple[ScriptedWire, ScriptedWire, "asyncio.Task[object]"]:
+    """The owner of the slot, the node that takes it over, and a command that the owner has sent there."""
     owner = cluster.next
-    asked = ask(cluster_line, "GET", "gone")
+    asked = ask(line, "GET", "gone")
     await owner.has_sent(1)
     taker = cluster.next
     owner.replies.put_nowait(AskError(f"3999 {SECOND}"))
     await taker.has_sent(2)
+    return owner, taker, asked
+
+
+async def test_what_a_moving_slot_has_given_away_is_asked_there(cluster_line, cluster):
+    owner, taker, asked = await redirected_to_a_taker(cluster_line, cluster)
     assert taker.sent == [b"ASKING", b"GET gone"]
     taker.replies.put_nowait(b"OK")
     taker.replies.put_nowait(b"found")
@@ -243,12 +251,7 @@ async def test_what_a_moving_slot_has_given_away_is_asked_there(cluster_line, cl
 
 
 async def test_functions_are_loaded_on_both_ends_of_a_moving_slot(cluster_line, cluster):
-    owner = cluster.next
-    asked = ask(cluster_line, "GET", "gone")
-    await owner.has_sent(1)
-    taker = cluster.next
-    owner.replies.put_nowait(AskError(f"3999 {SECOND}"))
-    await taker.has_sent(2)
+    owner, taker, asked = await redirected_to_a_taker(cluster_line, cluster)
     taker.replies.put_nowait(b"OK")
     taker.replies.put_nowait(ResponseError("Function not found"))
     with pytest.raises(ResponseError):
@@ -263,12 +266,7 @@ async def test_functions_are_loaded_on_both_ends_of_a_moving_slot(cluster_line, 
 
 
 async def test_broken_connection_to_a_taker_fails_no_load(cluster_line, cluster):
-    owner = cluster.next
-    asked = ask(cluster_line, "GET", "gone")
-    await owner.has_sent(1)
-    taker = cluster.next
-    owner.replies.put_nowait(AskError(f"3999 {SECOND}"))
-    await taker.has_sent(2)
+    owner, taker, asked = await redirected_to_a_taker(cluster_line, cluster)
     taker.replies.put_nowait(ConnectionResetError("gone"))
     with pytest.raises(ConnectionResetError):
         await asked
@@ -279,12 +277,7 @@ async def test_broken_connection_to_a_taker_fails_no_load(cluster_line, cluster)
 
 
 async def test_the_connection_to_a_taker_becomes_that_to_the_owner(cluster_line, cluster):
-    owner = cluster.next
-    asked = ask(cluster_line, "GET", "gone")
-    await owner.has_sent(1)
-    taker = cluster.next
-    owner.replies.put_nowait(AskError(f"3999 {SECOND}"))
-    await taker.has_sent(2)
+    owner, taker, asked = await redirected_to_a_taker(cluster_line, cluster)
     taker.replies.put_nowait(b"OK")
     taker.replies.put_nowait(b"found")
     await asked

@@ -30,7 +30,7 @@ class Server:
 
     async def connect(self) -> None:
         if "refused" in self.answers:
-            raise ConnectionRefusedError("nobody listens")
+            raise ConnectionRefusedError("the port is closed")
         self.open += 1
 
     def pack_command(self, *args: object) -> list[bytes]:

@@ -138,7 +138,7 @@ async def test_a_command_about_another_fleet_changes_no_adapter(served):
 
 
 @pytest.mark.parametrize("token", ["x" * 64, ""], ids=["another", "none"])
-async def test_nobody_without_the_token_is_answered(served, token):
+async def test_request_without_the_token_is_rejected(served, token):
     with pytest.raises(OrderFailedError, match="401"):
         await registered_adapters(served.client, GATEWAY, token)
     report = await send_command(served.client, GATEWAY, token, Load(wanted=SQL, digest=""))

@@ -266,7 +266,7 @@ def test_a_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, 
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "error"),
     [
         (["flip", "llama-gateway-7c", "decode"], "is a gateway: only workers have roles"),
         (["flip", "llama-decode-5d8f-0-1", "prefill"], "have one role together: flip llama-decode-5d8f-0"),
@@ -274,12 +274,12 @@ def test_a_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, 
         (["drain", "foreign"], "belongs to no ModelService"),
     ],
 )
-def test_pod_without_worker_gets_no_commands(kubectl, api, words, told):
+def test_pod_without_worker_gets_no_commands(kubectl, api, words, error):
     api.objects[f"{PODS}/llama-decode-5d8f-0-1"] = follower("llama-decode-5d8f-0-1")
     api.objects[f"{PODS}/foreign"] = {"metadata": {"name": "foreign", "labels": {}}}
     status, _, err = kubectl(*words)
     assert (status, api.writes) == (3, [])
-    assert told in err
+    assert error in err
 
 
 # Through port-forwards (a real gateway: tests/integration/test_k8s_gateway.py)
