@@ -109,7 +109,7 @@ def test_addresses_are_joined_and_split_in_one_module() -> None:
         'f"redis://{name}:{PORT}/0"',
     ],
 )
-def test_a_hand_made_address_is_found(code: str) -> None:
+def test_hand_made_address_is_found(code: str) -> None:
     assert list(hand_made(code))
 
 

@@ -36,7 +36,7 @@ def test_test_file_names_are_unique() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-def test_the_interpreter_works_from_the_root_with_the_root_on_the_path() -> None:
+def test_interpreter_works_from_the_root_with_the_root_on_the_path() -> None:
     done = run_python("import sys; sys.path.insert(0, ''); import collections, operator; operator.add(1, 2)")
     assert done.returncode == 0, done.stderr
 
@@ -108,7 +108,7 @@ ENVIRONMENT_READERS = {
 }
 
 
-def test_the_environment_is_read_in_one_file_per_package() -> None:
+def test_environment_is_read_in_one_file_per_package() -> None:
     readers = {
         str(path.relative_to(ROOT))
         for path in sources()

@@ -64,7 +64,7 @@ def test_equal_answers_have_no_damage():
     assert not compare_answers(answer("abc"), answer("abc"))
 
 
-def test_a_stream_that_broke_off_is_failed_and_its_beginning_still_counts():
+def test_stream_that_broke_off_is_failed_and_its_beginning_still_counts():
     assert compare_answers(answer("abcdef"), answer("abc", error="gone", finishes=())) == Damage(failed=1)
     assert compare_answers(answer("abcdef"), answer("aXc", error="gone", finishes=())) == Damage(failed=1, wrong=1)
 
@@ -74,14 +74,14 @@ def test_two_finish_reasons_or_broken_logprobs_are_wrong():
     assert compare_answers(answer("abc"), answer("abc", shift=0.01)) == Damage(wrong=3)
 
 
-def test_an_ask_of_an_adapter_is_compared_with_that_adapter():
+def test_ask_of_an_adapter_is_compared_with_that_adapter():
     ask = replace(answer("a").ask, adapter="sql", salt="one")
     assert ask.body("base")["model"] == "sql"
     assert ask.unsalted == replace(answer("a").ask, adapter="sql") != answer("a").ask.unsalted
     assert answer("a").ask.body("base")["model"] == "base"
 
 
-def test_a_missing_choice_is_missing_tokens():
+def test_missing_choice_is_missing_tokens():
     half = answer("abc")
     half.choices = {}
     damage = compare_answers(answer("abc"), half)
@@ -95,7 +95,7 @@ def test_only_silence_after_the_fault_is_recovery():
     assert heard.longest_silence(after=20.0) == 0.0
 
 
-def test_a_slow_machine_stretches_what_is_computing_and_an_idle_one_with_a_core_each_nothing():
+def test_slow_machine_stretches_what_is_computing_and_an_idle_one_with_a_core_each_nothing():
     assert Slowness(cores=8, workers=4, contention=1.0).allowed(3.0) == 3.0
     slow = Slowness(cores=2, workers=4, contention=1.5, quiet_s=0.5)
     assert slow.allowed(1.0) == 3 * 1.0 + 0.5
@@ -133,7 +133,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 @pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_suite_that_is_told_to_end_leaves_nothing_running(tmp_path, number):
+def test_suite_that_is_told_to_end_leaves_nothing_running(tmp_path, number):
     argv = [sys.executable, "-m", "tandem_testing.chaos", "--only", "1", "--run-dir", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": python_path(ROOT / "tests/support")}
     suite = subprocess.Popen(
@@ -203,12 +203,12 @@ def test_every_promise_of_the_table_has_a_test():
     assert a_decode_worker_dies.promise == promise(1)
 
 
-def test_a_machine_is_as_slow_as_the_worse_of_two_looks():
+def test_machine_is_as_slow_as_the_worse_of_two_looks():
     one, other = (Slowness(cores=2, workers=4, contention=contention) for contention in (1.0, 1.5))
     assert worse(one, other) == worse(other, one) == other
 
 
-def test_an_absent_promise_is_counted_as_absent_and_not_as_kept():
+def test_absent_promise_is_counted_as_absent_and_not_as_kept():
     line = promise(48)
     kept = Outcome(promise=promise(1), result=Result.KEPT, stalls=(0.1, 0.5), requests=2)
     broken = Outcome(promise=promise(2), result=Result.BROKEN, damage=Damage(wrong=3, failed=1))
@@ -257,7 +257,7 @@ def test_what_this_machine_cannot_test_is_absent_and_says_why(capsys, monkeypatc
     assert line.endswith("absent (no mount namespace here)")
 
 
-def test_the_summary_tells_what_must_be_zero_and_how_long_clients_waited():
+def test_summary_tells_what_must_be_zero_and_how_long_clients_waited():
     kept = Outcome(promise=promise(1), result=Result.KEPT, stalls=(0.1, 0.5), requests=2)
     line = summary_line([kept, Outcome(promise=promise(48), result=Result.ABSENT)])
     assert "1 kept, 0 broken, 1 absent" in line
@@ -278,7 +278,7 @@ def test_names_of_a_fleet_mean_what_its_scenario_says(tmp_path):
         assert subprocess.run(look, capture_output=True, text=True, check=True).stdout == f"{address}\n"
 
 
-def test_an_unknown_number_is_refused(capsys):
+def test_unknown_number_is_refused(capsys):
     with pytest.raises(SystemExit) as ended:
         command.main(["--only", "1,99"])
     assert ended.value.code == 2

@@ -68,7 +68,7 @@ def asked(line: socket.socket, word: bytes) -> bytes:
     return line.recv(100)
 
 
-def test_a_process_loses_its_address_and_lives_on_and_its_peers_hear_nothing(switch):
+def test_process_loses_its_address_and_lives_on_and_its_peers_hear_nothing(switch):
     place = switch.place()
     with answering(place, "one") as process, connected(place.address) as line:
         assert asked(line, b"?") == b"one?"
@@ -86,7 +86,7 @@ def test_a_process_loses_its_address_and_lives_on_and_its_peers_hear_nothing(swi
         assert line.recv(100) == b"one?"
 
 
-def test_an_address_is_given_to_another_and_traffic_of_the_first_does_not_reach_it(switch):
+def test_address_is_given_to_another_and_traffic_of_the_first_does_not_reach_it(switch):
     first = switch.place()
     with answering(first, "old") as old, connected(first.address) as line:
         assert asked(line, b"?") == b"old?"

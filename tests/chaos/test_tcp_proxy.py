@@ -45,7 +45,7 @@ async def test_calm_bytes_go_through_both_ways(proxy):
     assert proxy.connections == 1
 
 
-async def test_a_cut_connection_is_reset_and_a_new_one_works(proxy):
+async def test_cut_connection_is_reset_and_a_new_one_works(proxy):
     async with connected(proxy) as (reader, writer):
         await echoed(reader, writer, b"hello")
         proxy.cut()
@@ -104,7 +104,7 @@ async def test_refusing_resets_new_connections_and_keeps_old_ones(proxy):
         assert await echoed(old_reader, old_writer, b"still here") == b"still here"
 
 
-async def test_a_target_that_is_not_there_is_a_reset():
+async def test_target_that_is_not_there_is_a_reset():
     def nobody() -> tuple[str, int]:
         raise LookupError("not started")
 

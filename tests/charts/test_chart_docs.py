@@ -63,7 +63,7 @@ def test_values_named_in_words_are_values_or_fields():
             assert of_chart or known(resource, path.replace("[]", "")), f"{page}: {path}"
 
 
-def test_the_yaml_of_the_models_readme_is_values():
+def test_yaml_of_the_models_readme_is_values():
     text = (CHARTS / "tandem-model" / "README.md").read_text()
     (block,) = re.findall(r"```yaml\n(.*?)```", text, re.DOTALL)
     assert list(jsonschema_rs.validator_for(SCHEMAS["tandem-model"]).iter_errors(yaml.safe_load(block))) == []

@@ -46,7 +46,7 @@ def test_generated_chart_files_are_current(written, path):
 
 
 @each_chart
-def test_the_charts_own_values_fit_its_schema(chart):
+def test_charts_own_values_fit_its_schema(chart):
     assert objections(chart, {}) == []
 
 
@@ -66,7 +66,7 @@ def test_every_object_of_the_schema_is_closed_or_a_map(chart):
     check(SCHEMAS[chart], chart)
 
 
-def test_the_operators_values_and_schema_know_the_same_fields():
+def test_operators_values_and_schema_know_the_same_fields():
     def compare(schema: dict[str, Any], values: dict[str, Any], path: str) -> None:
         assert schema["properties"].keys() - {"global"} == values.keys(), path
         for name, one in schema["properties"].items():
@@ -77,7 +77,7 @@ def test_the_operators_values_and_schema_know_the_same_fields():
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_spec_of_every_example_is_values(path):
+def test_spec_of_every_example_is_values(path):
     for document in yaml.safe_load_all(path.read_text()):
         if document["kind"] == "ModelService":
             assert objections("tandem-model", document["spec"]) == []
@@ -102,7 +102,7 @@ def test_the_spec_of_every_example_is_values(path):
     ],
     ids=str,
 )
-def test_a_model_chart_refuses(values, words):
+def test_model_chart_refuses(values, words):
     found = objections("tandem-model", MODEL | values)
     assert any(words in one for one in found), found
 
@@ -124,7 +124,7 @@ def test_a_model_chart_refuses(values, words):
     ],
     ids=str,
 )
-def test_the_operators_chart_refuses(values):
+def test_operators_chart_refuses(values):
     assert len(objections("tandem", values)) >= 1
 
 

@@ -140,7 +140,7 @@ def test_probes_ask_a_port_that_the_container_has(rendered):
         assert container[probe]["httpGet"]["port"] == "http"
 
 
-def test_the_operators_namespace_alone_by_default(rendered):
+def test_operators_namespace_alone_by_default(rendered):
     """No right outside of the release's namespace unless somebody asks for it."""
     bound = of_kind(rendered["defaults"], "RoleBinding")
     assert {one["metadata"]["namespace"] for one in bound} == {"tandem-system"}
@@ -169,17 +169,17 @@ def test_every_binding_has_its_role_and_account(rendered):
             assert {one["name"] for one in binding["subjects"]} <= accounts
 
 
-def test_the_pods_run_as_the_account_that_is_bound(rendered):
+def test_pods_run_as_the_account_that_is_bound(rendered):
     for case, account in (("defaults", "tandem"), ("without", "there")):
         assert deployment(rendered[case])["spec"]["template"]["spec"]["serviceAccountName"] == account
 
 
-def test_an_account_that_is_not_made_has_to_be_named(helm):
+def test_account_that_is_not_made_has_to_be_named(helm):
     with pytest.raises(HelmError, match=r"serviceAccount\.name: name the account to use"):
         helm.render("tandem", {"serviceAccount": {"create": False}})
 
 
-def test_a_list_of_namespaces_and_the_whole_cluster_contradict_each_other(helm):
+def test_list_of_namespaces_and_the_whole_cluster_contradict_each_other(helm):
     with pytest.raises(HelmError, match="namespaces: scope Cluster includes all of them; leave the list empty"):
         helm.render("tandem", {"scope": "Cluster", "namespaces": ["models"]})
 
@@ -195,7 +195,7 @@ def test_one_replica_has_no_disruption_budget(rendered):
     assert not of_kind(rendered["single"], "PodDisruptionBudget")
 
 
-def test_the_network_policy_lets_in_metrics_alone_and_out_what_is_needed(rendered):
+def test_network_policy_lets_in_metrics_alone_and_out_what_is_needed(rendered):
     (policy,) = of_kind(rendered["everything"], "NetworkPolicy")
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     (ingress,) = policy["spec"]["ingress"]
@@ -211,7 +211,7 @@ def test_model_services_let_the_operator_in(rendered):
     assert labels["app.kubernetes.io/component"] == "operator"
 
 
-def test_the_dashboard_arrives_whole(rendered):
+def test_dashboard_arrives_whole(rendered):
     (dashboards,) = of_kind(rendered["everything"], "ConfigMap")
     assert dashboards["metadata"]["labels"]["grafana_dashboard"] == "1"
     assert dashboards["metadata"]["namespace"] == "monitoring"
@@ -229,7 +229,7 @@ def test_monitors_name_the_port_of_the_metrics(rendered, case, kind, ports):
 
 
 @each_case
-def test_the_operator_has_an_address(rendered, case):
+def test_operator_has_an_address(rendered, case):
     """The examples of examples/scaling name it."""
     (service,) = of_kind(rendered[case], "Service")
     (container,) = deployment(rendered[case])["spec"]["template"]["spec"]["containers"]
@@ -259,7 +259,7 @@ def test_names_follow_the_release(helm):
         assert deployment(manifests)["metadata"]["name"] == f"{name}-operator"
 
 
-def test_the_notes_say_where_it_looks(helm):
+def test_notes_say_where_it_looks(helm):
     assert "It looks after ModelServices in: tandem-system." in helm.notes("tandem")
     assert "of every namespace" in helm.notes("tandem", {"scope": "Cluster"})
 
@@ -279,14 +279,14 @@ def test_allowed_options_become_an_operator_flag(helm):
         helm.render("tandem", {"allow": ["everything"]})
 
 
-def test_a_pod_that_never_gets_ready_does_not_keep_its_node(helm):
+def test_pod_that_never_gets_ready_does_not_keep_its_node(helm):
     for without, policy in (((), "AlwaysAllow"), (("policy/v1",), None)):
         (budget,) = of_kind(helm.render("tandem", without=without), "PodDisruptionBudget")
         assert budget["spec"].get("unhealthyPodEvictionPolicy") == policy
 
 
 @pytest.mark.parametrize("name", ["1chat", "chat.v1", "Chat", "chat-"])
-def test_a_release_whose_name_no_service_could_have_is_refused(helm, name):
+def test_release_whose_name_no_service_could_have_is_refused(helm, name):
     with pytest.raises(HelmError, match="nameOverride|release name"):
         helm.render("tandem-model", {"model": {"path": "/m"}}, release=name)
 
@@ -303,7 +303,7 @@ def model_service(helm: HelmLibrary, values: dict[str, Any], **how: Any) -> dict
     return manifest
 
 
-def test_a_model_without_a_source_is_told_what_to_choose_from(helm):
+def test_model_without_a_source_is_told_what_to_choose_from(helm):
     with pytest.raises(
         HelmError, match=r"model: say where the checkpoint comes from, for example --set model\.hugging"
     ):
@@ -326,7 +326,7 @@ def test_large_whole_numbers_stay_whole(helm):
     assert isinstance(rendered["spec"]["engine"]["contextLength"], int)
 
 
-def test_the_chart_adds_nothing_to_the_spec(helm):
+def test_chart_adds_nothing_to_the_spec(helm):
     values = {"model": {"path": "/m"}, "labels": {"team": "a"}, "annotations": {"b": "c"}, "nameOverride": "chat"}
     rendered = model_service(helm, values | {"global": {"x": 1}})
     assert rendered["spec"] == {"model": {"path": "/m"}}
@@ -335,12 +335,12 @@ def test_the_chart_adds_nothing_to_the_spec(helm):
     assert rendered["metadata"]["annotations"] == {"b": "c"}
 
 
-def test_a_release_whose_name_is_too_long_for_pods_is_refused(helm):
+def test_release_whose_name_is_too_long_for_pods_is_refused(helm):
     with pytest.raises(HelmError, match="nameOverride: the ModelService would be called"):
         helm.render("tandem-model", {"model": {"path": "/m"}}, release="a" * 41)
 
 
-def test_the_notes_of_a_model_tell_how_to_ask_it(helm):
+def test_notes_of_a_model_tell_how_to_ask_it(helm):
     values = {
         "model": {"path": "/m"},
         "servedModelName": "qwen3",

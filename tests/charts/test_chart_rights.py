@@ -47,7 +47,7 @@ OPERATOR = installed("ClusterRole", "tandem-operator")
 LEADER = installed("Role", "tandem-leader")
 
 
-def test_the_operators_rights_are_those_of_the_list():
+def test_operators_rights_are_those_of_the_list():
     assert f"{table(OPERATOR)}{table(LEADER)}" == GOLDEN.read_text()
 
 
@@ -68,7 +68,7 @@ def test_there_are_no_wildcards_and_no_rights_to_get_more_rights():
 @pytest.mark.parametrize(
     "resource", ["pods/exec", "pods/attach", "pods/portforward", "pods/ephemeralcontainers", "nodes", "serviceaccounts"]
 )
-def test_a_way_out_of_its_job_is_no_right_of_it(resource):
+def test_way_out_of_its_job_is_no_right_of_it(resource):
     assert resource not in {one.split(".")[0] for one, _ in rights_of(OPERATOR)}
 
 

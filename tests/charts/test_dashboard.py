@@ -42,7 +42,7 @@ def groupings(expr: str) -> set[str]:
     return {label.strip() for labels in GROUPING.findall(expr) for label in labels.split(",")}
 
 
-def test_the_committed_dashboard_is_what_the_script_writes(tmp_path):
+def test_committed_dashboard_is_what_the_script_writes(tmp_path):
     written = tmp_path / "tandem.json"
     command = [sys.executable, str(ROOT / "tools" / "dashboard" / "write.py"), str(written)]
     subprocess.run(command, check=True, capture_output=True)
@@ -68,7 +68,7 @@ def test_every_label_in_an_expression_is_one_of_its_metric(target):
 
 
 @each_target
-def test_a_series_is_looked_for_where_it_is_exported(target):
+def test_series_is_looked_for_where_it_is_exported(target):
     for name, labels in re.findall(rf"({NAME})\{{([^}}]*)\}}", target["expr"]):
         source = "gateway" if 'instance=~"$gateway"' in labels else "worker"
         assert name in EXPORTED[source]
@@ -82,7 +82,7 @@ def test_counters_are_rates_and_gauges_are_not(target):
 
 
 @each_target
-def test_a_legend_names_labels_that_the_result_has(target):
+def test_legend_names_labels_that_the_result_has(target):
     shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
     grouped = groupings(target["expr"]) - {"le"}
     if "sum" in target["expr"]:

@@ -86,7 +86,7 @@ def changed(path: tuple[Any, ...], value: Any) -> dict[str, Any]:
     return template
 
 
-def test_a_pod_that_keeps_every_rule_is_admitted():
+def test_pod_that_keeps_every_rule_is_admitted():
     assert violations(ADMITTED) == []
 
 
@@ -108,5 +108,5 @@ def test_setting_absent_from_pod_and_container_is_missing(field):
     }
 
 
-def test_a_bare_pod_is_refused():
+def test_bare_pod_is_refused():
     assert violations({"spec": {"containers": [{"name": "main"}]}})

@@ -318,7 +318,7 @@ def test_every_ack_lost_means_quarantine_and_not_a_wrong_token():  # [late-write
     pair.assert_clean()
 
 
-def test_a_lost_greeting_costs_one_request_and_is_repeated():
+def test_lost_greeting_costs_one_request_and_is_repeated():
     pair = make_pair()
     pair.network.lost = lambda message: isinstance(message, Hello)
     pair.submit("first")

@@ -99,7 +99,7 @@ def test_tokens_are_those_of_no_drafts_greedy_or_seeded(model, without_drafts, a
     assert platform.replays > 0
 
 
-def test_a_head_of_three_layers_drafts_on_a_device(model, without_drafts, tmp_path):
+def test_head_of_three_layers_drafts_on_a_device(model, without_drafts, tmp_path):
     """Graphs multiply the features of their layers too: guesses are those of a CPU."""
     head = write_tiny_eagle3(Path(model.config.model_path), tmp_path / "head")
     spec = replace(spec_of(model, SpecAlgorithm.EAGLE), draft_model_path=str(head))
@@ -137,7 +137,7 @@ def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return heard
 
 
-def test_a_head_guesses_on_a_device_what_it_guesses_on_a_cpu(model):
+def test_head_guesses_on_a_device_what_it_guesses_on_a_cpu(model):
     """So it reads the states of its own text, and goes on from its own: guesses change with either."""
     heard = []
     for platform in (TwinPlatform(), None):
@@ -151,9 +151,7 @@ def test_a_head_guesses_on_a_device_what_it_guesses_on_a_cpu(model):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("algorithm", [SpecAlgorithm.DRAFT, SpecAlgorithm.EAGLE])
-def test_a_proposal_and_the_step_that_verifies_it_are_queued_before_anybody_waits(
-    model, algorithm, overlap, monkeypatch
-):
+def test_proposal_and_the_step_that_verifies_it_are_queued_before_anybody_waits(model, algorithm, overlap, monkeypatch):
     calls: list[str] = []
     queue, arrived, guess = StreamRunner._queue, StreamFuture._arrived, StreamRunner.guess
 
@@ -184,7 +182,7 @@ def test_a_proposal_and_the_step_that_verifies_it_are_queued_before_anybody_wait
 
 
 @pytest.mark.parametrize("algorithm", [SpecAlgorithm.DRAFT, SpecAlgorithm.EAGLE])
-def test_a_grammar_is_told_of_guesses_behind_the_step_that_verifies_them(model, algorithm):
+def test_grammar_is_told_of_guesses_behind_the_step_that_verifies_them(model, algorithm):
     """Its masks need the drafts of its run: they wait for these, and the step for the masks."""
     asked = [
         request("plain", [7, 8, 9, 10, 11] * 3),
@@ -228,7 +226,7 @@ def test_graphs_of_a_draft_are_part_of_what_memory_is_divided_by(model, algorith
         assert all(parts.pool.num_pages == SMALLEST_POOL for parts in platform.weighed)
 
 
-def test_a_draft_model_catches_up_and_guesses_by_graphs(model):
+def test_draft_model_catches_up_and_guesses_by_graphs(model):
     """It is always right here, so each proposal begins with two tokens; the prompt alone is queued step by step."""
     platform = TwinPlatform()
     with engine_of(model, spec_of(model, SpecAlgorithm.DRAFT), platform, enable_overlap=False) as engine:

@@ -65,7 +65,7 @@ def test_chunks_pages_and_prefixes_do_not_show(overlap, chunk, page_size, radix)
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_a_prompt_that_is_put_back_half_computed_sums_each_token_once(page_size, overlap):
+def test_prompt_that_is_put_back_half_computed_sums_each_token_once(page_size, overlap):
     engine = make_engine(
         enable_overlap=overlap,
         enable_mixed_chunk=True,
@@ -90,7 +90,7 @@ def test_a_prompt_that_is_put_back_half_computed_sums_each_token_once(page_size,
 @pytest.mark.parametrize("every", [1, 5])
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 @pytest.mark.parametrize("page_size", [1, 16])
-def test_a_forced_retraction_at_any_moment_does_not_show(page_size, overlap, every):
+def test_forced_retraction_at_any_moment_does_not_show(page_size, overlap, every):
     engine = make_engine(
         enable_overlap=overlap,
         enable_mixed_chunk=True,
@@ -154,7 +154,7 @@ def test_last_may_use_a_cached_prefix_and_mean_may_not():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_an_aborted_embedding_leaves_nothing_behind(steps):
+def test_aborted_embedding_leaves_nothing_behind(steps):
     engine = make_engine(chunked_prefill_size=8, enable_overlap=True)
     engine.add(make_embedding_request("gone", range(1, 60), Pooling.MEAN))
     engine.step(steps)
@@ -165,7 +165,7 @@ def test_an_aborted_embedding_leaves_nothing_behind(steps):
     engine.assert_nothing_held()
 
 
-def test_an_embedding_that_misses_its_deadline_ends():
+def test_embedding_that_misses_its_deadline_ends():
     engine = make_engine(chunked_prefill_size=8)
     message = make_embedding_request("late", range(1, 60), Pooling.MEAN)
     engine.add(type(message)(**{**{f: getattr(message, f) for f in message.__struct_fields__}, "deadline_s": 5.0}))

@@ -75,7 +75,7 @@ def run_rounds(engine: Engine) -> None:
 
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_a_prefix_that_comes_back_from_host_memory_is_what_it_was(mode, policy):
+def test_prefix_that_comes_back_from_host_memory_is_what_it_was(mode, policy):
     host = HostConfig(enable_cache=True, write_policy=policy)
     engine = engine_of(mode, host_pages=400 // mode[2], host=host)
     run_rounds(engine)
@@ -104,13 +104,13 @@ def test_tokens_of_an_output_that_is_resumed_are_no_cached_prompt_in_any_tier(st
 
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_a_host_pool_smaller_than_the_device_pool_only_hits_less(mode, policy):  # [pinned-host-block] [copy-acked]
+def test_host_pool_smaller_than_the_device_pool_only_hits_less(mode, policy):  # [pinned-host-block] [copy-acked]
     engine = engine_of(mode, host_pages=max(2, 40 // mode[2]), host=HostConfig(enable_cache=True, write_policy=policy))
     run_rounds(engine)
 
 
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_a_prefix_that_comes_back_from_storage_is_what_it_was(mode):
+def test_prefix_that_comes_back_from_storage_is_what_it_was(mode):
     storage = MemoryStorage()
     host = HostConfig(enable_cache=True)
     engine = engine_of(mode, host_pages=96 // mode[2], host=host, storage=storage)
@@ -119,7 +119,7 @@ def test_a_prefix_that_comes_back_from_storage_is_what_it_was(mode):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_a_request_that_was_swapped_goes_on_as_if_it_had_not_been(mode):
+def test_request_that_was_swapped_goes_on_as_if_it_had_not_been(mode):
     engine = engine_of(
         mode,
         pages=400,
@@ -164,7 +164,7 @@ def test_tiers_and_swapping_share_host_memory(overlap, policy):
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_the_same_whenever_copies_happen_to_run(seed):
+def test_same_whenever_copies_happen_to_run(seed):
     engine = engine_of(
         (True, True, 4),
         host_pages=60,

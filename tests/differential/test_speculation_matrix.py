@@ -98,7 +98,7 @@ def engine_of(mistake: str, **settings: object) -> Engine:
     return make_engine(proposer=proposer_of(mistake), **settings)
 
 
-def test_the_scripts_are_right():
+def test_scripts_are_right():
     """Or the matrix would prove less than it says."""
     engine = engine_of("right", usable_pages=400)
     run_staggered(engine)
@@ -232,7 +232,7 @@ def test_same_output_however_long_steps_take(mistake, seed):
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_decode_worker_drafts_for_requests_that_were_handed_over(mistake, overlap):
+def test_decode_worker_drafts_for_requests_that_were_handed_over(mistake, overlap):
     proposer = proposer_of(mistake)
     pair = make_pair(decode={"proposer": proposer}, enable_overlap=overlap, chunked_prefill_size=4)
     rids = [pair.submit(f"r{i}", SHARED[: 5 + 3 * i], max_tokens=6 + i) for i in range(6)]
@@ -246,7 +246,7 @@ def test_a_decode_worker_drafts_for_requests_that_were_handed_over(mistake, over
 @pytest.mark.parametrize("settings", [{}, {"force_retract_every": 2}, {"chunked_prefill_size": 5}], ids=str)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_draft_model_keeps_its_kv_through_everything(settings, page_size, overlap):
+def test_draft_model_keeps_its_kv_through_everything(settings, page_size, overlap):
     """The drafting model is the model and reads its own KV: one wrong page, and a draft is rejected."""
     pages = 1 + 800 // page_size
     drafts = make_fake_drafts(num_pages=pages + 1, page_size=page_size, vocab_size=VOCAB, max_text=20)
@@ -285,7 +285,7 @@ TIERS = {
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_draft_model_notices_pages_that_left_and_came_back_elsewhere(tier, page_size, overlap):
+def test_draft_model_notices_pages_that_left_and_came_back_elsewhere(tier, page_size, overlap):
     """Draft KV stays behind when KV is copied to host memory and to other pages of the device."""
     pages = 160 // page_size
     drafts = make_fake_drafts(num_pages=pages + 1, page_size=page_size, vocab_size=VOCAB)
@@ -312,7 +312,7 @@ def test_a_draft_model_notices_pages_that_left_and_came_back_elsewhere(tier, pag
     assert tally.host_cached_tokens if tier == "host cache" else tally.swapped_out
 
 
-def test_a_draft_model_catches_up_with_kv_that_was_handed_over():
+def test_draft_model_catches_up_with_kv_that_was_handed_over():
     drafts = make_fake_drafts(num_pages=65, page_size=4, vocab_size=VOCAB)
     pair = make_pair(decode={"proposer": drafts.proposer}, enable_overlap=True)
     rids = [pair.submit(f"r{i}", SHARED[: 5 + 3 * i], max_tokens=6 + i) for i in range(6)]

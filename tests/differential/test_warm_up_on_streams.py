@@ -60,7 +60,7 @@ def outputs(engine: Engine) -> list[Generation]:
 
 
 @pytest.mark.parametrize("algorithm", [None, SpecAlgorithm.DRAFT])
-def test_a_warm_engine_gives_the_tokens_of_a_cold_one(checkpoint, algorithm):
+def test_warm_engine_gives_the_tokens_of_a_cold_one(checkpoint, algorithm):
     path = "" if algorithm is None else str(checkpoint)
     warm, cold = map(outputs, engines(checkpoint, SpecConfig(algorithm=algorithm, draft_model_path=path)))
     assert [each.token_ids for each in warm] == [each.token_ids for each in cold]

@@ -97,7 +97,7 @@ def test_curl_gets_an_answer_through_the_service(url: str):
     assert json.loads(answer)["usage"]["completion_tokens"] == 8
 
 
-def test_the_openai_client_streams_a_chat(url: str):
+def test_openai_client_streams_a_chat(url: str):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     stream = client.chat.completions.create(model=NAME, messages=messages, max_tokens=24, temperature=0, stream=True)

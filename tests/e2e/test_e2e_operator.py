@@ -98,7 +98,7 @@ def test_curl_gets_an_answer_through_the_service(resource: Resource, url: str):
     assert status == 200, answer
 
 
-def test_the_openai_client_streams_a_chat(url: str):
+def test_openai_client_streams_a_chat(url: str):
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="unused", max_retries=0)
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     stream = client.chat.completions.create(model=NAME, messages=messages, max_tokens=24, temperature=0, stream=True)
@@ -147,7 +147,7 @@ def test_kubectl_tandem_shows_and_asks_what_runs(resource: Resource, pods: Pods,
     assert "Ready" in plugin("status", NAME)
 
 
-def test_a_worker_changes_its_role(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
+def test_worker_changes_its_role(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
     """Prefill to decode and back, by the order that the operator gives."""
     secret = pods.cluster.get(f"{pods.core}/secrets/{curve_secret_name(NAME)}")["data"][CURVE_KEY]
     token = {"Authorization": f"Bearer {order_token(base64.b64decode(secret))}"}
@@ -168,7 +168,7 @@ def test_a_worker_changes_its_role(resource: Resource, pods: Pods, url: str, ref
 
 
 @pytest.mark.parametrize("spec", [ROLLED, SPEC], ids=["forward", "back"])
-def test_a_revision_is_rolled_out(
+def test_revision_is_rolled_out(
     spec: dict, resource: Resource, pods: Pods, url: str, references: dict, diary: Diary, request: pytest.FixtureRequest
 ):
     """Another page size: KV of the two revisions does not fit each other, so pairs change and never mix."""
@@ -267,7 +267,7 @@ def wait_nothing_left(pods: Pods) -> None:
 
 
 @pytest.mark.parametrize("policy", ["Foreground", "Background"])
-def test_a_deleted_service_finishes_its_requests(
+def test_deleted_service_finishes_its_requests(
     policy: str, resource: Resource, pods: Pods, references: dict, diary: Diary
 ):
     """Also where the garbage collector deletes workers and Redis together with the gateways (Foreground)."""

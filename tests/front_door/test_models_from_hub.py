@@ -55,7 +55,7 @@ def user(tmp_path, hub):
     return User(tmp_path, hub)
 
 
-def test_an_absent_model_offline_names_the_way_out(user, hub):
+def test_absent_model_offline_names_the_way_out(user, hub):
     sentence = user.refusal("serve", "Qwen/Qwen3-0.6B", "--offline")
     assert sentence.startswith("Qwen/Qwen3-0.6B is not in the cache")
     assert "`tandem pull Qwen/Qwen3-0.6B`" in sentence
@@ -63,18 +63,18 @@ def test_an_absent_model_offline_names_the_way_out(user, hub):
     assert hub.requests == []
 
 
-def test_a_model_that_cannot_be_fetched_starts_nothing(user, hub):
+def test_model_that_cannot_be_fetched_starts_nothing(user, hub):
     hub.add("org/gated", bundled_model()).token = "another"
     assert "org/gated is gated" in user.refusal("serve", "org/gated")
     assert "there is no folder models/foo either" in user.refusal("up", "--model", "models/foo")
 
 
-def test_a_gguf_file_starts_nothing(user):
+def test_gguf_file_starts_nothing(user):
     (user.home / "m.gguf").write_bytes(b"GGUF")
     assert "m.gguf is GGUF" in user.refusal("serve", "m.gguf")
 
 
-def test_a_download_ends_by_ctrl_c(user, hub):
+def test_download_ends_by_ctrl_c(user, hub):
     hub.repos["org/mini"].held = threading.Event()
     command = (*CLI, "pull", "org/mini")
     with subprocess.Popen(command, env=user.environment, stderr=subprocess.PIPE, text=True) as pull:
@@ -87,7 +87,7 @@ def test_a_download_ends_by_ctrl_c(user, hub):
 
 @pytest.mark.slow
 @pytest.mark.xdist_group("system")
-def test_a_pulled_model_serves_without_a_hub(user, hub):
+def test_pulled_model_serves_without_a_hub(user, hub):
     """Kernels come from the cache of the other tests: to compile them takes half a minute."""
     pulled = user.run("pull", "org/mini")
     commit = hub.repos["org/mini"].refs["main"]

@@ -229,7 +229,7 @@ def test_nothing_waits_for_the_device_but_for_results_while_a_head_drafts(model)
 @pytest.mark.gpu_alone
 @pytest.mark.parametrize("drafts", [True, False])
 @pytest.mark.parametrize("host", [HostConfig(enable_cache=True, size_bytes=64 << 20), HostConfig()])
-def test_an_engine_stays_within_its_share_of_the_card(model, host, drafts):
+def test_engine_stays_within_its_share_of_the_card(model, host, drafts):
     share = 0.2
     cache = CacheConfig(page_size=16, mem_fraction_static=share, host=host)
     spec = head_of(model) if drafts else SpecConfig()
@@ -240,13 +240,13 @@ def test_an_engine_stays_within_its_share_of_the_card(model, host, drafts):
         assert engine.total_pages > 128
 
 
-def test_a_share_that_holds_nothing_is_refused_with_what_would(model):
+def test_share_that_holds_nothing_is_refused_with_what_would(model):
     cache = CacheConfig(page_size=16, mem_fraction_static=1e-5)
     with pytest.raises(ConfigError, match="raise --mem-fraction-static"):
         Engine.build(model, config_of(model, cache=cache))
 
 
-def test_a_gpu_that_is_not_there_is_refused(checkpoint):
+def test_gpu_that_is_not_there_is_refused(checkpoint):
     count = torch.cuda.device_count()
     with pytest.raises(ConfigError, match=f"needs GPU {count}"):
         load(EngineConfig(model_path=str(checkpoint), device=f"cuda:{count}"), progress=False)

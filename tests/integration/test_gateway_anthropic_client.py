@@ -39,7 +39,7 @@ async def client(tmp_path):
             yield client
 
 
-async def test_a_message_is_created_and_a_conversation_with_tools_comes_round(client):
+async def test_message_is_created_and_a_conversation_with_tools_comes_round(client):
     first = await client.messages.create(
         **ASKED, system="Be brief.", thinking={"type": "enabled", "budget_tokens": 1024}
     )
@@ -61,7 +61,7 @@ async def test_models_are_listed_and_a_prefill_is_continued(client):
     assert message.stop_reason == "max_tokens"
 
 
-async def test_the_clients_accumulator_puts_a_stream_together(client):
+async def test_clients_accumulator_puts_a_stream_together(client):
     whole = await client.messages.create(**ASKED)
     async with client.messages.stream(**ASKED) as stream:
         seen = [event.type async for event in stream]

@@ -72,7 +72,7 @@ async def serving(server: RedisServer, rack: EngineRack, folder: Path):
             await router.stop()
 
 
-async def test_a_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, tmp_path):
+async def test_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, tmp_path):
     server.wipe()
     most: list[int] = []
     ended: list[str] = []

@@ -119,7 +119,7 @@ async def test_workers_that_lose_redis_stay_members_while_they_answer(server, ra
             assert set(await answered(http)) == {200}
 
 
-async def test_a_prefill_worker_that_loses_redis_still_computes(server, rack, fleet, tmp_path):
+async def test_prefill_worker_that_loses_redis_still_computes(server, rack, fleet, tmp_path):
     """Decode workers are registered, so that Redis finds a way without it."""
     prefill, decode = rack.add("p", behaviour(), Role.PREFILL), rack.add("d", behaviour(), Role.DECODE)
     async with (
@@ -132,7 +132,7 @@ async def test_a_prefill_worker_that_loses_redis_still_computes(server, rack, fl
         assert set(await answered(http, 10)) == {200}
 
 
-async def test_a_worker_that_is_gone_does_not_stay_a_member(server, rack, fleet, tmp_path):
+async def test_worker_that_is_gone_does_not_stay_a_member(server, rack, fleet, tmp_path):
     engines = [rack.add(name, behaviour()) for name in ("a", "b")]
     async with gateway_of(server, rack.context, tmp_path) as (_, router):
         async with beating(fleet, *engines):
@@ -143,7 +143,7 @@ async def test_a_worker_that_is_gone_does_not_stay_a_member(server, rack, fleet,
 
 
 @pytest.mark.parametrize("reason", ["superseded", "fenced"])
-async def test_a_verdict_ends_a_member_that_still_answers(server, rack, fleet, tmp_path, reason):
+async def test_verdict_ends_a_member_that_still_answers(server, rack, fleet, tmp_path, reason):
     """Its id was given to another incarnation, or its peers found it dead, while it did not reach Redis."""
     engine = rack.add("a", behaviour())
     async with gateway_of(server, rack.context, tmp_path) as (_, router):
@@ -163,7 +163,7 @@ async def test_a_verdict_ends_a_member_that_still_answers(server, rack, fleet, t
         await until(gone, PATIENCE_S, "it is no member")
 
 
-async def test_a_forged_verdict_ends_no_member(server, rack, fleet, tmp_path):
+async def test_forged_verdict_ends_no_member(server, rack, fleet, tmp_path):
     engine, forger = rack.add("a", behaviour()), Deployment.of(THEIRS)
     async with gateway_of(server, rack.context, tmp_path) as (http, router):
         async with beating(fleet, engine):
@@ -176,7 +176,7 @@ async def test_a_forged_verdict_ends_no_member(server, rack, fleet, tmp_path):
         assert set(await answered(http)) == {200}
 
 
-async def test_a_row_that_no_engine_answers_for_is_never_offered(server, rack, fleet, tmp_path):
+async def test_row_that_no_engine_answers_for_is_never_offered(server, rack, fleet, tmp_path):
     """An old row, written again: its proof is good, and another incarnation is at its address."""
     engine = rack.add("a", behaviour())
     async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, engine):
@@ -189,7 +189,7 @@ async def test_a_row_that_no_engine_answers_for_is_never_offered(server, rack, f
             assert "z@7" not in {worker.incarnation for worker in router.workers()}
 
 
-async def test_an_engine_of_another_deployment_is_never_offered(server, rack, strangers, fleet, tmp_path):
+async def test_engine_of_another_deployment_is_never_offered(server, rack, strangers, fleet, tmp_path):
     """The row is signed by our deployment, and the engine behind it has other keys."""
     ours, theirs = rack.add("a", behaviour()), strangers.add("x", behaviour())
     async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, ours, theirs):
@@ -201,7 +201,7 @@ async def test_an_engine_of_another_deployment_is_never_offered(server, rack, st
     assert not theirs.received
 
 
-async def test_the_victim_of_a_stolen_name_serves_on(server, rack, strangers, fleet, tmp_path):
+async def test_victim_of_a_stolen_name_serves_on(server, rack, strangers, fleet, tmp_path):
     """After a wipe a second deployment with the same cluster name registers first."""
     ours, theirs = rack.add("a", behaviour()), strangers.add("a", behaviour())
     intruder = Fleet(server, deployment=Deployment.of(THEIRS), **BRIEF)

@@ -42,7 +42,7 @@ async def test_chat_whole_and_streamed_agree(client):
     assert chunks[-1].usage == whole.usage
 
 
-async def test_the_clients_own_accumulator_understands_the_stream(tmp_path):
+async def test_clients_own_accumulator_understands_the_stream(tmp_path):
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path))
     with EngineRack() as rack:
         ids = script(tokenizer, "hello there", eos=EOS)
@@ -122,13 +122,13 @@ async def test_tools_with_a_format_and_allowed_tools(tmp_path):
     assert answer.choices[0].finish_reason == "tool_calls"
 
 
-async def test_the_request_id_of_the_client_object_can_be_explained(client, gateway):
+async def test_request_id_of_the_client_object_can_be_explained(client, gateway):
     answer = await client.completions.create(model="mock", prompt="a", max_tokens=1)
     record = await gateway.http.get(f"/v1/requests/{answer._request_id}/explain")
     assert record.json()["status"] == 200
 
 
-async def test_an_error_in_the_middle_of_a_stream_is_raised_by_the_client(tmp_path):
+async def test_error_in_the_middle_of_a_stream_is_raised_by_the_client(tmp_path):
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path))
     with EngineRack() as rack:
         ids = tokenizer.encode("hello there")
@@ -143,7 +143,7 @@ async def test_an_error_in_the_middle_of_a_stream_is_raised_by_the_client(tmp_pa
                     pass
 
 
-async def test_the_synchronous_client_works_too(gateway):
+async def test_synchronous_client_works_too(gateway):
     def ask() -> tuple[str, str]:
         with openai.OpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client:
             fields = {"model": "mock", "messages": HI, "max_tokens": 8, "seed": 1}

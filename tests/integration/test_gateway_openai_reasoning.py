@@ -66,7 +66,7 @@ async def client(loaded):
             yield client
 
 
-async def test_the_answer_begins_when_the_budget_is_spent(client, loaded):
+async def test_answer_begins_when_the_budget_is_spent(client, loaded):
     free = await client.chat.completions.create(**FIELDS)
     assert (free.choices[0].message.content, free.usage.completion_tokens) == ("", 40)
     end = loaded.text.encode("</think>", add_special_tokens=False)
@@ -88,7 +88,7 @@ async def test_the_answer_begins_when_the_budget_is_spent(client, loaded):
             assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in own) == thought
 
 
-async def test_a_schema_is_kept_to_behind_the_reasoning(client):
+async def test_schema_is_kept_to_behind_the_reasoning(client):
     wanted = {"type": "json_schema", "json_schema": {"name": "animal", "schema": LEGS, "strict": True}}
     fields = {**FIELDS, "max_tokens": 80, "response_format": wanted}
     answer = (await client.chat.completions.create(**fields, extra_body={"thinking_token_budget": 6})).choices[0]
@@ -97,7 +97,7 @@ async def test_a_schema_is_kept_to_behind_the_reasoning(client):
     assert answer.finish_reason == "stop"
 
 
-async def test_a_bad_budget_is_named(client):
+async def test_bad_budget_is_named(client):
     with pytest.raises(openai.BadRequestError) as refused:
         await client.chat.completions.create(**FIELDS, extra_body={"thinking_token_budget": -1})
     assert refused.value.param == "thinking_token_budget"

@@ -41,7 +41,7 @@ async def client(tmp_path):
             yield client
 
 
-async def test_the_clients_accumulator_puts_streamed_calls_together(client):
+async def test_clients_accumulator_puts_streamed_calls_together(client):
     whole = await client.chat.completions.create(model="mock", messages=HI, tools=[TOOL])
     async with client.chat.completions.stream(model="mock", messages=HI, tools=[TOOL], n=2) as stream:
         seen = [event.type async for event in stream]
@@ -57,7 +57,7 @@ async def test_the_clients_accumulator_puts_streamed_calls_together(client):
     assert whole.choices[0].message.reasoning_content == "Rain?"
 
 
-async def test_a_conversation_with_tools_comes_round(client):
+async def test_conversation_with_tools_comes_round(client):
     first = await client.chat.completions.create(model="mock", messages=HI, tools=[TOOL])
     message = first.choices[0].message
     answers = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]
@@ -66,13 +66,13 @@ async def test_a_conversation_with_tools_comes_round(client):
     assert second.usage.prompt_tokens > first.usage.prompt_tokens
 
 
-async def test_a_bad_tool_is_the_clients_own_error(client):
+async def test_bad_tool_is_the_clients_own_error(client):
     with pytest.raises(openai.BadRequestError) as caught:
         await client.chat.completions.create(model="mock", messages=HI, tools=[TOOL, TOOL])
     assert caught.value.param == "tools[1].function.name"
 
 
-async def test_a_response_is_created_and_sent_back(client):
+async def test_response_is_created_and_sent_back(client):
     response = await client.responses.create(
         model="mock", input="Weather in Bern?", instructions="Be brief.", tools=[RESPONSES_TOOL]
     )
@@ -90,7 +90,7 @@ async def test_a_response_is_created_and_sent_back(client):
     assert second.usage.input_tokens > response.usage.input_tokens
 
 
-async def test_a_response_is_streamed(client):
+async def test_response_is_streamed(client):
     stream = await client.responses.create(model="mock", input="hi", tools=[RESPONSES_TOOL], stream=True)
     found = [event async for event in stream]
     assert [found[0].type, found[1].type, found[-1].type] == [
@@ -102,7 +102,7 @@ async def test_a_response_is_streamed(client):
     assert text == found[-1].response.output_text == "Let me see."
 
 
-async def test_the_clients_accumulator_puts_a_streamed_response_together(client):
+async def test_clients_accumulator_puts_a_streamed_response_together(client):
     async with client.responses.stream(model="mock", input="hi", tools=[RESPONSES_TOOL]) as stream:
         seen = [event.type async for event in stream]
         final = await stream.get_final_response()
@@ -110,7 +110,7 @@ async def test_the_clients_accumulator_puts_a_streamed_response_together(client)
     assert final.output_text == "Let me see."
 
 
-async def test_a_refused_response_is_the_clients_own_error(client):
+async def test_refused_response_is_the_clients_own_error(client):
     with pytest.raises(openai.BadRequestError) as caught:
         await client.responses.create(model="mock", input="hi", previous_response_id="resp_1")
     assert caught.value.param == "previous_response_id"

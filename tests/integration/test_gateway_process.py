@@ -63,7 +63,7 @@ def wait_until_live(url: str) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_signal_ends_an_idle_gateway_cleanly(redis, tmp_path, number):  # [drain-loses-nothing]
+def test_signal_ends_an_idle_gateway_cleanly(redis, tmp_path, number):  # [drain-loses-nothing]
     port = free_port()
     url = f"http://127.0.0.1:{port}"
     process = start(write_tokenizer(tmp_path), port, redis.url)
@@ -111,7 +111,7 @@ async def wait_until_ready(client: httpx.AsyncClient) -> None:
     await until(ready, PATIENCE_S, "the gateway is ready")
 
 
-async def test_a_draining_gateway_is_not_ready_before_it_stops_listening_and_loses_no_stream(redis, tmp_path):
+async def test_draining_gateway_is_not_ready_before_it_stops_listening_and_loses_no_stream(redis, tmp_path):
     port = free_port()
     process = start(write_tokenizer(tmp_path), port, redis.url, notice_s=LONG_NOTICE_S)
     body = {"model": "m", "prompt": "hi", "max_tokens": 300, "stream": True, "ignore_eos": True}
@@ -180,7 +180,7 @@ async def test_streams_wait_when_descriptors_are_short(redis, tmp_path):
     assert "few file descriptors are left (limit 128)" in log
 
 
-async def test_the_console_shows_what_workers_have_told_redis_and_that_redis_is_away(redis, tmp_path):
+async def test_console_shows_what_workers_have_told_redis_and_that_redis_is_away(redis, tmp_path):
     port = free_port()
     process = start(write_tokenizer(tmp_path), port, redis.url)
     told = {"running": 3, "evictable_pages": 40, "cached_tokens_total": 7}
@@ -206,7 +206,7 @@ async def test_the_console_shows_what_workers_have_told_redis_and_that_redis_is_
         process.communicate()
 
 
-def test_a_gateway_waits_for_redis_and_says_so(tmp_path):  # [redis-is-optional]
+def test_gateway_waits_for_redis_and_says_so(tmp_path):  # [redis-is-optional]
     server = RedisServer.start()
     server.kill()
     port = free_port()
@@ -223,7 +223,7 @@ def test_a_gateway_waits_for_redis_and_says_so(tmp_path):  # [redis-is-optional]
         server.stop()
 
 
-def test_an_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_path):
+def test_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_path):
     port, admin = free_port(), free_port()
     flags = ["--api-keys", str(write_keys(tmp_path, ann={}, root={"admin": True})), "--admin-port", str(admin)]
     flags += ["--redis-url", redis.url, "--port", str(port), "--drain-notice", str(LONG_NOTICE_S)]
@@ -251,7 +251,7 @@ def test_an_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_p
         process.communicate()
 
 
-def test_a_key_file_that_is_no_good_is_told_at_once(tmp_path):  # [key-file-refused]
+def test_key_file_that_is_no_good_is_told_at_once(tmp_path):  # [key-file-refused]
     flags = ["--api-keys", str(tmp_path / "none.json"), "--redis-url", "redis://127.0.0.1:1"]
     argv = [sys.executable, "-m", "tandem_services.cli.main", "gateway", *flags]
     ended = subprocess.run(

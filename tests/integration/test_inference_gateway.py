@@ -108,7 +108,7 @@ async def refused(live: LiveRouter, request: Any = REQUEST, **fields: Any) -> tu
         return immediate.status.code, msgspec.json.decode(immediate.body)["error"]
 
 
-async def test_a_gateway_carries_out_what_was_picked_and_the_end_releases_it(server, engines, tmp_path):
+async def test_gateway_carries_out_what_was_picked_and_the_end_releases_it(server, engines, tmp_path):
     async with live_gateway_of(server, engines, tmp_path / "gateway") as url:
         endpoint = url.removeprefix("http://")
         async with live_router(server, tmp_path / "router", gateways=(endpoint,)) as live:
@@ -168,7 +168,7 @@ async def source_of(client: httpx.AsyncClient, url: str, headers: dict[str, str]
     return (await client.get(explain, headers=headers)).json()["choices"][0]["attempts"][0]["source"]
 
 
-async def test_a_request_is_its_tenants_and_nobody_elses(server, engines, tmp_path):
+async def test_request_is_its_tenants_and_nobody_elses(server, engines, tmp_path):
     keys = write_keys(tmp_path, ann={}, bob={})
     async with (
         live_gateway_of(server, engines, tmp_path / "gateway", api_keys=keys) as url,
@@ -239,7 +239,7 @@ async def test_only_ready_gateways_of_the_subset_are_picked(server, engines, tmp
                 assert (await refused(live, subset=subset))[0] == 503
 
 
-async def test_a_client_that_leaves_gives_back_what_was_reserved(server, engines, tmp_path):
+async def test_client_that_leaves_gives_back_what_was_reserved(server, engines, tmp_path):
     async with live_router(server, tmp_path) as live:
         async with exchange(live) as stream:
             await picked(stream, subset=ANYWHERE)

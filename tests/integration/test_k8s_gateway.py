@@ -78,7 +78,7 @@ async def deployment(tmp_path):
             await serving
 
 
-async def test_a_conversation_is_held_and_its_request_explained(deployment):
+async def test_conversation_is_held_and_its_request_explained(deployment):
     deployment.chooser.priced = priced_options_of(None, "solo@1", others=1, more=2)
     status, out, err = await deployment.run("chat", "llama", key=key_of("ann"), said="Hello\n")
     assert (status, err) == (0, "")
@@ -98,13 +98,13 @@ async def test_a_conversation_is_held_and_its_request_explained(deployment):
     assert json.loads(out)["choices"][0]["attempts"][0]["candidates"]["more"] == 2
 
 
-async def test_a_request_that_nobody_remembers_is_said_to_be(deployment):
+async def test_request_that_nobody_remembers_is_said_to_be(deployment):
     status, out, err = await deployment.run("explain", "unknown-id", key=key_of("root"))
     assert (status, out) == (1, "")
     assert "none of 1 gateways has unknown-id" in err
 
 
-async def test_a_key_that_may_not_is_told_what_is_needed(deployment):
+async def test_key_that_may_not_is_told_what_is_needed(deployment):
     status, _, err = await deployment.run("explain", "any", key=key_of("ann"))
     assert status == 3
     assert f'{POD} requires a key with "admin": true' in err

@@ -90,7 +90,7 @@ def test_many_pushes_at_once_all_end(sender, receiver):
     assert {event.key.first for event in sender.wait_for(PushDone, 50)} == {*range(50)}
 
 
-def test_the_descriptor_is_readable_while_there_are_events_and_only_then(sender, receiver):
+def test_descriptor_is_readable_while_there_are_events_and_only_then(sender, receiver):
     sender.wait_for(PushDone, 0)
     assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
     sender.transport.push(make_push(receiver.name, (1,), (1,)))
@@ -105,7 +105,7 @@ def test_greeting_a_peer_twice_changes_nothing(sender, receiver):  # nixl 2109
     sender.wait_for(PushDone)
 
 
-def test_a_push_is_not_started_after_its_grant_expired(sender, receiver):  # [grant-expiry]
+def test_push_is_not_started_after_its_grant_expired(sender, receiver):  # [grant-expiry]
     paint(sender, 1)
     sender.transport.push(make_push(receiver.name, (1,), (1,), start_before=0.0))
     (failed,) = sender.wait_for(PushFailed)
@@ -114,14 +114,14 @@ def test_a_push_is_not_started_after_its_grant_expired(sender, receiver):  # [gr
 
 
 @pytest.mark.parametrize("page", [0, 65])
-def test_a_page_outside_the_peers_pool_is_never_written(sender, receiver, page):
+def test_page_outside_the_peers_pool_is_never_written(sender, receiver, page):
     sender.transport.push(make_push(receiver.name, (1,), (page,)))
     (failed,) = sender.wait_for(PushFailed)
     assert f"page {page} was granted" in failed.reason
     assert not failed.peer_lost
 
 
-def test_a_push_to_a_stranger_fails(sender):
+def test_push_to_a_stranger_fails(sender):
     sender.transport.push(make_push("x@1", (1,), (1,)))
     (failed,) = sender.wait_for(PushFailed)
     assert failed.peer_lost
@@ -132,7 +132,7 @@ def test_a_push_to_a_stranger_fails(sender):
     [{"nixl_metadata": b"rubbish"}, {"nixl_metadata": b""}, {"page_bytes": 1}, {"device": "TAPE"}],
     ids=lambda changed: next(iter(changed)),
 )
-def test_a_hello_that_cannot_be_used_leaves_its_sender_a_stranger(sender, receiver, changed):
+def test_hello_that_cannot_be_used_leaves_its_sender_a_stranger(sender, receiver, changed):
     with nixl_node("other") as other:
         sender.transport.connect(msgspec.structs.replace(other.transport.hello(), **changed))
         sender.transport.push(make_push(other.name, (1,), (1,)))
@@ -153,7 +153,7 @@ def test_metadata_of_another_agent_is_refused(sender, receiver):
         assert "not connected" in failed.reason
 
 
-def test_a_forgotten_peer_is_a_stranger_until_it_greets_again():  # [dead-peer-released]
+def test_forgotten_peer_is_a_stranger_until_it_greets_again():  # [dead-peer-released]
     with nixl_node("p") as sender, nixl_node("d") as receiver:
         receiver.transport.expect(1)
         sender.transport.connect(receiver.transport.hello())
@@ -167,7 +167,7 @@ def test_a_forgotten_peer_is_a_stranger_until_it_greets_again():  # [dead-peer-r
         sender.wait_for(PushDone, 2)
 
 
-def test_a_restarted_peer_is_another_peer(sender):
+def test_restarted_peer_is_another_peer(sender):
     for number in (1, 2):
         with nixl_node("restarts", number) as receiver:
             receiver.transport.expect(1)
@@ -212,7 +212,7 @@ def test_closing_with_a_write_under_way_ends_and_is_idempotent():
     ],
     ids=lambda absurd: "-".join(map(str, *absurd.items())),
 )
-def test_a_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # [wire-refused]
+def test_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # [wire-refused]
     with nixl_node("p2") as sender, nixl_node("d2") as receiver:
         sender.transport.connect(msgspec.structs.replace(receiver.transport.hello(), **absurd))
         sender.transport.push(make_push(receiver.name, (1,), (1,)))
@@ -240,7 +240,7 @@ def test_each_layer_moves_once_it_is_written_and_the_push_ends_with_the_last(sen
     assert done.digests == PageDigester(sender.pool).begin(page_ids(3, 4), room="layers", generation=1, first=0).take()
 
 
-def test_the_end_of_a_step_sends_what_is_left(sender, receiver):
+def test_end_of_a_step_sends_what_is_left(sender, receiver):
     progress = KvProgress(MonotonicClock())
     sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress, least_layers=2))
     progress.ended(over())
@@ -248,7 +248,7 @@ def test_the_end_of_a_step_sends_what_is_left(sender, receiver):
     assert same(sender, 3, receiver, 20)
 
 
-def test_a_push_fails_with_its_step_alone(sender, receiver):
+def test_push_fails_with_its_step_alone(sender, receiver):
     progress = KvProgress(MonotonicClock())
     sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress))
     progress.wrote(0)
@@ -260,7 +260,7 @@ def test_a_push_fails_with_its_step_alone(sender, receiver):
     assert done.key.first == 1
 
 
-def test_a_push_that_waits_for_its_step_fails_when_the_grant_expires(sender, receiver):  # [grant-expiry]
+def test_push_that_waits_for_its_step_fails_when_the_grant_expires(sender, receiver):  # [grant-expiry]
     start_before = MonotonicClock().now() + 0.05
     progress = KvProgress(MonotonicClock())
     sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress, start_before=start_before))

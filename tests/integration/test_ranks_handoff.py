@@ -68,7 +68,7 @@ async def test_handed_off_output_equals_output_of_one_worker(checkpoint, tmp_pat
             assert await engine.is_clean()
 
 
-async def test_a_receiver_that_loses_a_rank_costs_the_writer_nothing(checkpoint, tmp_path):
+async def test_receiver_that_loses_a_rank_costs_the_writer_nothing(checkpoint, tmp_path):
     async with pair(checkpoint, tmp_path, 1, 2) as (prefill, decode):
         rank = decode.further_rank
         hand_over("r", PROMPTS[2], prefill, decode, max_tokens=8)
@@ -82,7 +82,7 @@ async def test_a_receiver_that_loses_a_rank_costs_the_writer_nothing(checkpoint,
         assert len((await prefill.until("after")).tokens) == 4
 
 
-async def test_a_writer_that_loses_a_rank_leaves_no_page_behind(checkpoint, tmp_path):
+async def test_writer_that_loses_a_rank_leaves_no_page_behind(checkpoint, tmp_path):
     """Rank 0 may have written its heads when rank 1 is killed; nothing of the prompt is taken for whole."""
     async with pair(checkpoint, tmp_path, 2, 1) as (prefill, decode):
         rank = prefill.further_rank
@@ -100,7 +100,7 @@ async def test_a_writer_that_loses_a_rank_leaves_no_page_behind(checkpoint, tmp_
 
 
 @pytest.mark.parametrize("receivers", [1, 2])
-async def test_a_writer_whose_rank_stands_still_is_given_up_in_time(checkpoint, tmp_path, receivers):
+async def test_writer_whose_rank_stands_still_is_given_up_in_time(checkpoint, tmp_path, receivers):
     """Nobody is dead, so nobody is fenced: the lease runs out, and the pages wait until the writer is gone."""
     async with pair(checkpoint, tmp_path, 2, receivers, "--grant-timeout", str(SOON_S)) as (prefill, decode):
         rank = prefill.further_rank

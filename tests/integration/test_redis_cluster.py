@@ -103,7 +103,7 @@ async def test_any_node_leads_to_the_owner_of_all_keys(cluster, scheme):
     await fleet.close()
 
 
-async def test_a_database_number_of_a_cluster_is_refused_by_name(cluster):
+async def test_database_number_of_a_cluster_is_refused_by_name(cluster):
     client = RedisClient(RedisAddress(url=cluster.nodes[0].url.replace("/0", "/3")), timeout_s=PATIENT_S)
     with pytest.raises(RedisUnavailableError, match="a Redis Cluster has database 0 alone"):
         await client.require(wait_s=0)

@@ -40,7 +40,7 @@ async def matched(fleet: Fleet, chain: list[bytes] = CHAIN, *, page: int = PAGE)
 
 
 @pytest.mark.parametrize("held", [0, 1, 2, 3, 7, 9, 10])
-async def test_the_longest_cached_prefix_is_found(fleet, held):
+async def test_longest_cached_prefix_is_found(fleet, held):
     await apply(fleet, CLEARED, stored(*CHAIN[:held]), builds_on=-1, revision=1)
     assert await matched(fleet) == held * PAGE
 
@@ -51,13 +51,13 @@ async def test_events_apply_in_order(fleet):
     assert await matched(fleet) == 5 * PAGE
 
 
-async def test_a_long_event_is_applied_whole(fleet):
+async def test_long_event_is_applied_whole(fleet):
     foreign = [bytes([i % 256, i // 256]) + bytes(14) for i in range(2500)]
     await apply(fleet, CLEARED, stored(*foreign, *CHAIN), builds_on=-1, revision=1)
     assert await matched(fleet) == 10 * PAGE
 
 
-async def test_an_update_that_does_not_fit_is_a_gap_and_changes_nothing(fleet):
+async def test_update_that_does_not_fit_is_a_gap_and_changes_nothing(fleet):
     await apply(fleet, CLEARED, stored(*CHAIN[:2]), builds_on=-1, revision=1)
     assert await apply(fleet, stored(*CHAIN[2:]), builds_on=2, revision=3) is Applied.GAP
     assert await matched(fleet) == 2 * PAGE
@@ -71,13 +71,13 @@ async def test_repeating_an_update_after_a_lost_answer_is_harmless(fleet):
     assert await matched(fleet) == 2 * PAGE
 
 
-async def test_an_update_after_a_wipe_is_a_gap(server, fleet):
+async def test_update_after_a_wipe_is_a_gap(server, fleet):
     await apply(fleet, CLEARED, stored(*CHAIN[:2]), builds_on=-1, revision=1)
     server.wipe()
     assert await apply(fleet, stored(CHAIN[2]), builds_on=1, revision=2) is Applied.GAP
 
 
-async def test_the_heartbeat_says_where_the_index_stands(server, fleet):
+async def test_heartbeat_says_where_the_index_stands(server, fleet):
     assert (await fleet.beat(make_record("w1"))).cursor == -1
     await apply(fleet, CLEARED, builds_on=-1, revision=41)
     assert (await fleet.beat(make_record("w1"))).cursor == 41
@@ -91,7 +91,7 @@ async def test_entries_of_an_earlier_incarnation_never_count(fleet):  # [redis-v
     assert await matched(fleet) == 0
 
 
-async def test_a_worker_with_another_page_size_matches_nothing(fleet):
+async def test_worker_with_another_page_size_matches_nothing(fleet):
     await fleet.beat(make_record("w1", page_size=32))
     await apply(fleet, CLEARED, stored(*CHAIN), builds_on=-1, revision=1)
     assert await matched(fleet) == 0
@@ -106,7 +106,7 @@ async def test_use_of_an_index_extends_its_life(server, fleet):
         assert int(server.command("PTTL", key).strip()[1:]) > 50_000
 
 
-async def test_a_bigger_match_beats_an_equal_worker(fleet):
+async def test_bigger_match_beats_an_equal_worker(fleet):
     await fleet.beat(make_record("w2", load=make_load()))
     await apply(fleet, CLEARED, stored(*CHAIN[:6]), builds_on=-1, revision=1)
     assert await matched(fleet) == 6 * PAGE
@@ -114,7 +114,7 @@ async def test_a_bigger_match_beats_an_equal_worker(fleet):
 
 @pytest.mark.parametrize("key", ["fleet", "owner", "fenced", "meta", "worker:w1", "blocks:w1@1", "cursor:w1@1"])
 @pytest.mark.parametrize("rubbish", [("RPUSH", "x", "y"), ("SET", "x" * 100_000), ("HSET", "w1@1", "rubbish")])
-async def test_a_key_of_the_wrong_type_or_content_is_a_miss_and_heals(  # [redis-values-untrusted]
+async def test_key_of_the_wrong_type_or_content_is_a_miss_and_heals(  # [redis-values-untrusted]
     server, fleet, key, rubbish
 ):
     await apply(fleet, CLEARED, stored(*CHAIN), builds_on=-1, revision=1)
@@ -136,7 +136,7 @@ async def test_a_key_of_the_wrong_type_or_content_is_a_miss_and_heals(  # [redis
 
 
 @pytest.mark.parametrize("row", ["", "x" * 106, "x" * 107, "\x7f" * 106, "x" * 1_000_000])
-async def test_a_rubbish_row_is_never_chosen_and_is_swept(server, fleet, row):
+async def test_rubbish_row_is_never_chosen_and_is_swept(server, fleet, row):
     server.command("HSET", fleet.keys.prefix + "fleet", "evil@1", row)
     assert await matched(fleet) == 0
     server.command("HSET", fleet.keys.prefix + "meta", "swept_at", "0")
@@ -144,6 +144,6 @@ async def test_a_rubbish_row_is_never_chosen_and_is_swept(server, fleet, row):
     assert server.command("HEXISTS", fleet.keys.prefix + "fleet", "evil@1") == ":0\r\n"
 
 
-async def test_an_index_with_foreign_and_missing_blocks_is_only_a_wrong_hint(server, fleet):
+async def test_index_with_foreign_and_missing_blocks_is_only_a_wrong_hint(server, fleet):
     await apply(fleet, CLEARED, stored(CHAIN[0], CHAIN[9], b"short", bytes(40)), builds_on=-1, revision=1)
     assert 0 <= await matched(fleet) <= 10 * PAGE

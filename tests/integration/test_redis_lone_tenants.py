@@ -89,7 +89,7 @@ def served_by(outcome: Outcome, at: float) -> int:
     return sum(served.last <= at for served in outcome.served)
 
 
-async def test_a_flood_at_another_gateway_does_not_double_ones_p99(server):  # [fair-tenants]
+async def test_flood_at_another_gateway_does_not_double_ones_p99(server):  # [fair-tenants]
     alone = await run(server, requests_of(calm()))
     beside = await run(server, requests_of(flood(), calm()))
     one_queue = await run(server, requests_of(flood(), calm()), gateways=1)
@@ -126,7 +126,7 @@ async def test_gateways_that_share_every_tenant_serve_as_much_as_one(server):
     assert p99(seconds_of(spread, "calm")) <= 1.5 * p99(seconds_of(one_queue, "calm")) + fair_queue.YIELD_S
 
 
-async def test_a_wish_that_nobody_can_grant_costs_a_moment_for_each_place(server, monkeypatch):
+async def test_wish_that_nobody_can_grant_costs_a_moment_for_each_place(server, monkeypatch):
     """The other gateway takes no turns, and says all the time that somebody waits there."""
     turn = LateBinding.turn
 

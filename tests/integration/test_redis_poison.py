@@ -133,14 +133,14 @@ async def overwrite(raw, fleet, router, key: str, fields: Iterable[bytes | str])
 
 
 @pytest.mark.parametrize("hash_name", ["fleet", "owner", "meta"])
-async def test_a_field_of_the_registry_is_mended_by_heartbeats(raw, fleet, router, hash_name):
+async def test_field_of_the_registry_is_mended_by_heartbeats(raw, fleet, router, hash_name):
     key = fleet.keys.prefix + hash_name
     fields = list(META) if hash_name == "meta" else raw.hkeys(key)
     assert len(fields) >= 3
     await overwrite(raw, fleet, router, key, [*fields, "a field more"])
 
 
-async def test_a_field_of_a_workers_row_is_mended_by_its_heartbeat(raw, fleet, router):
+async def test_field_of_a_workers_row_is_mended_by_its_heartbeat(raw, fleet, router):
     key = fleet.keys.worker("d1")
     fields = raw.hkeys(key)
     assert {b"incarnation", b"request_endpoint", b"proof", b"links", b"queue_tokens"} <= set(fields)
@@ -148,7 +148,7 @@ async def test_a_field_of_a_workers_row_is_mended_by_its_heartbeat(raw, fleet, r
 
 
 @pytest.mark.parametrize("kind", TYPES)
-async def test_a_key_of_another_type_is_mended_by_heartbeats(raw, fleet, router, kind):
+async def test_key_of_another_type_is_mended_by_heartbeats(raw, fleet, router, kind):
     own = [f"{name}:d1@1" for name in OWN_KEYS]
     command, *arguments = TYPES[kind]
     for name in ("fleet", "owner", "meta", "changes", "worker:d1", *own):
@@ -162,7 +162,7 @@ async def test_a_key_of_another_type_is_mended_by_heartbeats(raw, fleet, router,
 
 @pytest.mark.parametrize("score", ["inf", "-inf", "7", "1.5"])
 @pytest.mark.parametrize("member", [b"garbage", b"\xff@1", b"", b"d1@1", b"gone@1"])
-async def test_a_foreign_entry_of_changes_hides_no_worker(raw, fleet, router, member, score):
+async def test_foreign_entry_of_changes_hides_no_worker(raw, fleet, router, member, score):
     """The reader of the router has read before, and sees the workers of a reader that has not."""
     raw.zadd(fleet.keys.prefix + "changes", {member: score})
     await serves(router)
@@ -171,7 +171,7 @@ async def test_a_foreign_entry_of_changes_hides_no_worker(raw, fleet, router, me
     await check_sound(fleet, router, what=f"{member!r} at {score}")
 
 
-async def test_a_cursor_that_is_no_revision_is_a_gap(raw, fleet):
+async def test_cursor_that_is_no_revision_is_a_gap(raw, fleet):
     record = RECORDS[0]
     for name, value in VALUES.items():
         await fleet.cache(record, chain_of(PROMPT))
@@ -185,14 +185,14 @@ async def test_a_cursor_that_is_no_revision_is_a_gap(raw, fleet):
         assert await fleet.index.apply("p@1", update, builds_on=3, revision=4) is Applied.GAP, name
 
 
-async def test_a_verdict_without_a_signature_ends_no_worker(raw, fleet, router):
+async def test_verdict_without_a_signature_ends_no_worker(raw, fleet, router):
     for name, value in VALUES.items():
         raw.set(fleet.keys.fenced("d1@1"), value)
         await check_sound(fleet, router, what=f"verdict {name}")
         assert not raw.get(fleet.keys.fenced("d1@1")), name
 
 
-async def test_a_forged_newer_incarnation_takes_no_name(raw, fleet, router):
+async def test_forged_newer_incarnation_takes_no_name(raw, fleet, router):
     """It has an owner's entry and a live row, and no signature."""
     row = raw.hget(fleet.keys.shared[0], "d1@1")
     for claim in (f"{NEWER} {'0' * 32}", THEIRS.claim(NEWER)):
@@ -203,7 +203,7 @@ async def test_a_forged_newer_incarnation_takes_no_name(raw, fleet, router):
         await check_sound(fleet, router, what=claim)
 
 
-async def test_a_row_of_strangers_is_never_a_worker(server, fleet, router):
+async def test_row_of_strangers_is_never_a_worker(server, fleet, router):
     """Written into our namespace by a deployment with another key."""
     intruder = Fleet(server, deployment=OURS, **LASTING)
     object.__setattr__(intruder.registry, "deployment", THEIRS)
@@ -229,7 +229,7 @@ async def test_deployments_with_one_cluster_name_do_not_meet(server, fleet, rout
     await other.close()
 
 
-async def test_a_huge_registry_loses_what_is_no_worker(raw, fleet, router):
+async def test_huge_registry_loses_what_is_no_worker(raw, fleet, router):
     for key in fleet.keys.shared:
         raw.hset(key, mapping={f"many-{number}@1": "x" for number in range(20_000)})
     await serves(router)
@@ -238,7 +238,7 @@ async def test_a_huge_registry_loses_what_is_no_worker(raw, fleet, router):
     assert [raw.hlen(key) for key in fleet.keys.shared[:2]] == [3, 3]
 
 
-async def test_a_full_registry_rejects_one_more_and_keeps_the_rest(raw, fleet):
+async def test_full_registry_rejects_one_more_and_keeps_the_rest(raw, fleet):
     """Whatever asks, and also where there are more than it takes."""
     key, _, _ = fleet.keys.shared
     await fleet.beat(RECORDS[1])

@@ -58,7 +58,7 @@ async def test_rubbish_is_left_out(board, server):  # [redis-values-untrusted]
     assert await board.digests() == {}
 
 
-def test_an_operator_lists_and_clears_them(server, capsys):
+def test_operator_lists_and_clears_them(server, capsys):
     server.command("FLUSHALL")
     server.command("ZADD", Keys("default").quarantine, "9e15", "aabb")
 

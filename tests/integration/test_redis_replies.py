@@ -146,7 +146,7 @@ async def test_redis_decides_again_once_it_makes_sense(server, said):  # [redis-
         await until(asked_again, 60.0, "Redis decides again")
 
 
-async def test_a_redis_that_ends_every_connection_after_one_command_fails_no_request(server):  # [redis-is-optional]
+async def test_redis_that_ends_every_connection_after_one_command_fails_no_request(server):  # [redis-is-optional]
     async with routing(server) as (router, relay, _):
         relay.hangs_up = True
         relay.cut()

@@ -38,7 +38,7 @@ def has_it(watched: WatchedPair) -> bool:
     return watched.primary.command("GET", "tandem:{default}:x").startswith("$1")
 
 
-async def test_the_primary_that_sentinels_name_is_used_and_followed(watched):
+async def test_primary_that_sentinels_name_is_used_and_followed(watched):
     watched.sentinels[0].stop()  # the URL names it first
     del watched.sentinels[0]
     fleet = Fleet(Place(watched.url_of(database=0)))
@@ -58,7 +58,7 @@ async def test_another_database_of_a_sentinels_primary_is_used(watched):
     await client.close()
 
 
-async def test_a_service_that_sentinels_do_not_have_is_named(watched):
+async def test_service_that_sentinels_do_not_have_is_named(watched):
     url = watched.url.replace(f"/{SERVICE}/", "/absent/")
     client = RedisClient(RedisAddress(url=url), timeout_s=PATIENT_S)
     with pytest.raises(RedisUnavailableError, match="it has no service 'absent'"):

@@ -21,7 +21,7 @@ async def bindings(server):
     await client.close()
 
 
-async def test_an_id_is_opened_once_and_free_again_when_it_was_closed(bindings):
+async def test_id_is_opened_once_and_free_again_when_it_was_closed(bindings):
     assert await bindings.open(NAME, ttl_s=60)
     assert not await bindings.open(NAME, ttl_s=60)
     assert await bindings.find(NAME) == SessionBinding()
@@ -30,7 +30,7 @@ async def test_an_id_is_opened_once_and_free_again_when_it_was_closed(bindings):
     assert await bindings.open(NAME, ttl_s=60)
 
 
-async def test_an_update_does_not_bring_a_closed_session_back(bindings):
+async def test_update_does_not_bring_a_closed_session_back(bindings):
     await bindings.update(NAME, BOUND, ttl_s=60)
     assert await bindings.find(NAME) is None
     await bindings.put(NAME, BOUND, ttl_s=60)
@@ -38,7 +38,7 @@ async def test_an_update_does_not_bring_a_closed_session_back(bindings):
     assert await bindings.find(NAME) == SessionBinding()
 
 
-async def test_a_binding_is_forgotten_after_its_time(bindings):
+async def test_binding_is_forgotten_after_its_time(bindings):
     await bindings.put(NAME, BOUND, ttl_s=0.02)
 
     async def forgotten() -> bool:
@@ -62,7 +62,7 @@ async def test_rubbish_is_no_session(bindings, server, rubbish):  # [redis-value
     assert await bindings.find(NAME) is None
 
 
-async def test_a_router_stays_with_the_worker_that_is_asked_for(server):
+async def test_router_stays_with_the_worker_that_is_asked_for(server):
     server.command("FLUSHALL")
     fleet = Fleet(server, **LASTING)
     await fleet.beat(make_record("w1"))

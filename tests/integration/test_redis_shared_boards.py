@@ -81,7 +81,7 @@ async def test_counters_that_are_no_numbers_begin_at_the_floor(raw, fleet):
             assert standing.values == {"a": 5.0}, (kind, key)
 
 
-async def test_a_quarantine_of_another_type_is_made_again(raw, fleet):
+async def test_quarantine_of_another_type_is_made_again(raw, fleet):
     board = QuarantineBoard(client=fleet.client, keys=fleet.keys)
     for kind in TYPES:
         raw.delete(fleet.keys.quarantine)
@@ -92,7 +92,7 @@ async def test_a_quarantine_of_another_type_is_made_again(raw, fleet):
     assert (await board.digests())["bb"] == MAX_QUARANTINE_S
 
 
-async def test_a_session_or_ticket_that_makes_no_sense_is_none(raw, fleet):
+async def test_session_or_ticket_that_makes_no_sense_is_none(raw, fleet):
     sessions, tickets = (board(client=fleet.client, keys=fleet.keys) for board in (SessionBindings, TicketBoard))
     name, ticket = SessionName("s"), new_ticket_id()
     await sessions.open(name, ttl_s=60)

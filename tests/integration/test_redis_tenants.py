@@ -70,14 +70,14 @@ async def test_tokens_taken_are_corrected_when_they_are_known(usage):
     assert (await usage.take("t", limits, Ask(tokens=101))).retry_s is None
 
 
-async def test_a_second_that_is_long_over_takes_nothing_back(usage):
+async def test_second_that_is_long_over_takes_nothing_back(usage):
     limits = UsageLimits(tokens=100)
     taken = await usage.take("t", limits, Ask(tokens=100))
     await usage.settle("t", second=taken.second - 500, tokens=-100, lease="")
     assert (await usage.take("t", limits, Ask(tokens=1))).refused is Refused.TOKENS
 
 
-async def test_a_lease_ends_with_its_request_or_by_itself(server, usage):
+async def test_lease_ends_with_its_request_or_by_itself(server, usage):
     board, limits = usage, UsageLimits(concurrency=2)
     for name in ("a", "b"):
         assert (await board.take("t", limits, Ask(lease=name))).refused is Refused.NOTHING
@@ -177,7 +177,7 @@ async def test_gateways_add_to_the_same_counters(fair):
     assert await sync(fair, a=(50.25, True)) == {"a": 150.25}
 
 
-async def test_a_tenant_that_comes_back_starts_where_those_who_wait_are(fair):
+async def test_tenant_that_comes_back_starts_where_those_who_wait_are(fair):
     await sync(fair, a=(1000, True))
     assert await sync(fair, b=(0, True)) == {"b": 1000}
     assert await sync(fair, b=(10, True)) == {"b": 1010}
@@ -233,13 +233,13 @@ async def test_gateways_hear_what_others_wish_and_not_their_own(fair):
 
 
 @pytest.mark.parametrize("priority", [2**63 - 1, -(2**63), 2**53 + 1])
-async def test_a_wish_of_any_priority_that_a_client_may_send_is_heard_exactly(fair, priority):
+async def test_wish_of_any_priority_that_a_client_may_send_is_heard_exactly(fair, priority):
     """As a number it lost its unit, or could not be read at all."""
     await report(fair, "one", wish=Wish(priority=priority, tenant="a"))
     assert (await report(fair, "two")).wishes == (WishElsewhere(priority=priority, value=0.0),)
 
 
-async def test_a_place_that_is_left_is_taken_once(fair):
+async def test_place_that_is_left_is_taken_once(fair):
     assert (await report(fair, "one", left=3)).places == 0
     assert (await report(fair, "two", wanted=2)).places == 2
     assert (await report(fair, "three", wanted=2)).places == 1
@@ -254,7 +254,7 @@ async def test_old_queue_heads_and_offers_expire(server):
     assert (standing.wishes, standing.places) == ((), 0)
 
 
-async def test_the_tenant_of_gateways_without_keys_is_not_taken_for_where_the_last_one_left(fair):
+async def test_tenant_of_gateways_without_keys_is_not_taken_for_where_the_last_one_left(fair):
     """Its name is empty. It stood nowhere, so that it was always ahead of itself at other gateways."""
     charges = [Charge(tenant="", cost=100, waits=True)]
     wish = Wish(priority=0, tenant="")

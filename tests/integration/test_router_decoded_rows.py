@@ -48,7 +48,7 @@ def queue_s(routed: Routed | None) -> float:
     return next(term.seconds for term in routed.terms if term.name == "prefill_queue")
 
 
-async def test_a_reservation_lapses_though_nobody_writes_the_row(simulated):
+async def test_reservation_lapses_though_nobody_writes_the_row(simulated):
     await beat(simulated, FIRST, SECOND)
     await route(simulated, exclude=only(FIRST))
     # The first worker's row is decoded with its reservation, and not written.
@@ -58,7 +58,7 @@ async def test_a_reservation_lapses_though_nobody_writes_the_row(simulated):
     assert queue_s(await route(simulated, exclude=only(FIRST))) == pytest.approx(1.0)
 
 
-async def test_a_reservation_that_has_lapsed_no_longer_counts(simulated):
+async def test_reservation_that_has_lapsed_no_longer_counts(simulated):
     await beat(simulated, FIRST, SECOND)
     await route(simulated, exclude=only(FIRST))
     await route(simulated, exclude=only(SECOND))
@@ -66,14 +66,14 @@ async def test_a_reservation_that_has_lapsed_no_longer_counts(simulated):
     assert queue_s(await route(simulated, exclude=only(FIRST))) == 0.0
 
 
-async def test_a_lease_lapses_though_nobody_writes_the_row(simulated):
+async def test_lease_lapses_though_nobody_writes_the_row(simulated):
     await beat(simulated, FIRST, SECOND)
     await route(simulated, exclude=only(SECOND))
     await later(simulated, DAY_MS / 1000 + 1)
     assert await route(simulated, exclude=only(FIRST)) is None
 
 
-async def test_a_new_report_counts_at_once(simulated):
+async def test_new_report_counts_at_once(simulated):
     await beat(simulated, FIRST)
     assert queue_s(await route(simulated)) == 0.0
     await later(simulated, 3.0)
@@ -110,7 +110,7 @@ async def test_fleets_of_other_clusters_are_not_mixed_up(server, simulated):
     await other.client.close()
 
 
-async def test_a_fleet_that_changes_all_its_workers_is_followed(simulated):
+async def test_fleet_that_changes_all_its_workers_is_followed(simulated):
     for generation in range(3):
         names = [f"g{generation}-w{number}" for number in range(80)]
         for name in names:
@@ -122,7 +122,7 @@ async def test_a_fleet_that_changes_all_its_workers_is_followed(simulated):
     assert await route(simulated) is None
 
 
-async def test_a_heartbeat_that_changes_the_kind_of_a_worker_regroups(simulated):
+async def test_heartbeat_that_changes_the_kind_of_a_worker_regroups(simulated):
     """Its row is decoded by the heartbeat: no later comparison shows that it was another one."""
     await beat(simulated, FIRST, make_record("second", Role.PREFILL))
     assert (await route(simulated)).prefill is None
@@ -135,7 +135,7 @@ async def test_a_heartbeat_that_changes_the_kind_of_a_worker_regroups(simulated)
     assert (await route(simulated)).decode == "first@1"
 
 
-async def test_a_malformed_row_is_decoded_again_after_its_heartbeat(server, simulated):
+async def test_malformed_row_is_decoded_again_after_its_heartbeat(server, simulated):
     await beat(simulated, FIRST)
     server.command("HSET", f"{simulated.keys.prefix}fleet", "first@1", "malformed")
     server.command("HSET", f"{simulated.keys.prefix}meta", "generation", "7")
@@ -245,7 +245,7 @@ async def decisions(server, *, kept: bool) -> list[tuple[str | None, str, dict[s
     return made
 
 
-async def test_the_load_that_decisions_add_up_is_what_the_rows_say(server):
+async def test_load_that_decisions_add_up_is_what_the_rows_say(server):
     kept = await decisions(server, kept=True)
     assert kept == await decisions(server, kept=False)
     assert len({decode for _, decode, _ in kept}) > 1

@@ -70,7 +70,7 @@ async def beat_all(fleet: Fleet) -> None:
             return
 
 
-async def test_a_killed_redis_costs_no_request_and_comes_back_by_itself(server, fleet, router):  # [redis-is-optional]
+async def test_killed_redis_costs_no_request_and_comes_back_by_itself(server, fleet, router):  # [redis-is-optional]
     server.kill()
     for _ in range(20):
         choice = await router.choose(query())
@@ -82,7 +82,7 @@ async def test_a_killed_redis_costs_no_request_and_comes_back_by_itself(server, 
     assert {worker.worker_id for worker in router.workers()} == {"p", "d1", "d2"}
 
 
-async def test_the_last_view_does_not_choose_who_has_just_sent_a_request_away(server, router):
+async def test_last_view_does_not_choose_who_has_just_sent_a_request_away(server, router):
     server.kill()
     for _ in range(20):
         router.note_refusal("d1@1", WorkerState.PAUSED)
@@ -91,7 +91,7 @@ async def test_the_last_view_does_not_choose_who_has_just_sent_a_request_away(se
         await router.release(choice)
 
 
-async def test_a_hung_redis_is_given_up_after_few_time_outs(server, router):  # [redis-bounded-wait]
+async def test_hung_redis_is_given_up_after_few_time_outs(server, router):  # [redis-bounded-wait]
     # No time passes in which it would try again.
     router._routing.breaker.clock = ServiceClock()
     before = router.redis_failures
@@ -103,7 +103,7 @@ async def test_a_hung_redis_is_given_up_after_few_time_outs(server, router):  # 
     server.resume()
 
 
-async def test_a_wiped_redis_loses_functions_and_registry_but_no_request(server, fleet, router):
+async def test_wiped_redis_loses_functions_and_registry_but_no_request(server, fleet, router):
     server.wipe()
     for _ in range(5):
         await router.refresh()
@@ -124,13 +124,13 @@ async def test_workers_that_do_not_come_back_after_a_wipe_are_forgotten(server, 
         await asyncio.sleep(0.2)
 
 
-async def test_a_read_only_replica_is_as_good_as_none(server, router):  # [redis-is-optional]
+async def test_read_only_replica_is_as_good_as_none(server, router):  # [redis-is-optional]
     server.command("REPLICAOF", "127.0.0.1", "1")
     assert (await router.choose(query())).source is Source.LOCAL
     server.command("REPLICAOF", "NO", "ONE")
 
 
-async def test_a_full_redis_is_as_good_as_none(server, fleet, router):  # [redis-is-optional]
+async def test_full_redis_is_as_good_as_none(server, fleet, router):  # [redis-is-optional]
     server.command("CONFIG", "SET", "maxmemory", "1")
     assert (await router.choose(query())).source is Source.LOCAL
     server.command("CONFIG", "SET", "maxmemory", "0")
@@ -148,7 +148,7 @@ async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # [re
 
 
 @pytest.mark.parametrize("rubbish", ["another type", "too many", "rows"])
-async def test_a_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(server, fleet, router, rubbish):
+async def test_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(server, fleet, router, rubbish):
     """Whoever drops rubbish is told of it; the gateway, which asks later, must learn of the loss all the same."""
     name = fleet.keys.prefix + "fleet"
     match rubbish:
@@ -171,7 +171,7 @@ async def test_a_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(ser
 
 
 @pytest.mark.parametrize("field", ["request_endpoint", "peer_endpoint"])
-async def test_a_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(server, fleet, router, field):
+async def test_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(server, fleet, router, field):
     def malformed(record):
         return replace(record, view=replace(record.view, **{field: "tcp://::/etc/passwd"}))
 
@@ -190,7 +190,7 @@ async def test_a_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(
     assert router.counters.redis > 0
 
 
-async def test_an_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fleet, router):
+async def test_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fleet, router):
     await fleet.cache(RECORDS[1], chain_of(PROMPT))
     server.command("RENAME", fleet.keys.blocks("d1@1"), fleet.keys.blocks("nobody@7"))
     choice = await router.choose(query())
@@ -220,7 +220,7 @@ async def test_without_redis_a_dead_worker_is_left_out(server, router):  # [redi
 @pytest.mark.parametrize(
     "nonsense", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$x\r\n", b"*-7\r\n", b"\xff" * 100 + b"\r\n", b""]
 )
-async def test_a_server_that_speaks_nonsense_is_refused_at_start(nonsense):  # [redis-is-optional]
+async def test_server_that_speaks_nonsense_is_refused_at_start(nonsense):  # [redis-is-optional]
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         writer.write(nonsense)

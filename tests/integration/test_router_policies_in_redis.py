@@ -74,7 +74,7 @@ async def test_round_robin_skips_workers_that_failed_the_request(fleet, router_w
     assert {(await router.choose(query)).decode.worker_id for _ in range(3)} == {"d2"}
 
 
-async def test_the_policy_holds_without_redis(fleet, router_with, server):
+async def test_policy_holds_without_redis(fleet, router_with, server):
     router = await router_with("round_robin")
     server.pause()
     try:

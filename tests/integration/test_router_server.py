@@ -46,7 +46,7 @@ def rpc(live: LiveRouter, method: str, ask, answer_type):
     return call(ask, timeout=60)
 
 
-async def test_a_choice_names_workers_addresses_and_the_terms_of_its_price(live, fleet):
+async def test_choice_names_workers_addresses_and_the_terms_of_its_price(live, fleet):
     await fleet.cache(make_record("d", Role.DECODE), chain_of(PROMPT[: 4 * PAGE]))
     chosen = await choose(live, token_ids=PROMPT)
     assert (chosen["source"], chosen["placement"]) == ("redis", "pair")
@@ -70,7 +70,7 @@ async def test_prompts_hold_control_tokens_as_in_gateways(server, fleet, tmp_pat
         )
 
 
-async def test_a_prefix_to_fetch_names_its_source(live, fleet):
+async def test_prefix_to_fetch_names_its_source(live, fleet):
     busy = make_record("q", Role.PREFILL, model=MODEL, load=make_load(queue_tokens=100_000, prefill_rate=10_000))
     await fleet.beat(busy)
     await fleet.cache(busy, chain_of(PROMPT))
@@ -117,7 +117,7 @@ async def test_explain_finds_recent_choices_by_reservation_and_by_request(live):
     assert (await live.http.get("/v1/choices/nobody")).status_code == 404
 
 
-async def test_the_same_over_grpc(live, fleet):
+async def test_same_over_grpc(live, fleet):
     ask = pb.ChooseRequest(model=MODEL, token_ids=pb.TokenIds(ids=PROMPT), max_tokens=16, request_id="g")
     chosen = await rpc(live, "Choose", ask, pb.ChooseResponse)
     assert (chosen.decode.request_endpoint, chosen.prefill.role) == ("tcp://d:5600", "prefill")
@@ -198,7 +198,7 @@ async def test_low_priority_without_capacity_is_rejected(live, fleet):
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
 
 
-async def test_a_choice_for_a_gateway_can_be_redeemed_once(server, live):
+async def test_choice_for_a_gateway_can_be_redeemed_once(server, live):
     chosen = await choose(live, token_ids=PROMPT, for_gateway=True)
     assert chosen["for_gateway"]
     assert (await choose(live, token_ids=PROMPT))["for_gateway"] is False
@@ -226,7 +226,7 @@ async def test_health_is_told_by_service_and_reflection_names_them_all(live):
         assert {service.name for service in answer.list_services_response.service} >= set(names[3:])
 
 
-async def test_a_token_is_needed_where_there_is_one_and_its_file_is_followed(server, fleet, tmp_path):
+async def test_token_is_needed_where_there_is_one_and_its_file_is_followed(server, fleet, tmp_path):
     await fleet.beat(make_record("w", model=MODEL))
     token = tmp_path / "token"
     token.write_text("first\n")

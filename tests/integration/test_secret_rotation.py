@@ -47,7 +47,7 @@ class Heart:
             return False
 
 
-async def test_a_password_of_redis(start, tmp_path):
+async def test_password_of_redis(start, tmp_path):
     server, path = start(), tmp_path / "password"
     grant = ("~*", "&*", "+@all")
     server.command("ACL", "SETUSER", "tandem", "on", ">first", *grant)
@@ -63,7 +63,7 @@ async def test_a_password_of_redis(start, tmp_path):
     await heart.client.close()
 
 
-async def test_a_certificate_of_redis_and_its_authority(start, tmp_path):
+async def test_certificate_of_redis_and_its_authority(start, tmp_path):
     certify(tmp_path)
     port = free_port()
     server = start("--tls-port", str(port), *tls_flags(tmp_path))

@@ -109,7 +109,7 @@ async def test_prompts_move_from_prefill_to_decode_workers_and_nothing_stays_beh
     assert sum(worker.done.output_tokens for worker in outcome.workers) == sum(r.output_tokens for r in REQUESTS)
 
 
-async def test_a_burst_on_one_prefix_makes_a_second_worker_fetch_it(server):
+async def test_burst_on_one_prefix_makes_a_second_worker_fetch_it(server):
     server.command("FLUSHALL")
     shared, tail = range(40), 20
     prompts = [(0.0, tuple(shared))]
@@ -161,7 +161,7 @@ def write_trace(path, rows: list[TraceRow]) -> None:
 
 
 @pytest.mark.usefixtures("server")
-def test_the_command_prints_and_writes_one_report(tmp_path, capsys):
+def test_command_prints_and_writes_one_report(tmp_path, capsys):
     trace, out, svg = tmp_path / "trace.jsonl", tmp_path / "out.json", tmp_path / "plot.svg"
     write_trace(trace, conversations())
     argv = ["simulate", "--trace", str(trace), "--workers", "2", "--cache-blocks", "300", "--json"]
@@ -186,14 +186,14 @@ def test_the_command_prints_and_writes_one_report(tmp_path, capsys):
         (["--plot", "absent/plot.svg"], "absent does not exist"),
     ],
 )
-def test_a_bad_flag_is_named_before_anything_starts(tmp_path, capsys, flags, reason):
+def test_bad_flag_is_named_before_anything_starts(tmp_path, capsys, flags, reason):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, conversations())
     assert main(["simulate", "--trace", str(trace), *flags]) == 2
     assert reason in capsys.readouterr().err
 
 
-def test_a_bad_line_of_the_trace_is_named_with_its_number(tmp_path, capsys):
+def test_bad_line_of_the_trace_is_named_with_its_number(tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, conversations())
     with trace.open("a") as file:

@@ -67,7 +67,7 @@ async def report_of(server, simulation: ScalingSimulation) -> ScalingReport:
     return await simulation.run(RedisAddress(url=server.url), lambda _: None)
 
 
-async def test_a_load_that_grows_is_followed_up_and_down_and_equal_inputs_give_equal_figures(server):
+async def test_load_that_grows_is_followed_up_and_down_and_equal_inputs_give_equal_figures(server):
     report = await report_of(server, scaling())
     internal, static = report.scalers["internal"], report.scalers["static"]
     assert internal.requests == static.requests == len(REQUESTS)
@@ -113,7 +113,7 @@ def test_incomparable_scalers_are_rejected_at_start(flags, said, tmp_path, capsy
     assert said in capsys.readouterr().err
 
 
-def test_the_command_prints_a_table_and_draws_a_plot(tmp_path, capsys):
+def test_command_prints_a_table_and_draws_a_plot(tmp_path, capsys):
     trace, plot = tmp_path / "trace.jsonl", tmp_path / "scalers.svg"
     rows = [
         {"timestamp": 1000 * n, "input_length": 1024, "output_length": 4, "hash_ids": [2 * n, 2 * n + 1]}

@@ -228,7 +228,7 @@ class Outdated(Places):
         return choice if self.asked == 1 else replace(choice, decode=self.fleet.view(there))
 
 
-async def test_a_request_whose_worker_has_gone_is_sent_to_another_one(server):
+async def test_request_whose_worker_has_gone_is_sent_to_another_one(server):
     server.command("FLUSHALL")
     simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="gone", events=EventQueue())
     shape = FleetShape(both=1, cache_blocks=99, block_tokens=TRACE_BLOCK)
@@ -271,7 +271,7 @@ async def replayed(server, whole: Simulation) -> PolicyReport:
 
 
 @pytest.mark.parametrize("gateways", [1, 3])
-async def test_a_flood_delays_itself_and_not_another_tenant(server, gateways):
+async def test_flood_delays_itself_and_not_another_tenant(server, gateways):
     fair = await replayed(server, simulation(flood_and_calm(), gateways=gateways))
     calm, flood = fair.tenants["calm"], fair.tenants["flood"]
     assert (calm.requests, calm.refused, flood.requests + flood.refused) == (14, 0, 100)
@@ -284,7 +284,7 @@ async def test_a_flood_delays_itself_and_not_another_tenant(server, gateways):
     assert calm.ttft_ms.max < alike.ttft_ms.max / 3
 
 
-async def test_a_full_queue_refuses_and_the_report_says_why(server):
+async def test_full_queue_refuses_and_the_report_says_why(server):
     report = await replayed(server, simulation(flood_and_calm(), seats=10))
     # Requests of the calm tenant go to workers without a seat, so that they push out none of the flood.
     assert report.refusals == {"full": report.refused}
@@ -361,7 +361,7 @@ def test_weights_are_those_of_the_key_file(tmp_path, capsys):
         (["--api-keys", "KEYS"], "no entry for tenant calm"),
     ],
 )
-def test_a_bad_flag_is_named_before_anything_starts(tmp_path, capsys, flags, reason):
+def test_bad_flag_is_named_before_anything_starts(tmp_path, capsys, flags, reason):
     trace = tmp_path / "trace.jsonl"
     write_trace(trace, flood_and_calm())
     keys = key_file(tmp_path / "keys.json", "flood")

@@ -108,7 +108,7 @@ def test_prompts_around_a_grain_decode_as_on_one_engine(pair, model, tokens):
     assert found.transfer.bytes > found.transfer.pages * pair.decode.geometry.page_bytes
 
 
-def test_a_decode_makes_anchors_behind_a_received_prompt(pair, model):
+def test_decode_makes_anchors_behind_a_received_prompt(pair, model):
     asked = request("turn 1", [*PROMPT, 3], max_tokens=60)
     [first] = pair.generate([asked], 0)
     turn = [*asked.input_ids, *first.token_ids, *range(30)]
@@ -120,7 +120,7 @@ def test_a_decode_makes_anchors_behind_a_received_prompt(pair, model):
     assert second.token_ids == alone(model, request("turn 2", turn)).token_ids
 
 
-def test_a_row_waits_for_the_writer_when_its_request_ends(pair):  # [late-write]
+def test_row_waits_for_the_writer_when_its_request_ends(pair):  # [late-write]
     """Whatever the decode worker does, the row is given to no other request before the writer has acknowledged."""
     rows, stage = pair.decode.memory.rows, stage_of(pair.decode)
     before = rows.available
@@ -137,7 +137,7 @@ def test_a_row_waits_for_the_writer_when_its_request_ends(pair):  # [late-write]
     assert pair.decode.audit().problems == ()
 
 
-def test_a_state_that_does_not_verify_is_not_decoded_from(model, monkeypatch):
+def test_state_that_does_not_verify_is_not_decoded_from(model, monkeypatch):
     asked = request("torn", PROMPT)
     with pair_of(model) as pair:
         transport, states = stage_of(pair.decode).transport, pair.decode._parts.pools.states
@@ -188,7 +188,7 @@ def serve_on_prefill(pair: Pair, rid: str, tokens: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("tokens", [64, 65, 129, 180])
-def test_a_prefix_is_fetched_with_the_state_at_its_end(pair, model, tokens):
+def test_prefix_is_fetched_with_the_state_at_its_end(pair, model, tokens):
     prompt = [(7 * n + tokens) % 200 for n in range(tokens)]
     serve_on_prefill(pair, f"there {tokens}", prompt)
     before = pair.decode.stats().prefix_fetch.fetched_total
@@ -201,7 +201,7 @@ def test_a_prefix_is_fetched_with_the_state_at_its_end(pair, model, tokens):
     assert pair.decode.stats().prefix_fetch.fetched_total == before + (tokens > 64)
 
 
-def test_a_prefix_is_fetched_up_to_the_anchor_that_is_there(pair, model):
+def test_prefix_is_fetched_up_to_the_anchor_that_is_there(pair, model):
     """The other engine knows 150 tokens of the prompt, and can continue after 128."""
     prompt = [(3 * n + 11) % 200 for n in range(250)]
     serve_on_prefill(pair, "part", prompt[:150])
@@ -210,7 +210,7 @@ def test_a_prefix_is_fetched_up_to_the_anchor_that_is_there(pair, model):
     assert found.cached_tokens == 128
 
 
-def test_a_fetched_state_that_does_not_verify_is_computed(model, monkeypatch):
+def test_fetched_state_that_does_not_verify_is_computed(model, monkeypatch):
     prompt = [(5 * n + 2) % 200 for n in range(150)]
     with pair_of(model) as pair:
         serve_on_prefill(pair, "there", prompt)
@@ -232,7 +232,7 @@ def test_a_fetched_state_that_does_not_verify_is_computed(model, monkeypatch):
         assert pair.decode.audit().problems == ()
 
 
-def test_a_prefix_is_fetched_from_host_memory_with_its_state(model):
+def test_prefix_is_fetched_from_host_memory_with_its_state(model):
     """The other engine has it there alone: pages and state go to its device first."""
     maker = Alone(model=model, platform=platform_of_device)
     prompt, other = [(9 * n) % 200 for n in range(150)], [*range(150)]

@@ -36,7 +36,7 @@ async def record(fleet: SystemClient, answered: dict[str, Any]) -> dict[str, Any
     return choices[0]
 
 
-async def test_the_next_turn_brings_the_answer_back_from_the_decode_worker(fleet, reference):
+async def test_next_turn_brings_the_answer_back_from_the_decode_worker(fleet, reference):
     """Back-flow: who computed the first turn has its prompt, who generated it has its answer as well."""
     came: dict[str, Any] = {}
 
@@ -65,7 +65,7 @@ async def test_the_next_turn_brings_the_answer_back_from_the_decode_worker(fleet
     await fleet.settled()
 
 
-async def test_an_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, reference):
+async def test_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, reference):
     """Twelve prompts or more share a prefix that one prefill worker has, each with 700 tokens of its own.
 
     A second copy is priced at twice the prefix in tokens, whatever a worker's rate (`cost.copy_s`): 2,400. Prompts wait

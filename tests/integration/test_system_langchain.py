@@ -43,7 +43,7 @@ def chat(settings) -> ChatOpenAI:
     return ChatOpenAI(**settings, temperature=0, max_tokens=200)
 
 
-async def test_a_chat_is_answered_whole_streamed_and_in_batches(chat, fleet):
+async def test_chat_is_answered_whole_streamed_and_in_batches(chat, fleet):
     short = chat.model_copy(update={"max_tokens": 12})
     messages = [SystemMessage("Be brief."), HumanMessage("Hello")]
     whole = await short.ainvoke(messages)
@@ -65,7 +65,7 @@ async def test_logprobs_reach_the_message(chat):
 
 @pytest.mark.parametrize("choice", ["any", "weather"])
 @pytest.mark.parametrize("strict", [None, True])
-async def test_a_bound_tool_is_called_and_its_answer_taken(chat, choice, strict):
+async def test_bound_tool_is_called_and_its_answer_taken(chat, choice, strict):
     bound = chat.bind_tools([WEATHER], tool_choice=choice, strict=strict, parallel_tool_calls=False)
     asked = await bound.ainvoke(QUESTION)
     [call] = asked.tool_calls
@@ -91,7 +91,7 @@ async def test_structured_output_may_be_asked_of_a_response(settings):
     assert isinstance(await chat.with_structured_output(Forecast).ainvoke(QUESTION), Forecast)
 
 
-async def test_a_response_is_answered_whole_and_streamed_and_calls_what_it_must(settings):
+async def test_response_is_answered_whole_and_streamed_and_calls_what_it_must(settings):
     chat = ChatOpenAI(**settings, temperature=0, max_tokens=200, use_responses_api=True)
     whole = await chat.bind(max_tokens=8).ainvoke(QUESTION)
     streamed = AIMessageChunk("")
@@ -121,7 +121,7 @@ async def test_texts_have_vectors(settings):
     assert await embeddings.aembed_query("rain") == pytest.approx(one, abs=1e-4)
 
 
-async def test_the_synchronous_client_says_the_same(chat):
+async def test_synchronous_client_says_the_same(chat):
     short = chat.model_copy(update={"max_tokens": 8})
     whole = short.invoke("Hello").content
     assert "".join(chunk.content for chunk in short.stream("Hello")) == whole

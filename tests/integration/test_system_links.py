@@ -52,7 +52,7 @@ async def test_every_pair_is_measured_and_the_operator_sees_it(fleet, capsys):
         assert {row.split()[4] for row in rows} == {"shm"}
 
 
-async def test_the_short_rest_of_a_cached_prompt_is_computed_where_it_is_decoded(fleet, reference):
+async def test_short_rest_of_a_cached_prompt_is_computed_where_it_is_decoded(fleet, reference):
     prompt = tuple(Random("a short rest").choices(range(20, 900), k=40 * PAGE))
     first = await fleet.complete(prompt)
     (attempt,) = await fleet.attempts(first["id"])
@@ -125,7 +125,7 @@ async def foreign_worker(system: System) -> AsyncIterator[ForeignWorker]:
         await client.close()
 
 
-async def test_a_fast_worker_behind_slow_links_is_avoided(fleet: SystemClient):
+async def test_fast_worker_behind_slow_links_is_avoided(fleet: SystemClient):
     random = Random("slow links")
     async with foreign_worker(fleet.system) as foreign:
         fast = await foreign.beat(bytes_per_s=1e12)

@@ -41,7 +41,7 @@ async def streamed(**fields):
     return litellm.stream_chunk_builder(chunks, messages=fields["messages"])
 
 
-async def test_a_chat_is_answered_whole_and_streamed(common):
+async def test_chat_is_answered_whole_and_streamed(common):
     fields = {**common, "messages": ASK, "temperature": 0, "max_tokens": 12}
     whole = await litellm.acompletion(**fields)
     parts = await streamed(**fields, stream_options={"include_usage": True})
@@ -51,7 +51,7 @@ async def test_a_chat_is_answered_whole_and_streamed(common):
     assert parts.choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-async def test_the_synchronous_client_says_the_same(common):
+async def test_synchronous_client_says_the_same(common):
     fields = {**common, "messages": ASK, "temperature": 0, "max_tokens": 8}
     whole = litellm.completion(**fields).choices[0].message.content
     parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**fields, stream=True)]
@@ -59,7 +59,7 @@ async def test_the_synchronous_client_says_the_same(common):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-async def test_a_tool_is_called_and_its_answer_taken(common, choice):
+async def test_tool_is_called_and_its_answer_taken(common, choice):
     fields = {**common, "messages": ASK, "temperature": 0, "max_tokens": 200, "tools": [WEATHER]}
     must = {"tool_choice": choice, "parallel_tool_calls": False}
     message = (await litellm.acompletion(**fields, **must)).choices[0].message
@@ -74,7 +74,7 @@ async def test_a_tool_is_called_and_its_answer_taken(common, choice):
     assert ended.usage.completion_tokens <= 4
 
 
-async def test_a_schema_is_kept(common):
+async def test_schema_is_kept(common):
     fields = {**common, "messages": ASK, "temperature": 0, "max_tokens": 200, "response_format": FORM}
     for answer in (await litellm.acompletion(**fields), await streamed(**fields)):
         check_forecast(json.loads(answer.choices[0].message.content))
@@ -94,7 +94,7 @@ async def test_texts_have_vectors(common):
     assert answer.usage.prompt_tokens > 0
 
 
-async def test_a_response_is_answered(common):
+async def test_response_is_answered(common):
     response = await litellm.aresponses(**common, input=QUESTION, max_output_tokens=16)
     assert response.usage.output_tokens <= 16
     assert response.status in ("completed", "incomplete")

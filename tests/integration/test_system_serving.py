@@ -46,7 +46,7 @@ async def test_64_concurrent_streams_say_what_one_worker_alone_says(fleet, refer
     assert await fleet.metric("tandem_gateway_transferred_bytes_total") > 0
 
 
-async def test_a_second_turn_reuses_the_first_and_explain_tells_where_it_ran(fleet):
+async def test_second_turn_reuses_the_first_and_explain_tells_where_it_ran(fleet):
     first_turns: list[ChatAnswer] = []
 
     async def reused() -> bool:
@@ -144,7 +144,7 @@ async def test_embeddings_of_prefill_workers_are_those_of_one_that_does_both(fle
     await fleet.settled()
 
 
-async def test_an_operator_operates_one_worker_while_the_others_serve(fleet, capsys):
+async def test_operator_operates_one_worker_while_the_others_serve(fleet, capsys):
     worker = fleet.system.workers["decode-0"].removeprefix("http://")
 
     async def order(*words: str) -> tuple[int, dict]:
@@ -206,7 +206,7 @@ async def test_json_by_a_schema_comes_out_of_every_pair_of_workers(fleet, refere
     await fleet.settled()
 
 
-async def test_a_grammar_bomb_is_a_400_by_name_and_leaves_nothing_behind(fleet):
+async def test_grammar_bomb_is_a_400_by_name_and_leaves_nothing_behind(fleet):
     body = structured(fleet, QUESTIONS[0], {"type": "integer", "multipleOf": 100_000_007})
     answer = await fleet.http.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")

@@ -43,13 +43,13 @@ async def output_tokens(client: SystemClient, answer: dict[str, Any]) -> list[in
     return [token for each in ids for token in each]
 
 
-async def test_a_worker_that_does_both_continues_a_session(systems):
+async def test_worker_that_does_both_continues_a_session(systems):
     async with SystemClient(system=systems[1]) as both:
         answers = await assert_continues(both, both, "Alone")
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 100
 
 
-async def test_a_decode_worker_keeps_the_session_whose_first_turn_was_handed_over(fleet, systems):
+async def test_decode_worker_keeps_the_session_whose_first_turn_was_handed_over(fleet, systems):
     async with SystemClient(system=systems[1]) as reference:
         answers = await assert_continues(fleet, reference, "Handed over")
     [first], [second], [third] = [await fleet.attempts(answer["id"]) for answer in answers]
@@ -58,7 +58,7 @@ async def test_a_decode_worker_keeps_the_session_whose_first_turn_was_handed_ove
     assert first["decode"] == second["decode"] == third["decode"]
 
 
-async def test_a_chat_continues_by_its_new_message(systems):
+async def test_chat_continues_by_its_new_message(systems):
     opening = {"role": "user", "content": "Tell me a story about a fox who lives near a river."}
     follow_up = {"role": "user", "content": "And then?"}
     async with SystemClient(system=systems[1]) as both:

@@ -64,7 +64,7 @@ def broken_checkpoint(folder: Path) -> Path:
     return shard
 
 
-def test_a_port_in_use_is_named_with_the_flag_that_changes_it(tmp_path):
+def test_port_in_use_is_named_with_the_flag_that_changes_it(tmp_path):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -82,7 +82,7 @@ def test_without_redis_server_the_package_to_install_is_named(tmp_path):
     assert "--redis-url" in said
 
 
-def test_a_model_path_that_does_not_exist_is_named(tmp_path):
+def test_model_path_that_does_not_exist_is_named(tmp_path):
     assert "nowhere/model: no such folder" in refused(tmp_path, "--model", "./nowhere/model")
     # As org/name it may be a model of a hub too, which is away (tests/conftest.py).
     both = refused(tmp_path, "--model", "nowhere/model")
@@ -90,21 +90,21 @@ def test_a_model_path_that_does_not_exist_is_named(tmp_path):
     assert "no folder nowhere/model either" in both
 
 
-def test_a_truncated_checkpoint_is_named_before_anything_serves(tmp_path):
+def test_truncated_checkpoint_is_named_before_anything_serves(tmp_path):
     shard = broken_checkpoint(tmp_path / "model")
     said = refused(tmp_path, "--model", str(shard.parent))
     assert shard.name in said
     assert "truncated" in said
 
 
-def test_a_redis_that_does_not_answer_is_named_without_its_password(tmp_path):
+def test_redis_that_does_not_answer_is_named_without_its_password(tmp_path):
     said = refused(tmp_path, "--redis-url", "redis://:secret@127.0.0.1:1/0")
     assert "@127.0.0.1:1/0" in said
     assert "--redis-url" in said
     assert "secret" not in said
 
 
-def test_a_missing_nixl_is_named_with_what_to_install(tmp_path):
+def test_missing_nixl_is_named_with_what_to_install(tmp_path):
     blocker = write_import_blocker(tmp_path / "site", "nixl")
     said = refused(tmp_path, PYTHONPATH=python_path(blocker))
     assert "pip install nixl" in said

@@ -39,7 +39,7 @@ def check_weather(call) -> None:
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "function": {"name": "weather"}}])
-async def test_a_call_that_must_be_is_valid_whole_and_streamed(client, fleet, choice):
+async def test_call_that_must_be_is_valid_whole_and_streamed(client, fleet, choice):
     fields = {"tools": [WEATHER], "tool_choice": choice, "parallel_tool_calls": False}
     whole = (await client.chat.completions.create(model=fleet.model, **FIELDS, **fields)).choices[0]
     parts = await streamed(client, fleet, **fields)
@@ -60,7 +60,7 @@ async def test_one_of_several_tools_is_called(client, fleet):
         assert (call.function.name, isinstance(json.loads(call.function.arguments), dict)) == ("time", True)
 
 
-async def test_a_strict_tool_that_may_be_called_compiles_and_answers(client, fleet):
+async def test_strict_tool_that_may_be_called_compiles_and_answers(client, fleet):
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     answer = await streamed(client, fleet, tools=[strict])
     assert answer.finish_reason in ("stop", "length", "tool_calls")
@@ -68,14 +68,14 @@ async def test_a_strict_tool_that_may_be_called_compiles_and_answers(client, fle
         check_weather(call)
 
 
-async def test_a_schema_is_kept_while_it_is_streamed(client, fleet):
+async def test_schema_is_kept_while_it_is_streamed(client, fleet):
     form = {"type": "json_schema", "json_schema": {"name": "forecast", "strict": True, "schema": PARAMETERS}}
     answer = await streamed(client, fleet, response_format=form)
     assert answer.finish_reason == "stop"
     assert set(json.loads(answer.message.content)) == {"city", "days"}
 
 
-async def test_a_response_keeps_its_schema_and_calls_what_it_must(client, fleet):
+async def test_response_keeps_its_schema_and_calls_what_it_must(client, fleet):
     tool = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
     common = {"model": fleet.model, "input": ASK[0]["content"], "temperature": 0, "max_output_tokens": 200}
     response = await client.responses.create(

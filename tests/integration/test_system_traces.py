@@ -38,7 +38,7 @@ async def spans_of(collector, trace: Traced, *names: str) -> list[ReceivedSpan]:
     return await asyncio.to_thread(collector.wait_for, trace.trace_id, *names)
 
 
-async def test_a_handed_over_request_is_one_tree_over_three_processes(fleet, collector):
+async def test_handed_over_request_is_one_tree_over_three_processes(fleet, collector):
     trace = Traced(fleet)
     answer = await fleet.http.post("/v1/completions", json=trace.body(max_tokens=12), headers=trace.headers)
     assert answer.status_code == 200
@@ -90,7 +90,7 @@ async def interrupted(fleet: SystemClient, trace: Traced) -> bool:
     return bool(told.json()["requests"])
 
 
-async def test_a_resumed_request_has_both_attempts_with_all_their_workers(fleet, collector):
+async def test_resumed_request_has_both_attempts_with_all_their_workers(fleet, collector):
     for _ in range(TRIES):
         trace = Traced(fleet)
         if await interrupted(fleet, trace):

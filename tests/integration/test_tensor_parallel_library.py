@@ -54,7 +54,7 @@ def ranks_of_this_process() -> list[int]:
     return [child for child in found if b"rank" in Path(f"/proc/{child}/cmdline").read_bytes().split(b"\0")]
 
 
-def test_a_list_of_prompts_from_sizing_to_the_end(checkpoints, expected, caplog, capfd, tmp_path, monkeypatch):
+def test_list_of_prompts_from_sizing_to_the_end(checkpoints, expected, caplog, capfd, tmp_path, monkeypatch):
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     with (
         caplog.at_level(logging.INFO, logger="tandem_engine"),
@@ -107,7 +107,7 @@ async def test_requests_that_come_and_go_until_a_rank_is_lost(checkpoints, expec
     assert not ranks_of_this_process()
 
 
-def test_a_rank_that_is_lost_between_two_lists_is_an_error_of_the_next(checkpoints):
+def test_rank_that_is_lost_between_two_lists_is_an_error_of_the_next(checkpoints):
     with LLM(checkpoints["one"], tensor_parallel_size=2, **OPTIONS) as llm:
         [rank] = ranks_of_this_process()
         os.kill(rank, signal.SIGKILL)

@@ -151,7 +151,7 @@ async def first_report(control: "AsyncPairServer[EngineToWorker, WorkerToEngine]
         return await control.receive()
 
 
-async def test_a_lost_rank_ends_the_engine_and_its_clients_may_try_again(checkpoint, tmp_path):
+async def test_lost_rank_ends_the_engine_and_its_clients_may_try_again(checkpoint, tmp_path):
     async with serving(checkpoint, tmp_path) as served:
         served.client.send(make_message("before", PROMPTS[0]))
         before = await served.last()
@@ -164,7 +164,7 @@ async def test_a_lost_rank_ends_the_engine_and_its_clients_may_try_again(checkpo
         assert await served.ended() == 3
 
 
-async def test_an_idle_engine_notices_a_lost_rank_too(checkpoint, tmp_path):
+async def test_idle_engine_notices_a_lost_rank_too(checkpoint, tmp_path):
     async with serving(checkpoint, tmp_path) as served:
         served.rank.send(signal.SIGKILL)
         assert await served.ended() == 3
@@ -191,7 +191,7 @@ async def test_when_rank_0_is_killed_the_other_rank_leaves_and_nothing_is_left(c
     assert not [*(tmp_path / "tmp").iterdir()]
 
 
-async def test_a_size_that_does_not_fit_the_model_is_told_to_the_worker(checkpoint, tmp_path):
+async def test_size_that_does_not_fit_the_model_is_told_to_the_worker(checkpoint, tmp_path):
     context = IpcContext()
     endpoint = f"ipc://{tmp_path}/control"
     control: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(

@@ -206,7 +206,7 @@ async def test_ready_of_a_worker_names_what_its_engine_does(server, fleet, remot
         await until(is_reported)
 
 
-async def test_a_worker_that_has_started_is_listed_no_more(fleet, worker):
+async def test_worker_that_has_started_is_listed_no_more(fleet, worker):
     await until(worker.ready)
     board = StartingBoard(library=fleet.registry.library, keys=fleet.keys)
 
@@ -216,7 +216,7 @@ async def test_a_worker_that_has_started_is_listed_no_more(fleet, worker):
     await until(forgotten)
 
 
-async def test_a_worker_registers_when_its_engine_is_ready(fleet, worker):
+async def test_worker_registers_when_its_engine_is_ready(fleet, worker):
     record = await until(lambda: find(fleet))
     assert record.view.incarnation == worker.service.incarnation
     assert record.view.role is Role.DECODE
@@ -238,7 +238,7 @@ async def test_kv_events_reach_the_index_in_order(fleet, worker):
     await until(indexed(fleet, 5))
 
 
-async def test_a_missing_event_is_noticed_and_the_cache_replayed(fleet, worker):
+async def test_missing_event_is_noticed_and_the_cache_replayed(fleet, worker):
     worker.remote.tell(store=texts(*CHAIN[:3]))
     await until(indexed(fleet, 3))
     worker.remote.tell(skip=True)
@@ -255,7 +255,7 @@ async def test_after_a_wipe_the_worker_registers_again_and_replays(server, fleet
     assert (await until(lambda: find(fleet))).view.incarnation == worker.service.incarnation
 
 
-async def test_a_redis_that_dies_and_returns_empty_does_not_stop_the_worker(server, fleet, worker):
+async def test_redis_that_dies_and_returns_empty_does_not_stop_the_worker(server, fleet, worker):
     await until(worker.ready)
     server.kill()
     worker.remote.tell(store=texts(*CHAIN))
@@ -276,7 +276,7 @@ async def test_load_and_progress_are_reported(fleet, worker):
     assert (load.sequences, load.room_tokens, load.step_s) == (3, 10 * PAGE, 0.02)
 
 
-async def test_a_busy_engine_without_progress_is_not_offered(fleet, worker):  # [loop-progress]
+async def test_busy_engine_without_progress_is_not_offered(fleet, worker):  # [loop-progress]
     worker.remote.tell(stats={"running": 1}, freeze=True)
 
     async def in_state(state: WorkerState) -> bool:
@@ -290,27 +290,27 @@ async def test_a_busy_engine_without_progress_is_not_offered(fleet, worker):  # 
     await until(lambda: in_state(WorkerState.READY))
 
 
-async def test_a_dead_engine_ends_the_worker_and_its_registration_at_once(fleet, worker):  # [engine-ends-worker]
+async def test_dead_engine_ends_the_worker_and_its_registration_at_once(fleet, worker):  # [engine-ends-worker]
     await until(lambda: find(fleet))
     os.kill(worker.remote.pid, signal.SIGKILL)
     assert await asyncio.wait_for(worker.exit, 60) == 1
     assert await find(fleet) is None
 
 
-async def test_an_engine_that_refuses_its_model_gives_its_reason(server, remote, tmp_path, caplog):
+async def test_engine_that_refuses_its_model_gives_its_reason(server, remote, tmp_path, caplog):
     config = config_for(server, remote, "--fail", "no config.json in /nowhere")
     async with running(config, remote, tmp_path) as worker:
         assert await asyncio.wait_for(worker.exit, 60) == 3
     assert "no config.json in /nowhere" in caplog.text
 
 
-async def test_a_newer_incarnation_ends_the_older_worker(fleet, worker):  # [newest-incarnation]
+async def test_newer_incarnation_ends_the_older_worker(fleet, worker):  # [newest-incarnation]
     await until(lambda: find(fleet))
     await fleet.beat(make_record("w1", number=9 * 10**18))
     assert await asyncio.wait_for(worker.exit, 60) == 1
 
 
-async def test_the_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worker):
+async def test_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worker):
     await until(lambda: find(fleet))
     for name in ("p1", "p2"):
         await fleet.beat(make_record(name))
@@ -325,7 +325,7 @@ async def test_the_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worke
     assert {order["incarnation"] for order in worker.remote.orders_of("peer_gone")} == {"p1@1", "p2@1"}
 
 
-async def test_the_engine_is_told_when_the_process_of_a_fenced_writer_has_ended(worker):  # [late-write]
+async def test_engine_is_told_when_the_process_of_a_fenced_writer_has_ended(worker):  # [late-write]
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         endpoint = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
         writer = Peer(worker_id="p1", incarnation="p1@1", endpoint=endpoint, compat_hash="h")
@@ -373,7 +373,7 @@ async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog)
     assert [record.getMessage() for record in caplog.records if record.levelname == "ERROR"] == []
 
 
-async def test_an_engine_that_is_to_lose_a_node_is_drained(fleet, worker):
+async def test_engine_that_is_to_lose_a_node_is_drained(fleet, worker):
     async def ready() -> bool:
         return await find(fleet) is not None
 
@@ -425,7 +425,7 @@ async def post_role(worker: Running, role: str) -> httpx.Response:
         return await client.post(worker.url + "/role", json={"role": role}, headers=order_headers(worker.url))
 
 
-async def test_a_role_changes_in_the_registry_and_nothing_else_does(server, remote, tmp_path, fleet):
+async def test_role_changes_in_the_registry_and_nothing_else_does(server, remote, tmp_path, fleet):
     config = config_for(server, remote, "--transport", "nixl")
     async with running(config, remote, tmp_path) as worker:
         before = await until(lambda: find(fleet))
@@ -448,7 +448,7 @@ async def test_a_role_changes_in_the_registry_and_nothing_else_does(server, remo
         assert orders[0]["within_s"] == config.drain_timeout_s
 
 
-async def test_a_role_that_needs_a_transport_is_refused_without_one_and_any_while_draining(worker, fleet):
+async def test_role_that_needs_a_transport_is_refused_without_one_and_any_while_draining(worker, fleet):
     await until(lambda: find(fleet))
     await until(worker.ready)
     refused = await post_role(worker, "prefill")
@@ -475,7 +475,7 @@ async def test_drain_does_not_wait_for_ever(server, remote, tmp_path, fleet):
         assert await asyncio.wait_for(worker.exit, 60) == 0
 
 
-async def test_a_worker_ends_though_its_engine_takes_no_order_any_more(server, remote, tmp_path, fleet):
+async def test_worker_ends_though_its_engine_takes_no_order_any_more(server, remote, tmp_path, fleet):
     """The engine was on its way out when the worker was told to end: `Shutdown` could not be sent, for ever."""
     async with running(config_for(server, remote), remote, tmp_path) as worker:
         await until(lambda: find(fleet))
@@ -496,7 +496,7 @@ async def test_a_worker_ends_though_its_engine_takes_no_order_any_more(server, r
         assert await asyncio.wait_for(worker.exit, 60) == 0
 
 
-async def test_an_audit_is_answered_by_the_engine(worker, fleet):
+async def test_audit_is_answered_by_the_engine(worker, fleet):
     await until(lambda: find(fleet))
     worker.remote.tell(store=texts(*CHAIN))
     await until(indexed(fleet, 8))
@@ -516,7 +516,7 @@ async def test_metrics_carry_the_engines_numbers(worker, fleet):
     assert "tandem_worker_registered 1.0" in text
 
 
-async def test_a_worker_without_redis_says_so_and_does_not_start(remote, tmp_path, server):
+async def test_worker_without_redis_says_so_and_does_not_start(remote, tmp_path, server):
     address = RedisAddress(url="redis://:secret@127.0.0.1:1/0")
     config = config_for(server, remote, redis=address, redis_start_timeout_s=0.0)
     context = IpcContext()
@@ -543,7 +543,7 @@ async def worker_process(server: RedisServer, remote: EngineRemote):
         await process.wait()
 
 
-async def test_the_engine_dies_with_the_worker_process(server, remote):
+async def test_engine_dies_with_the_worker_process(server, remote):
     async with worker_process(server, remote) as process:
         process.kill()
         await process.wait()

@@ -98,7 +98,7 @@ def test_adapters_come_and_go_without_new_pods(services, pods, trying, capsys):
     assert uids(services) == before
 
 
-def test_a_model_adapter_is_refused_with_the_reason(services, pods, trying):
+def test_model_adapter_is_refused_with_the_reason(services, pods, trying):
     lonely = model_adapter(services.namespace, "lonely")
     services.cluster.apply(lonely).raise_for_status()
     missing = {"Accepted": ("False", "ServiceMissing"), "Ready": ("False", "NotAccepted")}

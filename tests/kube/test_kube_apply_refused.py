@@ -51,7 +51,7 @@ def trouble(services: Services) -> dict[str, Any]:
     return next(one for one in body["status"]["conditions"] if one["type"] == "Degraded")
 
 
-def test_a_bad_pod_of_any_part_is_told_and_changes_nothing(services, running):
+def test_bad_pod_of_any_part_is_told_and_changes_nothing(services, running):
     """An unknown field of an affinity had no condition and no event, and other parts had changed already."""
     services.apply()
     services.wait_ready()
@@ -78,7 +78,7 @@ def test_a_bad_pod_of_any_part_is_told_and_changes_nothing(services, running):
 
 
 @pytest.mark.parametrize("name", ["unknown field", "bad value"])
-def test_a_new_service_with_a_bad_pod_makes_nothing(services, running, name):
+def test_new_service_with_a_bad_pod_makes_nothing(services, running, name):
     services.apply(decode={"pod": BAD_PODS[name]})
     services.wait_condition("Ready", "False", "ApplyRefused")
     services.wait_event("Warning", "ApplyRefused")
@@ -88,13 +88,13 @@ def test_a_new_service_with_a_bad_pod_makes_nothing(services, running, name):
     services.wait_ready()
 
 
-def test_a_pod_that_admission_refuses_is_named(services, running):
+def test_pod_that_admission_refuses_is_named(services, running):
     services.apply(gateway={"pod": BAD_PODS["class that is not there"]})
     services.wait_condition("Degraded", "True", "PodsFailing")
     services.wait_event("Warning", "PodsFailing")
 
 
-def test_a_missing_right_is_told_as_a_condition(services, running, operator_account):
+def test_missing_right_is_told_as_a_condition(services, running, operator_account):
     """The looks failed with 403, of which the operator's log alone said anything."""
     services.apply()
     services.wait_ready()
@@ -120,7 +120,7 @@ def test_a_missing_right_is_told_as_a_condition(services, running, operator_acco
         ("spec.observability.serviceMonitor", {"observability": {"serviceMonitor": True}}),
     ],
 )
-def test_a_missing_api_is_named(services, operator_kubeconfig, tmp_path, field, spec):
+def test_missing_api_is_named(services, operator_kubeconfig, tmp_path, field, spec):
     """The service was reported Ready without the object that its spec asks for."""
     flags = ("--namespaces", services.namespace, "--no-leader-elect", "--allow", "routes,monitors")
     with operator(operator_kubeconfig, tmp_path / "operator.log", *flags):

@@ -36,7 +36,7 @@ def start(operator_kubeconfig, namespace, tmp_path):
         yield start_one
 
 
-def test_a_first_revision_is_ready_when_its_canary_has_passed(services, pods, start):
+def test_first_revision_is_ready_when_its_canary_has_passed(services, pods, start):
     running = start("first")
     services.apply(**pods.spec(decode={"replicas": 2}))
     services.wait_ready()
@@ -59,7 +59,7 @@ def test_a_first_revision_is_ready_when_its_canary_has_passed(services, pods, st
     services.wait_condition("Degraded", "False", "AllWell")
 
 
-def test_a_revision_whose_canary_fails_is_never_offered_and_another_operator_goes_on_with_it(services, pods, start):
+def test_revision_whose_canary_fails_is_never_offered_and_another_operator_goes_on_with_it(services, pods, start):
     first = start("first")
     services.apply(**pods.spec(decode={"replicas": 2}))
     services.wait_ready()
@@ -87,7 +87,7 @@ def test_a_revision_whose_canary_fails_is_never_offered_and_another_operator_goe
     assert told.index("passed") < told.index("offer")
 
 
-def test_a_revert_takes_what_stands_by_away(services, pods, start):
+def test_revert_takes_what_stands_by_away(services, pods, start):
     start("first")
     services.apply(**pods.spec())
     services.wait_ready()

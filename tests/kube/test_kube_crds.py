@@ -59,7 +59,7 @@ def test_no_status_is_made_up_by_defaults(control_plane, namespace):
 
 
 @pytest.mark.parametrize("make", [model_service, worker_pool, model_adapter])
-def test_the_status_is_a_subresource(control_plane, namespace, make):
+def test_status_is_a_subresource(control_plane, namespace, make):
     manifest = make(namespace)
     before = applied(control_plane, manifest)
     path = control_plane.path(manifest)
@@ -72,7 +72,7 @@ def test_the_status_is_a_subresource(control_plane, namespace, make):
     assert unchanged.raise_for_status().json()["spec"] == before["spec"]
 
 
-def test_a_status_is_kept_as_the_planner_wrote_it(control_plane, namespace):
+def test_status_is_kept_as_the_planner_wrote_it(control_plane, namespace):
     """Nothing of it is pruned, refused or changed, neither while starting nor when all is well.
 
     Compared as it is decoded: the API server fills in defaults within lists, which encoding leaves out.

@@ -110,7 +110,7 @@ def test_gateways_that_never_end_hold_workers_for_a_bound(services, running):
     wait_gone(services)
 
 
-def test_a_service_made_again_meanwhile_comes_up_after(services, running):
+def test_service_made_again_meanwhile_comes_up_after(services, running):
     services.apply(**SLOW_GATEWAY)
     services.wait_ready()
     before = pods_of(services)
@@ -150,7 +150,7 @@ def namespace_gone(services: Services) -> bool:
 
 
 @pytest.mark.parametrize("operators", [1, 0], ids=["served", "no operator"])
-def test_a_deleted_namespace_goes_with_its_services(services, running, operators, control_plane):
+def test_deleted_namespace_goes_with_its_services(services, running, operators, control_plane):
     """The Role of the operator goes first: the service waited for a finalizer that no one could take off any more."""
     services.apply()
     services.wait_ready()
@@ -161,7 +161,7 @@ def test_a_deleted_namespace_goes_with_its_services(services, running, operators
     wait_for(lambda: namespace_gone(services), PATIENCE_S, running.log)
 
 
-def test_a_service_goes_after_the_operators_release(services, running, operator_account):
+def test_service_goes_after_the_operators_release(services, running, operator_account):
     """Without its rights and its process, as `helm uninstall` leaves a cluster."""
     services.apply()
     services.wait_ready()
@@ -171,7 +171,7 @@ def test_a_service_goes_after_the_operators_release(services, running, operator_
     wait_gone(services)
 
 
-def test_a_former_finalizer_is_taken_off(services, running):
+def test_former_finalizer_is_taken_off(services, running):
     services.apply()
     services.wait_ready()
     merge = {"metadata": {"finalizers": [FORMER_FINALIZER, "example.com/theirs"]}}
@@ -182,7 +182,7 @@ def test_a_former_finalizer_is_taken_off(services, running):
     wait_for(services.gone, PATIENCE_S, lambda: services.described() + running.log())
 
 
-def test_a_lost_namespace_leaves_the_others_served(services, running, operator_account, control_plane, tmp_path):
+def test_lost_namespace_leaves_the_others_served(services, running, operator_account, control_plane, tmp_path):
     """An operator of several namespaces was never ready after a restart when one of them was gone."""
     made = control_plane.api.post("/api/v1/namespaces", json={"metadata": {"generateName": "lost-"}})
     lost = made.raise_for_status().json()["metadata"]["name"]

@@ -35,7 +35,7 @@ def make_ready(services) -> None:
             )
 
 
-def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tmp_path):
+def test_node_drain_waits_until_the_replacement_is_ready(services, running, tmp_path):
     """By kubectl itself [rolling-loses-nothing]."""
     mine = {DRAINED_IN: services.namespace}
     services.apply(decode={**TWO, "pod": {"annotations": {NOT_READY: "false"}, "labels": mine}})
@@ -89,7 +89,7 @@ def test_a_node_drain_waits_until_the_replacement_is_ready(services, running, tm
     services.wait_ready()
 
 
-def test_a_stuck_rollout_does_not_block_a_drain(services, running):
+def test_stuck_rollout_does_not_block_a_drain(services, running):
     """One budget of a role over all revisions counted the new pod that was never ready, and allowed nothing more."""
     services.apply(prefill=TWO, decode=TWO)
     services.wait_ready()
@@ -132,7 +132,7 @@ def test_a_stuck_rollout_does_not_block_a_drain(services, running):
     )
 
 
-def test_a_rolling_restart_of_everything_in_turn_never_leaves_a_part_short(services, running):
+def test_rolling_restart_of_everything_in_turn_never_leaves_a_part_short(services, running):
     """By `kubectl rollout restart`: it stays, for the operator takes back what is its own alone."""
     services.apply(prefill=TWO, decode=TWO, gateway=TWO)
     services.wait_ready()

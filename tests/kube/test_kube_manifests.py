@@ -157,7 +157,7 @@ def test_deployments_get_available_and_services_find_their_pods(control_plane, n
 
 
 @pytest.mark.usefixtures("provided")
-def test_an_eviction_waits_while_a_role_has_lost_a_worker(control_plane, namespace):
+def test_eviction_waits_while_a_role_has_lost_a_worker(control_plane, namespace):
     """A drain of nodes takes one worker of each role at a time."""
     manifests = plan_of(control_plane, namespace, EXAMPLES[0].with_name("gpu.yaml"))
     for manifest in manifests:

@@ -38,7 +38,7 @@ def test_services_come_and_go_behind_a_model_gateway(services, front, running):
     wait_equal(lambda: {("Normal", "ServiceAdded"), ("Normal", "ServiceRemoved")} <= front.events(), True, PATIENCE_S)
 
 
-def test_a_taken_name_is_refused_and_its_first_model_is_served_on(services, front, running):
+def test_taken_name_is_refused_and_its_first_model_is_served_on(services, front, running):
     front.apply()
     services.apply("chat", servedModelName="llama", **FRONT)
     front.wait_served(chat=["llama"])
@@ -52,7 +52,7 @@ def test_a_taken_name_is_refused_and_its_first_model_is_served_on(services, fron
     services.wait_ready("other")
 
 
-def test_a_service_waits_for_its_model_gateway_and_outlives_it(services, front, running):
+def test_service_waits_for_its_model_gateway_and_outlives_it(services, front, running):
     services.apply("chat", **FRONT)
     services.wait_condition("RouterReady", "False", "GatewayMissing")
     front.apply()

@@ -12,7 +12,7 @@ pytestmark = KUBE
 OTHER_MODEL = {"model": {"path": "/opt/tandem/models/tandem-mini-eagle"}}
 
 
-def test_a_service_comes_up_stays_quiet_and_goes(services, running):
+def test_service_comes_up_stays_quiet_and_goes(services, running):
     services.apply()
     services.wait_ready()
     body = services.get()
@@ -71,7 +71,7 @@ def test_another_model_rolls_out_pair_by_pair_and_comes_back(services, running):
     wait_equal(lambda: services.workers("decode"), {first: 2}, PATIENCE_S)
 
 
-def test_a_paused_rollout_exchanges_no_pod_and_scales(services, running):
+def test_paused_rollout_exchanges_no_pod_and_scales(services, running):
     """As `kubectl rollout pause` does it, within a revision too."""
     services.apply()
     services.wait_ready()
@@ -117,7 +117,7 @@ def test_arguments_are_accepted_when_a_pod_has_checked_them(services, running):
     services.wait_condition("ArgumentsAccepted", "True", "Accepted")
 
 
-def test_a_spec_that_cannot_be_served_is_told_and_touches_nothing(services, running):
+def test_spec_that_cannot_be_served_is_told_and_touches_nothing(services, running):
     services.apply()
     services.wait_ready()
     before = {name: one["metadata"]["generation"] for name, one in services.deployments().items()}
@@ -185,7 +185,7 @@ def test_what_admission_refuses_is_told_and_heals_when_it_no_longer_does(service
     services.wait_condition("Degraded", "False", "AllWell")
 
 
-def test_a_pool_is_scaled_from_outside_in_mode_external(services, running):
+def test_pool_is_scaled_from_outside_in_mode_external(services, running):
     services.apply(autoscaling={"mode": "external"})
     services.wait_ready()
     path = services.pool_path("decode")
@@ -226,7 +226,7 @@ def test_without_figures_the_autoscaler_holds_and_says_so(services, running):
     services.wait_event("Warning", "ScalingHeld")
 
 
-def test_a_secret_that_comes_later_heals(services, running):
+def test_secret_that_comes_later_heals(services, running):
     """[absent-object-heals]"""
     services.apply(gateway={"authSecret": "api-keys"})
     services.wait_condition("Ready", "False", "SecretMissing")

@@ -58,7 +58,7 @@ def test_of_two_operators_one_acts_and_the_other_takes_over_when_it_dies(service
     }
 
 
-def test_a_leader_that_ends_hands_over_at_once(services, start):
+def test_leader_that_ends_hands_over_at_once(services, start):
     first = start("first", *LEASE)
     wait_for(lambda: first.leading, PATIENCE_S, first.log)
     second = start("second", *LEASE)
@@ -71,7 +71,7 @@ def test_a_leader_that_ends_hands_over_at_once(services, start):
     services.wait_ready()
 
 
-def test_an_operator_that_is_started_again_goes_on_with_a_rollout(services, start):
+def test_operator_that_is_started_again_goes_on_with_a_rollout(services, start):
     """Neither does the old revision grow back, nor does anything go that still serves."""
     two = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
     first = start("first", "--no-leader-elect")

@@ -126,7 +126,7 @@ def test_decisions_come_from_the_status(control_plane, service, kubectl):
     assert out.splitlines()[1].split(maxsplit=6) == [CREATED, "decode", "scale", "2", "→", "3", "queue of 9 s"]
 
 
-def test_a_drained_pod_is_evicted_and_waited_for(control_plane, namespace, service, kubectl):
+def test_drained_pod_is_evicted_and_waited_for(control_plane, namespace, service, kubectl):
     service()
     path = put_pod(control_plane, namespace, "llama-decode-5d8f-a", "decode")
     code, out, _ = kubectl("drain", "llama-decode-5d8f-a")
@@ -135,7 +135,7 @@ def test_a_drained_pod_is_evicted_and_waited_for(control_plane, namespace, servi
     assert control_plane.api.get(path).status_code == 404
 
 
-def test_a_disruption_budget_holds_a_drain_back(control_plane, namespace, service, kubectl):
+def test_disruption_budget_holds_a_drain_back(control_plane, namespace, service, kubectl):
     service()
     path = put_pod(control_plane, namespace, "llama-decode-5d8f-a", "decode")
     budget = {
@@ -177,7 +177,7 @@ def token_of(cluster: ControlPlane, namespace: str) -> str:
     return cluster.api.post(path, json=body).raise_for_status().json()["status"]["token"]
 
 
-def test_a_cluster_without_the_crds_says_how_to_install_them(control_plane, kubectl, monkeypatch):
+def test_cluster_without_the_crds_says_how_to_install_them(control_plane, kubectl, monkeypatch):
     monkeypatch.setattr("tandem_services.cli.k8s.cluster.API", "apis/not-installed.tandem.dev/v1")
     code, _, err = kubectl("status")
     assert code == 3

@@ -30,7 +30,7 @@ def generations(services: Services) -> dict[str, int]:
     return {name: one["metadata"]["generation"] for name, one in services.deployments().items()}
 
 
-def test_a_sidecar_stays_and_a_wrong_patch_changes_nothing(services, running):
+def test_sidecar_stays_and_a_wrong_patch_changes_nothing(services, running):
     """The API server fills defaults in, which are no difference to what was applied."""
     worker = {"name": "worker", "volumeMounts": [MOUNT]}
     good = {"containers": [worker, SIDECAR], "volumes": [VOLUME]}

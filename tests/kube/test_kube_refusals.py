@@ -217,7 +217,7 @@ def test_fields_that_do_not_exist_get_nowhere(control_plane, namespace, part, fi
     assert field not in kept["pod"]
 
 
-def test_a_source_may_be_exchanged_for_one_of_its_kind(control_plane, namespace):
+def test_source_may_be_exchanged_for_one_of_its_kind(control_plane, namespace):
     manifest = model_service(namespace)
     control_plane.apply(manifest).raise_for_status()
     manifest["spec"]["model"]["path"] = "/models/other"

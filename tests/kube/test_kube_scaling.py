@@ -9,7 +9,7 @@ from tandem_testing.waiting import wait_equal
 pytestmark = KUBE
 
 
-def test_the_scale_subresource_reads_and_writes_replicas(control_plane, namespace):
+def test_scale_subresource_reads_and_writes_replicas(control_plane, namespace):
     manifest = worker_pool(namespace)
     control_plane.apply(manifest).raise_for_status()
     path = control_plane.path(manifest)
@@ -39,7 +39,7 @@ def test_kubectl_scale(control_plane, namespace):
         control_plane.kubectl("-n", namespace, "scale", "wp/chat-decode", "--replicas=1001")
 
 
-def test_an_hpa_finds_the_workers_of_a_pool(control_plane, namespace):
+def test_hpa_finds_the_workers_of_a_pool(control_plane, namespace):
     """Whether it can compute anything depends on metrics; that it reads and may write the scale does not."""
     manifest = worker_pool(namespace)
     control_plane.apply(manifest).raise_for_status()

@@ -52,7 +52,7 @@ def test_without_the_api_it_is_said_what_is_wanting(services, started):
         assert running.stop() == 0
 
 
-def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, started):
+def test_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, started):
     with started() as running:
         services.apply(decode={"engine": TWO_PODS, "replicas": 2})
         ready(services, sets, running)
@@ -85,7 +85,7 @@ def test_a_role_of_groups_comes_up_scales_rolls_and_goes(services, sets, started
         assert running.stop() == 0
 
 
-def test_the_plugin_shows_a_group_as_one_worker_and_drains_it_whole(
+def test_plugin_shows_a_group_as_one_worker_and_drains_it_whole(
     services, sets, control_plane, namespace, started, capsys
 ):
     def kubectl(*words: str) -> tuple[int, str]:

@@ -103,7 +103,7 @@ def output(tokens=(5, 9, 7), logprobs=(-1.0, -2.0, -3.0), reason=FinishReason.LE
         (output((5,), (-1.0,), FinishReason.ERROR), LIKELIEST, REQUEST, "ended with error"),
     ],
 )
-def test_the_first_token_out_of_bounds_is_found_and_named(made, behind, request_, difference):
+def test_first_token_out_of_bounds_is_found_and_named(made, behind, request_, difference):
     """Tokens need not be the reference's, which has 6 where this output has 9."""
 
     def score(before, tokens):
@@ -114,7 +114,7 @@ def test_the_first_token_out_of_bounds_is_found_and_named(made, behind, request_
     assert (found is None) if difference is None else (difference in found)
 
 
-def test_a_logprob_that_is_no_number_is_out_of_bounds():
+def test_logprob_that_is_no_number_is_out_of_bounds():
     """A comparison with it is never true, and so it was within any bound."""
     broken = output(logprobs=(-1.0, nan, -3.0))
     scored = Scored(logprobs=(-1.0, -2.0, -3.0), behind=LIKELIEST)

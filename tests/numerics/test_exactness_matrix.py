@@ -96,14 +96,14 @@ def test_two_families_take_every_path_on_ranks_between_them() -> None:
 
 
 @pytest.mark.parametrize("name", REDUCED_PATHS)
-def test_the_other_families_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
+def test_other_families_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
     checkpoint = write_tiny_checkpoint(name, tmp_path)
     results = run_paths(checkpoint, [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SHARED, *UNEQUAL])
     assert [result.difference for result in results] == [None] * 8
 
 
 @pytest.mark.parametrize("name", ADDED_PATHS)
-def test_a_family_takes_the_paths_that_it_adds_something_to(name, tmp_path) -> None:
+def test_family_takes_the_paths_that_it_adds_something_to(name, tmp_path) -> None:
     results = run_paths(write_tiny_checkpoint(name, tmp_path), ADDED_PATHS[name])
     assert [(result.path, result.difference) for result in results] == [(path, None) for path in ADDED_PATHS[name]]
 
@@ -144,18 +144,18 @@ def generation(tokens=(5, 6, 7), logprobs=(-1.0, -2.0, -3.0)) -> Generation:
         (generation(logprobs=(-1.0, -2.0)), "2 logprobs for 3 tokens"),
     ],
 )
-def test_the_first_difference_is_found_and_named(output, difference) -> None:
+def test_first_difference_is_found_and_named(output, difference) -> None:
     found = compare([REQUEST], [output], [REFERENCE]).difference
     assert (found is None) if difference is None else (difference in found)
 
 
-def test_a_logprob_that_is_no_number_is_a_difference() -> None:
+def test_logprob_that_is_no_number_is_a_difference() -> None:
     """A comparison with it is never true, and so it was within any tolerance."""
     found = compare([REQUEST], [generation(logprobs=(-1.0, nan, -3.0))], [REFERENCE])
     assert (found.difference, found.max_logprob_difference) == ("r: logprob nan at output 1, reference -2.000000", 0.0)
 
 
-def test_a_prompt_logprob_that_is_no_number_is_a_difference() -> None:
+def test_prompt_logprob_that_is_no_number_is_a_difference() -> None:
     request = msgspec.structs.replace(REQUEST, sampling=msgspec.structs.replace(REQUEST.sampling, prompt_logprobs=0))
     output = replace(generation(), prompt_logprobs=(None, TokenLogprob(logprob=nan)))
     found = compare([request], [output], [replace(REFERENCE, prompt_logprobs=(-1.0,))])

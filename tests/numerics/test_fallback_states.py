@@ -42,7 +42,7 @@ def load_tiny(name, folder) -> FallbackModel:
     return model
 
 
-def test_a_model_with_short_convolutions_is_exact(tmp_path):
+def test_model_with_short_convolutions_is_exact(tmp_path):
     results = run_paths(write_tiny_checkpoint(SAMPLED, tmp_path), [CACHED, RETRACTED, DISAGGREGATED])
     assert [result.difference for result in results] == [None] * 3
 
@@ -60,7 +60,7 @@ def test_each_path_is_taken_by_several_families():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STATEFUL_MODELS)
-def test_a_model_with_states_is_exact_on_its_paths(name, tmp_path):
+def test_model_with_states_is_exact_on_its_paths(name, tmp_path):
     paths = paths_of(name)
     results = run_paths(write_tiny_checkpoint(name, tmp_path), paths, impl=ModelImpl.TRANSFORMERS)
     assert {result.path: result.difference for result in results} == dict.fromkeys(paths)
@@ -81,7 +81,7 @@ def test_pages_count_layers_with_attention_alone(tmp_path):
     )
 
 
-def test_a_mixer_that_forgets_gets_tokens_one_by_one(tmp_path):
+def test_mixer_that_forgets_gets_tokens_one_by_one(tmp_path):
     model = load_tiny("jamba", tmp_path)
     assert model.mixers is not None
     assert model.mixers.stepwise == [True]

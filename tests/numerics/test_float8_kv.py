@@ -56,7 +56,7 @@ def test_pages_are_exchanged_with_workers_of_the_same_dtype_and_scales_alone(mod
     assert mine[1] != theirs[1]
 
 
-def test_a_worker_that_computes_in_another_dtype_is_another_even_where_pages_are_alike(model):
+def test_worker_that_computes_in_another_dtype_is_another_even_where_pages_are_alike(model):
     geometry, _ = geometry_of(model, KvCacheDtype.BFLOAT16)
     assert (geometry.dtype, geometry.model_dtype) == ("bfloat16", "float32")
 

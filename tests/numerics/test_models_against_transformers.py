@@ -70,7 +70,7 @@ def reference(model: torch.nn.Module, ids: Tensor) -> Tensor:
         return model(ids[None], use_cache=False).logits[0]
 
 
-def test_a_whole_prompt_has_the_logits_of_transformers(pair):
+def test_whole_prompt_has_the_logits_of_transformers(pair):
     ids = random_prompt(60)
     logits = extend(pair.ours, dense(pair.ours), [ids], [0])
     assert logits.dtype == torch.float32
@@ -84,7 +84,7 @@ def test_sequences_of_one_step_do_not_see_each_other(pair):
     torch.testing.assert_close(logits, expected, atol=ATOL, rtol=0)
 
 
-def test_a_prompt_computed_in_chunks_has_the_logits_of_the_whole(pair):
+def test_prompt_computed_in_chunks_has_the_logits_of_the_whole(pair):
     ids = random_prompt(60, seed=3)
     attend, start, parts = dense(pair.ours), 0, []
     for size in (7, 1, 32, 20):

@@ -93,7 +93,7 @@ def test_memory_of_a_layer_ahead_is_that_of_its_file(checkpoint):
     assert draft.weight_bytes(torch.float32, target_path=str(checkpoint), target_is_whole=True) == expected
 
 
-def test_a_model_without_a_layer_ahead_is_no_draft_head(tmp_path):
+def test_model_without_a_layer_ahead_is_no_draft_head(tmp_path):
     path = write_tiny_checkpoint("deepseek-v3", tmp_path)
     with pytest.raises(CheckpointError, match="has no layer that predicts ahead"):
         draft_of(path)
@@ -115,7 +115,7 @@ def test_tensors_are_those_of_a_layer_ahead(name, message, tmp_path):
         draft_of(path)
 
 
-def test_a_layer_ahead_of_another_model_is_refused(checkpoint, tmp_path):
+def test_layer_ahead_of_another_model_is_refused(checkpoint, tmp_path):
     """Another folder is a head, not a checkpoint with more than a layer."""
     target = read_model_config(checkpoint)
     spec = SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=str(checkpoint))
@@ -133,7 +133,7 @@ def rewritten(checkpoint, path, tensors, **config):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "awq"])
-def test_a_quantized_layer_ahead_is_what_its_matrices_are_worth(kind, checkpoint, tmp_path):
+def test_quantized_layer_ahead_is_what_its_matrices_are_worth(kind, checkpoint, tmp_path):
     """The projections of all layers are quantized. `eh_proj` is one of those names, and may be plain or not."""
     write, scheme = KINDS[kind]
     held, worths = {}, {}

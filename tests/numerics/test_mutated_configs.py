@@ -101,7 +101,7 @@ NAMED = {
 
 
 @pytest.mark.parametrize("name", NAMED)
-def test_a_field_of_another_model_is_served_or_refused(name, tmp_path):
+def test_field_of_another_model_is_served_or_refused(name, tmp_path):
     path = write_tiny_checkpoint(name, tmp_path) / "config.json"
     config = json.loads(path.read_text())
     for changes in NAMED[name]:
@@ -118,7 +118,7 @@ def test_mutated_configs_are_equal_or_refused(name, tmp_path):
     assert len(results) >= 5
 
 
-def test_a_stored_head_that_is_not_the_embedding_is_served(tmp_path):
+def test_stored_head_that_is_not_the_embedding_is_served(tmp_path):
     write_tiny_checkpoint("llama-bias", tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     head = torch.randn(tensors["model.embed_tokens.weight"].shape, generator=torch.Generator().manual_seed(5))

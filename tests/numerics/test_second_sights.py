@@ -77,7 +77,7 @@ def expected(model: LoadedModel, requests: Sequence[GenerateRequest]) -> list[li
     [("qwen3-next", ModelImpl.AUTO), ("qwen3.5", ModelImpl.AUTO), ("bamba", ModelImpl.AUTO)],
 )
 @pytest.mark.parametrize("chunk", [2048, 100])
-def test_the_second_prompt_with_a_beginning_is_exact(name, impl, chunk, tmp_path):
+def test_second_prompt_with_a_beginning_is_exact(name, impl, chunk, tmp_path):
     model, asked = load_tiny(name, tmp_path, impl), prompts(3)
     config = replace(model.config, scheduler=limits(chunk=chunk), cache=PAGES)
     with Engine.build(model, config) as engine, poisoned_memory(engine):
@@ -87,7 +87,7 @@ def test_the_second_prompt_with_a_beginning_is_exact(name, impl, chunk, tmp_path
     assert [each.cached_tokens for each in found] == [0, 320, 384]
 
 
-def test_a_model_that_computes_by_token_keeps_no_trials(tmp_path):
+def test_model_that_computes_by_token_keeps_no_trials(tmp_path):
     model, asked = load_tiny("jamba", tmp_path, ModelImpl.AUTO), prompts(2)
     config = replace(model.config, scheduler=limits(), cache=PAGES)
     with Engine.build(model, config) as engine:

@@ -136,7 +136,7 @@ def test_adapting_lengths_change_no_token(checkpoints, name):
 
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 1, "force_retract_every": 4, "max_retractions": 1000}])
-def test_a_model_that_drafts_for_itself_is_always_right(checkpoints, options):
+def test_model_that_drafts_for_itself_is_always_right(checkpoints, options):
     """With the noise of the target, at any temperature; it is not told of min_tokens alone, and would stop."""
     requests = [one for one in workload() if not one.sampling.min_tokens]
     _, stats = checkpoints.run_with_stats(checkpoints.spec("itself"), requests, **options)
@@ -144,7 +144,7 @@ def test_a_model_that_drafts_for_itself_is_always_right(checkpoints, options):
     assert stats.accept_length > 3.0
 
 
-def test_a_stranger_is_mostly_wrong(checkpoints):
+def test_stranger_is_mostly_wrong(checkpoints):
     _, stats = checkpoints.run_with_stats(checkpoints.spec("stranger"), workload())
     assert stats.accepted_total < 0.3 * stats.drafted_total
 
@@ -222,7 +222,7 @@ def head_guesses(checkpoints: Checkpoints, text: list[int], count: int) -> tuple
 @pytest.mark.parametrize(
     "options", [{}, {"page_size": 1, "force_retract_every": 3, "max_retractions": 1000}, {"chunked_prefill_size": 7}]
 )
-def test_a_head_reads_the_states_of_its_own_text(checkpoints, options):
+def test_head_reads_the_states_of_its_own_text(checkpoints, options):
     """Whatever a request went through: what the head proposes is what it says to the text alone."""
     with checkpoints.engine(checkpoints.spec("eagle"), **options) as engine:
         listening = Listening(engine.scheduler._shared.speculation.proposer)
@@ -235,7 +235,7 @@ def test_a_head_reads_the_states_of_its_own_text(checkpoints, options):
         assert chain == head_guesses(checkpoints, text, len(chain))
 
 
-def test_a_draft_of_another_vocabulary_is_refused(checkpoints, tmp_path):
+def test_draft_of_another_vocabulary_is_refused(checkpoints, tmp_path):
     other = replace(checkpoints.loaded.model_config, vocab_size=VOCAB_SIZE + 1)
     with pytest.raises(CheckpointError, match=f"{VOCAB_SIZE} token ids .* {VOCAB_SIZE + 1}.*same tokenizer"):
         read_draft(checkpoints.spec("itself"), target=other, target_path=str(tmp_path))

@@ -105,7 +105,7 @@ def test_states_return_from_files_after_a_restart(model, expected, tmp_path, mon
     assert counts[CopyKind.HOST_TO_STATE] > 0
 
 
-def test_a_damaged_part_of_a_state_is_computed_again(model, expected, tmp_path):
+def test_damaged_part_of_a_state_is_computed_again(model, expected, tmp_path):
     host = HostConfig(enable_cache=True, size_bytes=8 << 20, storage_dir=str(tmp_path), prefetch_timeout=300.0)
     with Engine.build(model, tiered(model, host)) as engine:
         served(engine, range(1))

@@ -48,7 +48,7 @@ def qwen3(tmp_path):
 
 
 @pytest.mark.parametrize("name", TOWER_MODELS)
-def test_the_text_part_is_that_of_transformers(name, tmp_path):
+def test_text_part_is_that_of_transformers(name, tmp_path):
     write_tiny_checkpoint(name, tmp_path)
     result = compare(tmp_path)
     assert (result.outcome, result.impl, result.detail) == (Outcome.EQUAL, ModelImpl.TANDEM, "")
@@ -70,7 +70,7 @@ def test_every_tower_is_compared():
     assert len(FAMILIES) == len(TOWERS)
 
 
-def test_a_tower_takes_the_paths_of_verify(qwen3):
+def test_tower_takes_the_paths_of_verify(qwen3):
     assert [result.difference for result in run_paths(qwen3, [CACHED])] == [None]
 
 
@@ -97,7 +97,7 @@ def test_both_namings_of_tensors_are_one_model(qwen3):
     assert read_model_config(qwen3).fingerprint == before
 
 
-def test_a_tensor_that_is_in_no_part_is_refused_by_name(qwen3):
+def test_tensor_that_is_in_no_part_is_refused_by_name(qwen3):
     tensors = load_file(qwen3 / "model.safetensors")
     tensors["model.language_model.layers.0.self_attn.sinks"] = tensors["lm_head.weight"].clone()
     save_file(tensors, qwen3 / "model.safetensors", metadata={"format": "pt"})
@@ -116,7 +116,7 @@ def test_a_tensor_that_is_in_no_part_is_refused_by_name(qwen3):
         ({"tie_word_embeddings": 1}, {}, "tie_word_embeddings"),
     ],
 )
-def test_a_field_that_may_concern_text_is_refused_by_name(qwen3, outer, inner, name):
+def test_field_that_may_concern_text_is_refused_by_name(qwen3, outer, inner, name):
     edit(qwen3, inner=inner, **outer)
     with pytest.raises(CheckpointError, match=name):
         read_model_config(qwen3, impl=ModelImpl.TANDEM)
@@ -129,7 +129,7 @@ def test_no_text_part_is_left_to_transformers(qwen3):
     assert "transformers does not compute the text part" in message
 
 
-def test_the_examination_before_a_start_reads_the_text_part(qwen3):
+def test_examination_before_a_start_reads_the_text_part(qwen3):
     assert examine_config(qwen3, impl=ModelImpl.AUTO)
     edit(qwen3, inner={"some_new_field": 1})
     with pytest.raises(CheckpointError, match=r"text_config\.some_new_field"):

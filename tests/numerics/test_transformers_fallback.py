@@ -85,13 +85,13 @@ def test_layers_tell_what_their_attention_is(tmp_path):
     assert (model.config.num_heads, model.config.num_kv_heads, model.config.head_dim) == (4, 2, 16)
 
 
-def test_a_soft_cap_reaches_our_attention(tmp_path):
+def test_soft_cap_reaches_our_attention(tmp_path):
     model = load(write_tiny_checkpoint("gemma2", tmp_path), ModelImpl.TRANSFORMERS)
     assert [(spec.window, spec.soft_cap) for spec in model.attention] == [(20, 3.0), (None, 3.0), (20, 3.0)]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_the_examination_allows_for_rounding(arcee, dtype):
+def test_examination_allows_for_rounding(arcee, dtype):
     model = load_model(arcee, read_model_config(arcee, impl=ModelImpl.AUTO), dtype, progress=False)
     hidden = torch.zeros(2, 64, dtype=dtype)
     with torch.inference_mode():
@@ -113,7 +113,7 @@ def test_the_examination_allows_for_rounding(arcee, dtype):
         ("xlm-roberta", "computes other logits than transformers by itself"),
     ],
 )
-def test_a_model_that_does_more_than_paged_attention_is_refused(name, reason, tmp_path):
+def test_model_that_does_more_than_paged_attention_is_refused(name, reason, tmp_path):
     assert reason in refusal(write_tiny_checkpoint(name, tmp_path))
 
 
@@ -155,7 +155,7 @@ def test_layers_with_states_are_found_whatever_config_json_says(tmp_path):
     assert (facts.attention_layers, [part.layer for part in facts.state_parts]) == (1, [1])
 
 
-def test_a_model_whose_tokens_meet_outside_attention_is_refused(arcee):
+def test_model_whose_tokens_meet_outside_attention_is_refused(arcee):
     model = load(arcee)
     facts = model.config
 
@@ -196,17 +196,17 @@ def test_code_in_a_checkpoint_is_never_run(arcee):
         ({"sliding_window": 16}, "sliding_window"),
     ],
 )
-def test_a_config_that_cannot_work_is_refused_by_name(arcee, changes, name):
+def test_config_that_cannot_work_is_refused_by_name(arcee, changes, name):
     edit_config(arcee, architectures=["ArceeForCausalLM"], **changes)
     assert name in refusal(arcee)
 
 
-def test_an_unknown_architecture_is_refused_where_only_ours_are_wanted(arcee):
+def test_unknown_architecture_is_refused_where_only_ours_are_wanted(arcee):
     with pytest.raises(CheckpointError, match="architectures must name a supported architecture"):
         read_model_config(arcee, impl=ModelImpl.TANDEM)
 
 
-def test_a_config_is_checked_without_its_weights(arcee, capsys):
+def test_config_is_checked_without_its_weights(arcee, capsys):
     for file in arcee.glob("*.safetensors"):
         file.unlink()
     assert (fallback_check(str(arcee)), capsys.readouterr().out) == (0, "")

@@ -27,7 +27,7 @@ def test_every_allowed_pair_and_no_forbidden_one_is_in_a_row(array, seed) -> Non
 
 
 @given(array=arrays(), seed=st.integers(0, 1000))
-def test_a_seed_always_gives_the_same_rows(array, seed) -> None:
+def test_seed_always_gives_the_same_rows(array, seed) -> None:
     assert covering_rows(*array, seed=seed) == covering_rows(*array, seed=seed)
 
 
@@ -50,6 +50,6 @@ def test_rows_are_few() -> None:
         (Forbidden(("a", "1"), ("a", "2")), "is one axis"),
     ],
 )
-def test_a_pair_that_cannot_be_forbidden_is_an_error(forbidden, message) -> None:
+def test_pair_that_cannot_be_forbidden_is_an_error(forbidden, message) -> None:
     with pytest.raises(ValueError, match=message):
         covering_rows([Axis("a", ("0", "1", "2")), Axis("b", ("0", "1"))], [forbidden])

@@ -68,7 +68,7 @@ def test_arrived_pages_verify(shape, used, sequence, generation):
 
 @faults
 @given(shapes, used_slots, tokens, generations)
-def test_a_missed_page_is_seen(shape, used, sequence, generation):
+def test_missed_page_is_seen(shape, used, sequence, generation):
     pages = Pages(shape, used)
     pages.compute(HERE, sequence)
     assert not pages.verifies(generation)
@@ -76,7 +76,7 @@ def test_a_missed_page_is_seen(shape, used, sequence, generation):
 
 @faults
 @given(shapes, used_slots, tokens, generations, st.data())
-def test_a_stale_page_is_seen_however_late_its_sequence_differs(shape, used, sequence, generation, data):
+def test_stale_page_is_seen_however_late_its_sequence_differs(shape, used, sequence, generation, data):
     pages = Pages(shape, used)
     differs = data.draw(st.integers(0, pages.used - 1))
     pages.compute(HERE, sequence)
@@ -86,7 +86,7 @@ def test_a_stale_page_is_seen_however_late_its_sequence_differs(shape, used, seq
 
 @faults
 @given(shapes, used_slots, tokens, tokens, generations, st.data())
-def test_a_torn_page_is_seen_when_a_layer_of_it_is_missing(shape, used, sequence, other, generation, data):
+def test_torn_page_is_seen_when_a_layer_of_it_is_missing(shape, used, sequence, other, generation, data):
     """The missing run begins and ends anywhere, as long as a layer lies within it: any run of two layers does."""
     pages = Pages(shape, used)
     pages.compute(HERE, sequence)
@@ -114,7 +114,7 @@ def test_any_set_of_missing_layers_is_seen(shape, used, sequence, generation, da
 
 @faults
 @given(shapes, used_slots, tokens, generations, st.integers(1, 100), st.integers(101, 200))
-def test_a_foreign_page_is_seen_though_its_bytes_are_the_same(shape, used, sequence, generation, first, sent_as):
+def test_foreign_page_is_seen_though_its_bytes_are_the_same(shape, used, sequence, generation, first, sent_as):
     pages = Pages(shape, used)
     pages.compute(HERE, sequence)
     pages.pool.page_view(THERE).copy_(pages.pool.page_view(HERE))

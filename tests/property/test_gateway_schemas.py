@@ -39,5 +39,5 @@ def test_schema_valid_request_is_served_or_rejected_by_name(runner, gateway, pat
 
 
 @pytest.mark.parametrize("path", SHAPES)
-def test_the_sound_request_is_served(runner, gateway: FuzzedGateway, path):
+def test_sound_request_is_served(runner, gateway: FuzzedGateway, path):
     assert runner.run(gateway.ask(path, SHAPES[path][1])).status_code == 200

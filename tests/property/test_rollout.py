@@ -138,7 +138,7 @@ def test_nothing_moves_before_the_canary_but_the_first_pair(rollout, wanted):
 
 @settings(max_examples=100, deadline=None)
 @given(rollouts.filter(lambda rollout: rollout.max_surge > 0), counts)
-def test_the_last_old_pair_goes_together(rollout, wanted):
+def test_last_old_pair_goes_together(rollout, wanted):
     cluster = Cluster(rollout, dict(wanted))
     cluster.reconcile()
     cluster.start_all()

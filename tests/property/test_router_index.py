@@ -261,7 +261,7 @@ def check_explained(
 
 @given(fleet=fleets(), seed=st.integers())
 @settings(max_examples=200, deadline=None)
-def test_the_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
+def test_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
     expected = allowed(fleet)
     candidates = [
         Candidate(

@@ -95,7 +95,7 @@ async def test_differences_add_up_to_the_fleet(server, seed):
 
 
 @pytest.mark.usefixtures("differences_alone")
-async def test_a_change_without_a_note_makes_readers_read_all(server):
+async def test_change_without_a_note_makes_readers_read_all(server):
     """A release without notes raises the generation."""
     async with Fleet.of(server, **LASTING) as fleet:
         await fleet.beat(make_record("w1"))
@@ -109,7 +109,7 @@ async def test_a_change_without_a_note_makes_readers_read_all(server):
 
 
 @pytest.mark.usefixtures("differences_alone")
-async def test_a_generation_from_the_future_makes_a_reader_read_all(server):
+async def test_generation_from_the_future_makes_a_reader_read_all(server):
     async with Fleet.of(server, **LASTING) as fleet:
         await fleet.beat(make_record("w1"))
         changes = await fleet.registry.changes(2**53)
@@ -119,7 +119,7 @@ async def test_a_generation_from_the_future_makes_a_reader_read_all(server):
 
 
 @pytest.mark.usefixtures("differences_alone")
-async def test_a_failover_to_a_late_replica_hides_no_change(server):
+async def test_failover_to_a_late_replica_hides_no_change(server):
     """The new primary gives numbers to its changes that the old one gave to others."""
     async with Fleet.of(server, **LASTING) as fleet:
         for name in ("w1", "w2", "w3", "w4"):
@@ -143,7 +143,7 @@ async def test_a_failover_to_a_late_replica_hides_no_change(server):
 
 
 @pytest.mark.usefixtures("differences_alone")
-async def test_a_wipe_after_many_changes_at_once_hides_no_change(server):
+async def test_wipe_after_many_changes_at_once_hides_no_change(server):
     """More changes than the clock of Redis has counted milliseconds."""
     server.command("FLUSHALL")
     simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="default", events=EventQueue())
@@ -160,7 +160,7 @@ async def test_a_wipe_after_many_changes_at_once_hides_no_change(server):
 
 @pytest.mark.parametrize("lost", ["fleet", "owner"])
 @pytest.mark.usefixtures("differences_alone")
-async def test_a_loss_that_one_caller_finds_reaches_all_readers(server, lost):
+async def test_loss_that_one_caller_finds_reaches_all_readers(server, lost):
     async with Fleet.of(server, **LASTING) as fleet:
         for name in ("w1", "w2"):
             fleet.generation = (await fleet.beat(make_record(name))).generation
@@ -194,7 +194,7 @@ async def test_longer_names_than_workers_have_are_never_returned(server):
 
 
 @pytest.mark.usefixtures("differences_alone")
-async def test_a_lease_that_ends_and_begins_again_is_a_change(server):
+async def test_lease_that_ends_and_begins_again_is_a_change(server):
     server.command("FLUSHALL")
     simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="default", events=EventQueue())
     counted = Counted(simulated.registry)
@@ -216,7 +216,7 @@ async def test_a_lease_that_ends_and_begins_again_is_a_change(server):
     await simulated.client.close()
 
 
-async def test_a_join_costs_each_reader_one_description(server):
+async def test_join_costs_each_reader_one_description(server):
     """Also in a storm of joins, and of a fleet that takes several calls to describe."""
     async with Fleet.of(server, **LASTING) as fleet:
         count = MAX_DESCRIBED + 40
@@ -232,7 +232,7 @@ async def test_a_join_costs_each_reader_one_description(server):
         assert len(counted.described) == count + 100 + 10 * fleet_reader.REREAD
 
 
-async def test_a_large_fleet_at_rest_costs_a_read_few_descriptions(server):
+async def test_large_fleet_at_rest_costs_a_read_few_descriptions(server):
     async with Fleet.of(server, **LASTING) as fleet:
         count = fleet_reader.SMALL_FLEET + 8
         for number in range(count):
@@ -264,7 +264,7 @@ async def test_figures_that_people_look_at_are_read_by_each_read(server):
 
 
 @pytest.mark.usefixtures("differences_alone")
-async def test_a_read_that_fails_between_calls_loses_nothing(server):
+async def test_read_that_fails_between_calls_loses_nothing(server):
     async with Fleet.of(server, **LASTING) as fleet:
         await fleet.beat(make_record("w1"))
         reader, counted = reader_of(fleet)

@@ -52,7 +52,7 @@ async def until_offered(workers: Fleet, *members: str) -> None:
     await until(offered)
 
 
-async def test_a_heartbeat_registers_everything_a_gateway_needs_to_know(fleet):
+async def test_heartbeat_registers_everything_a_gateway_needs_to_know(fleet):
     record = make_record("w1", Role.DECODE, load=make_load(queue_tokens=7, sequences=3, transfer_rate=5e8))
     reply = await fleet.beat(record)
     assert reply.status is LeaseStatus.RENEWED
@@ -75,7 +75,7 @@ async def test_members_are_told_only_when_they_change(fleet):
     assert set((await fleet.beat(make_record("w1"))).members) == {"w1@1"}
 
 
-async def test_a_heartbeat_without_a_description_renews_the_rest(server, fleet):
+async def test_heartbeat_without_a_description_renews_the_rest(server, fleet):
     record = make_record("w1", Role.DECODE, links=(make_link(make_record("p"), 1e9),))
     await fleet.beat(record)
     kept = server.command("GET", f"{fleet.keys.prefix}links:w1@1")
@@ -92,7 +92,7 @@ async def test_a_heartbeat_without_a_description_renews_the_rest(server, fleet):
     assert (await fleet.snapshot()).workers == (record,)
 
 
-async def test_a_lease_ends_without_heartbeats(brief):
+async def test_lease_ends_without_heartbeats(brief):
     await until_offered(brief, "w1")
 
     async def gone() -> bool:
@@ -101,7 +101,7 @@ async def test_a_lease_ends_without_heartbeats(brief):
     await until(gone)
 
 
-async def test_a_lapsed_incarnation_may_come_back_until_it_is_fenced(server):
+async def test_lapsed_incarnation_may_come_back_until_it_is_fenced(server):
     server.command("FLUSHALL")
     workers = Fleet(server, **BRIEF)
     await workers.beat(make_record("w1"))
@@ -124,7 +124,7 @@ async def forgotten(workers: Fleet, incarnation: str) -> None:
     await until(gone)
 
 
-async def test_a_silent_incarnation_is_forgotten_and_may_register_again(server):
+async def test_silent_incarnation_is_forgotten_and_may_register_again(server):
     """It did not reach Redis, which says nothing about its engine."""
     async with Fleet.of(server, **SHORT) as workers:
         await workers.beat(make_record("w1"))
@@ -136,7 +136,7 @@ async def test_a_silent_incarnation_is_forgotten_and_may_register_again(server):
         assert "w1@1" in reply.members
 
 
-async def test_an_incarnation_that_a_peer_found_dead_is_fenced(server):  # [zombie-fenced]
+async def test_incarnation_that_a_peer_found_dead_is_fenced(server):  # [zombie-fenced]
     async with Fleet.of(server, **SHORT) as workers:
         await workers.beat(make_record("zombie"))
         await forgotten(workers, "zombie@1")
@@ -147,7 +147,7 @@ async def test_an_incarnation_that_a_peer_found_dead_is_fenced(server):  # [zomb
         assert (await workers.beat(make_record("zombie", number=2))).status is LeaseStatus.RENEWED
 
 
-async def test_a_superseded_incarnation_is_fenced_for_good(server):
+async def test_superseded_incarnation_is_fenced_for_good(server):
     """Also when the newer one has come and gone while the older one did not reach Redis."""
     async with Fleet.of(server, **SHORT) as workers:
         await workers.beat(make_record("w1", number=9))
@@ -172,7 +172,7 @@ async def test_nobody_is_fenced_because_redis_itself_hung(server):  # [redis-bou
     await workers.close()
 
 
-async def test_the_newest_incarnation_of_a_name_wins_and_the_older_is_told(fleet):  # [newest-incarnation]
+async def test_newest_incarnation_of_a_name_wins_and_the_older_is_told(fleet):  # [newest-incarnation]
     old, new = make_record("w1", number=9), make_record("w1", number=10)
     await fleet.beat(old)
     await fleet.cache(old, chain_of(tuple(range(64))))
@@ -182,7 +182,7 @@ async def test_the_newest_incarnation_of_a_name_wins_and_the_older_is_told(fleet
     assert await names(fleet) == {"w1@10"}
 
 
-async def test_an_older_number_cannot_take_a_live_name_even_when_redis_forgot_who_was_first(fleet):
+async def test_older_number_cannot_take_a_live_name_even_when_redis_forgot_who_was_first(fleet):
     await fleet.beat(make_record("w1", number=10**18 + 1))
     reply = await fleet.beat(make_record("w1", number=10**18))
     assert reply.status is LeaseStatus.FENCED
@@ -242,7 +242,7 @@ async def test_everything_written_has_a_time_to_live(server, fleet):
         assert int(server.command("PTTL", key).strip()[1:]) > 0, key
 
 
-async def test_a_wiped_registry_has_a_new_epoch_and_fills_by_heartbeats(server, fleet):
+async def test_wiped_registry_has_a_new_epoch_and_fills_by_heartbeats(server, fleet):
     await fleet.beat(make_record("w1"))
     before = (await fleet.snapshot()).epoch
     server.wipe()
@@ -253,7 +253,7 @@ async def test_a_wiped_registry_has_a_new_epoch_and_fills_by_heartbeats(server, 
     assert await names(fleet) == {"w1@1"}
 
 
-async def test_a_user_with_only_the_documented_commands_can_do_everything(server, fleet):
+async def test_user_with_only_the_documented_commands_can_do_everything(server, fleet):
     grant([server], documented_rules(), user="tandem", password="secret")
     user = Fleet(server, user="tandem:secret")
     with every_call_noted() as calls:

@@ -28,7 +28,7 @@ PREFILL, DECODE = Role.PREFILL, Role.DECODE
 query = partial(make_query, token_ids=PROMPT)
 
 
-async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
+async def test_prefill_and_a_decode_worker_are_paired(fleet, router):
     await fleet.join(router, make_record("p", Role.PREFILL), make_record("d", Role.DECODE))
     choice = await router.choose(query())
     assert choice.source is Source.REDIS
@@ -47,7 +47,7 @@ async def test_a_prefill_and_a_decode_worker_are_paired(fleet, router):
     }
 
 
-async def test_a_worker_that_has_the_prefix_is_preferred_until_its_queue_costs_more(fleet, router):
+async def test_worker_that_has_the_prefix_is_preferred_until_its_queue_costs_more(fleet, router):
     home, other = make_record("home"), make_record("other")
     await fleet.join(router, home, other)
     await fleet.cache(home, chain_of(PROMPT))
@@ -83,7 +83,7 @@ async def test_only_workers_with_the_adapter_are_chosen(fleet, router):
         await router.choose(query(adapter=b"b" * 16))
 
 
-async def test_a_decode_worker_that_lacks_little_computes_alone(fleet, router):
+async def test_decode_worker_that_lacks_little_computes_alone(fleet, router):
     fast = make_load(prefill_rate=10_000)
     decode = make_record("d", Role.DECODE, load=fast)
     await fleet.join(router, make_record("p", Role.PREFILL, load=fast), decode)
@@ -93,12 +93,12 @@ async def test_a_decode_worker_that_lacks_little_computes_alone(fleet, router):
     assert choice.matched_tokens == len(PROMPT) - PAGE
 
 
-async def test_a_decode_worker_computes_alone_when_no_prefill_worker_lives(fleet, router):  # [decode-computes-prompts]
+async def test_decode_worker_computes_alone_when_no_prefill_worker_lives(fleet, router):  # [decode-computes-prompts]
     await fleet.join(router, make_record("d", Role.DECODE))
     assert (await router.choose(query())).prefill is None
 
 
-async def test_a_prefill_worker_alone_cannot_serve(fleet, router):
+async def test_prefill_worker_alone_cannot_serve(fleet, router):
     await fleet.join(router, make_record("p", Role.PREFILL))
     with pytest.raises(NoWorkersError) as caught:
         await router.choose(query())
@@ -119,7 +119,7 @@ async def test_workers_of_different_geometry_are_never_paired(fleet, router):  #
         await router.release(choice)
 
 
-async def test_a_decode_worker_of_another_release_serves_alone_until_there_is_one_of_the_new(fleet, router):
+async def test_decode_worker_of_another_release_serves_alone_until_there_is_one_of_the_new(fleet, router):
     await fleet.join(
         router,
         make_record("p-new", Role.PREFILL, compat_hash="new"),
@@ -129,7 +129,7 @@ async def test_a_decode_worker_of_another_release_serves_alone_until_there_is_on
     assert (choice.decode.worker_id, choice.prefill) == ("d-old", None)
 
 
-async def test_an_output_goes_on_with_the_weights_it_began_with(fleet, router):  # [same-kind-paired]
+async def test_output_goes_on_with_the_weights_it_began_with(fleet, router):  # [same-kind-paired]
     await fleet.join(
         router,
         make_record("new", compat_hash="new"),
@@ -167,7 +167,7 @@ async def test_another_model_and_too_long_prompts_find_nobody(fleet, router):
             await router.choose(bad)
 
 
-async def test_a_burst_spreads_over_equal_workers_across_gateways(server, fleet, router):  # llm-d-router 2515
+async def test_burst_spreads_over_equal_workers_across_gateways(server, fleet, router):  # llm-d-router 2515
     second = patient_router(server, seed=2)
     await second.start()
     records = [make_record(f"p{n}", Role.PREFILL) for n in range(4)]
@@ -196,7 +196,7 @@ async def test_released_load_no_longer_weighs(fleet, router):
     assert {t.name: t.seconds for t in second.terms}["prefill_queue"] == 0
 
 
-async def test_a_report_takes_the_place_of_reservations(fleet, router):
+async def test_report_takes_the_place_of_reservations(fleet, router):
     await fleet.join(router, make_record("a"))
     await router.choose(query())
     queued = {t.name: t.seconds for t in (await router.choose(query())).terms}["prefill_queue"]
@@ -211,7 +211,7 @@ async def test_a_report_takes_the_place_of_reservations(fleet, router):
     assert third == 0
 
 
-async def test_a_worker_without_room_is_the_last_resort(fleet, router):
+async def test_worker_without_room_is_the_last_resort(fleet, router):
     full = make_record("full", load=make_load(room_tokens=10))
     busy = make_record("busy", load=make_load(sequences=60))
     await fleet.join(router, full, busy)
@@ -220,7 +220,7 @@ async def test_a_worker_without_room_is_the_last_resort(fleet, router):
     assert (await router.choose(query())).decode.worker_id == "full"
 
 
-async def test_a_running_sequence_moves_to_whoever_decodes_and_has_room(fleet, router):
+async def test_running_sequence_moves_to_whoever_decodes_and_has_room(fleet, router):
     leaving = make_record("d1", Role.DECODE)
     small = make_record("d2", Role.DECODE, load=make_load(room_tokens=100))
     roomy = make_record("d3", Role.DECODE, load=make_load(sequences=5))
@@ -240,14 +240,14 @@ async def test_a_running_sequence_moves_to_whoever_decodes_and_has_room(fleet, r
     ],
     ids=["no pages", "no seat", "other KV", "no decoder"],
 )
-async def test_a_running_sequence_stays_when_nobody_can_take_it_now(fleet, router, other):
+async def test_running_sequence_stays_when_nobody_can_take_it_now(fleet, router, other):
     leaving = make_record("d1", Role.DECODE)
     await fleet.join(router, leaving, other)
     with pytest.raises(NoWorkersError):
         await router.relocate(query(), leaving.view)
 
 
-async def test_a_worker_that_registered_since_the_last_view_is_found(fleet, router):
+async def test_worker_that_registered_since_the_last_view_is_found(fleet, router):
     await fleet.join(router, make_record("a", load=make_load(sequences=50)))
     await fleet.beat(make_record("b"))
     assert (await router.choose(query())).decode.worker_id == "b"
@@ -259,7 +259,7 @@ async def test_short_and_empty_prompts_can_be_routed(fleet, router):
         assert (await router.choose(query(token_ids=tokens))).decode.worker_id == "a"
 
 
-async def test_a_worker_that_is_lost_while_redis_is_asked_is_not_chosen(fleet, router):
+async def test_worker_that_is_lost_while_redis_is_asked_is_not_chosen(fleet, router):
     await fleet.join(router, make_record("d1"), make_record("d2", load=make_load(queue_tokens=100_000)))
     choosing = asyncio.create_task(router.choose(query()))
     await asyncio.sleep(0)
@@ -267,7 +267,7 @@ async def test_a_worker_that_is_lost_while_redis_is_asked_is_not_chosen(fleet, r
     assert (await choosing).decode.worker_id == "d2"
 
 
-async def test_a_fast_link_is_preferred_and_a_broken_one_avoided(fleet, router):
+async def test_fast_link_is_preferred_and_a_broken_one_avoided(fleet, router):
     decode = make_record("d", Role.DECODE)
     near = make_record("near", Role.PREFILL, links=(make_link(decode, 1e9),))
     for link in (make_link(decode, 1e6), make_link(decode, 1e9, broken=True)):
@@ -280,7 +280,7 @@ async def test_a_fast_link_is_preferred_and_a_broken_one_avoided(fleet, router):
             await router.release(choice)
 
 
-async def test_a_link_without_a_figure_costs_what_the_others_of_its_worker_do(fleet, router):
+async def test_link_without_a_figure_costs_what_the_others_of_its_worker_do(fleet, router):
     decode, gone = make_record("d", Role.DECODE, load=make_load(sequences=2)), make_record("gone", Role.DECODE)
     slow = make_record("slow", Role.PREFILL, links=(make_link(gone, 1e6),), load=make_load(transfer_rate=1e6))
     await fleet.join(router, decode, slow)
@@ -315,7 +315,7 @@ async def test_rubbish_in_place_of_link_figures_is_no_figure(fleet, router, serv
     assert transfer < 1.0
 
 
-async def test_a_long_queue_makes_the_decode_worker_compute_and_says_so(fleet, router):
+async def test_long_queue_makes_the_decode_worker_compute_and_says_so(fleet, router):
     decode = make_record("d", Role.DECODE)
     await fleet.join(router, decode, make_record("p", Role.PREFILL, load=make_load(queue_tokens=5000)))
     choice = await router.choose(query())

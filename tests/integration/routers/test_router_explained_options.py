@@ -87,7 +87,7 @@ async def test_fetch_of_an_option_is_explained(fleet, router):
     assert option.matched_tokens == 0
 
 
-async def test_a_large_fleet_tells_the_best_and_how_many_more_there_were(fleet, router):
+async def test_large_fleet_tells_the_best_and_how_many_more_there_were(fleet, router):
     prefills = [make_record(f"p{number}", Role.PREFILL, load=make_load(queue_tokens=number)) for number in range(3)]
     decodes = [make_record(f"d{number}", Role.DECODE, load=make_load(sequences=number)) for number in range(4)]
     await fleet.join(router, *prefills, *decodes)

@@ -35,7 +35,7 @@ async def router(server):
 query = partial(make_query, token_ids=TURN)
 
 
-async def test_an_idle_worker_is_told_who_has_the_prefix(fleet, router):
+async def test_idle_worker_is_told_who_has_the_prefix(fleet, router):
     home = make_record("home", Role.PREFILL, load=BUSY)
     await fleet.join(router, home, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
     await fleet.cache(home, CHAIN)
@@ -54,7 +54,7 @@ async def test_an_idle_worker_is_told_who_has_the_prefix(fleet, router):
     assert [claim.queue_tokens for claim in choice.reservation.claims] == [PAGE, 0]
 
 
-async def test_the_decode_worker_is_named_for_the_next_turn(fleet, router):
+async def test_decode_worker_is_named_for_the_next_turn(fleet, router):
     decode = make_record("d", Role.DECODE)
     await fleet.join(router, make_record("p", Role.PREFILL), decode)
     await fleet.cache(decode, CHAIN)
@@ -80,7 +80,7 @@ async def test_nobody_is_named_who_could_not_help(fleet, router, fact):
     assert (choice.prefill.worker_id, choice.fetch) == ("idle", None)
 
 
-async def test_a_source_that_this_gateway_does_not_know_is_not_named(fleet, router):
+async def test_source_that_this_gateway_does_not_know_is_not_named(fleet, router):
     home = make_record("home", Role.PREFILL, load=BUSY)
     await fleet.join(router, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
     await fleet.beat(home)

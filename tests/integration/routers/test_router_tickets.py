@@ -40,7 +40,7 @@ async def issued(router: Router, query: RouteQuery = QUERY):
     return choice, ticket
 
 
-async def test_a_redeemed_ticket_is_the_choice_and_its_reservation_is_the_redeemers(routers):
+async def test_redeemed_ticket_is_the_choice_and_its_reservation_is_the_redeemers(routers):
     chooser, carrier = routers
     choice, ticket = await issued(chooser)
     redeemed = await carrier.redeem(ticket, replace(QUERY, request_id="mine"))
@@ -54,7 +54,7 @@ async def test_a_redeemed_ticket_is_the_choice_and_its_reservation_is_the_redeem
     assert await queued(carrier) == 0
 
 
-async def test_a_ticket_can_be_redeemed_once(routers):
+async def test_ticket_can_be_redeemed_once(routers):
     chooser, carrier = routers
     _, ticket = await issued(chooser)
     assert await carrier.redeem(ticket, QUERY) is not None
@@ -73,14 +73,14 @@ async def test_a_ticket_can_be_redeemed_once(routers):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-async def test_a_ticket_for_something_else_is_void_and_its_reservation_given_back(routers, changes):
+async def test_ticket_for_something_else_is_void_and_its_reservation_given_back(routers, changes):
     chooser, carrier = routers
     _, ticket = await issued(chooser)
     assert await carrier.redeem(ticket, replace(QUERY, **changes)) is None
     assert await queued(carrier) == 0
 
 
-async def test_a_ticket_for_a_worker_found_dead_is_void(routers):
+async def test_ticket_for_a_worker_found_dead_is_void(routers):
     chooser, carrier = routers
     _, ticket = await issued(chooser)
     carrier.mark_dead("p@1")

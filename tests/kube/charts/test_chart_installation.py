@@ -28,7 +28,7 @@ def role_of(release: str, namespace: str) -> str:
     return f"/apis/rbac.authorization.k8s.io/v1/namespaces/{namespace}/roles/{release}-tandem-operator"
 
 
-def test_the_operators_pods_become_available_and_go_again(helm, control_plane, namespace):
+def test_operators_pods_become_available_and_go_again(helm, control_plane, namespace):
     release = Release(helm, control_plane, namespace, namespace, "tandem")
     release.install()
     deployment = deployment_of(namespace, namespace)
@@ -48,7 +48,7 @@ def test_the_operators_pods_become_available_and_go_again(helm, control_plane, n
         assert not found(control_plane, path), path
 
 
-def test_an_upgrade_moves_the_roles_with_the_namespaces(control_plane, operator, namespace, second):
+def test_upgrade_moves_the_roles_with_the_namespaces(control_plane, operator, namespace, second):
     assert found(control_plane, role_of(namespace, namespace))
     operator.upgrade({"namespaces": [second], "replicas": 3})
     assert not found(control_plane, role_of(namespace, namespace))
@@ -84,7 +84,7 @@ def test_definitions_are_applied_again_by_kubectl(control_plane):
     assert names == [f"{kind}.tandem.dev" for kind in kinds]
 
 
-def test_a_model_is_installed_changed_and_taken_away(helm, control_plane, namespace):
+def test_model_is_installed_changed_and_taken_away(helm, control_plane, namespace):
     path = f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/modelservices/chat"
     release = Release(helm, control_plane, namespace, "chat", "tandem-model")
     release.install({**MODEL, "engine": {"contextLength": 1_048_576}})
@@ -100,7 +100,7 @@ def test_a_model_is_installed_changed_and_taken_away(helm, control_plane, namesp
     assert not found(control_plane, path)
 
 
-def test_a_change_that_is_refused_changes_nothing(helm, control_plane, namespace):
+def test_change_that_is_refused_changes_nothing(helm, control_plane, namespace):
     """By helm where it is a typo, by the API server where fields contradict each other."""
     path = f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/modelservices/chat"
     release = Release(helm, control_plane, namespace, "chat", "tandem-model")
@@ -116,7 +116,7 @@ def test_a_change_that_is_refused_changes_nothing(helm, control_plane, namespace
     release.uninstall()
 
 
-def test_the_manifest_for_kubectl_is_taken_as_it_is(control_plane):
+def test_manifest_for_kubectl_is_taken_as_it_is(control_plane):
     """All of charts/install.yaml but what this cluster has in no version, or in an older one alone."""
     manifests = list(yaml.safe_load_all((CHARTS / "install.yaml").read_text()))
     served = [one for one in manifests if "/" not in one["apiVersion"] or control_plane.serves(one["apiVersion"])]

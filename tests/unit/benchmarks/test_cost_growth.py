@@ -31,7 +31,7 @@ def line_plot():
     ],
     ids=["constant", "linear", "root", "square"],
 )
-def test_the_power_of_a_cost_is_found(growth, cost, power, superlinear):
+def test_power_of_a_cost_is_found(growth, cost, power, superlinear):
     curve = growth.Curve(points={x: cost(x) for x in AXIS}, unit="ms")
     assert (curve.power, curve.superlinear) == (pytest.approx(power, abs=0.01), superlinear)
 
@@ -48,7 +48,7 @@ def test_terms_are_those_of_the_parabola_and_never_negative(growth):
     assert min(bent.terms) >= 0
 
 
-def test_a_reason_is_told_where_one_is_needed(growth):
+def test_reason_is_told_where_one_is_needed(growth):
     square = {x: x**2 for x in AXIS}
     assert growth.Curve(points=square, unit="ms", reason="because").told()["reason"] == "because"
     assert "reason" not in growth.Curve(points=square, unit="ms").told()
@@ -60,7 +60,7 @@ def test_two_points_are_a_line(growth):
 
 
 @pytest.mark.parametrize("logarithmic", [False, True])
-def test_a_plot_has_every_point_inside_its_axes(line_plot, tmp_path, logarithmic):
+def test_plot_has_every_point_inside_its_axes(line_plot, tmp_path, logarithmic):
     series = {"measured": {1e4: 0.7, 1e6: 70.0, 1e7: 700.0}}
     path = tmp_path / "plot.svg"
     line_plot.draw(path, series, title="a & b", x_label="blocks", y_label="MiB", logarithmic=logarithmic)

@@ -39,7 +39,7 @@ def test_idle_share_is_of_the_middle_half_of_a_trace(events, idle):
     assert idle_share(spans_of(events)) == pytest.approx(idle)
 
 
-def test_a_trace_without_a_device_is_refused():
+def test_trace_without_a_device_is_refused():
     with pytest.raises(AssertionError, match="no event of a device"):
         idle_share(spans_of([span(0, 10, "cpu_op")]))
 
@@ -65,13 +65,13 @@ def test_parameters_are_those_of_the_models_matrices(tmp_path, name):
     assert sum(torch.Size(size).numel() for size in matrices) == shape.parameters
 
 
-def test_a_decode_step_reads_all_matrices_once_and_the_kv_of_every_sequence():
+def test_decode_step_reads_all_matrices_once_and_the_kv_of_every_sequence():
     shape = SHAPES["8B"]
     matrices = 2 * (shape.body_parameters + shape.head_parameters)
     assert shape.decode_bytes(32, 1000, 2) == matrices + 32 * 1000 * 128 * 1024
 
 
-def test_a_step_reads_experts_that_some_sequence_chooses():
+def test_step_reads_experts_that_some_sequence_chooses():
     shape = SHAPES["30B-A3B"]
     one, few, many = (shape.decode_bytes(batch, 0, 2) for batch in (1, 16, 4096))
     assert one == 2 * (shape.body_parameters + shape.head_parameters)
@@ -95,13 +95,13 @@ def test_targets_are_met_from_above_or_from_below():
     assert Figure(name="", ratio=1.0, of="").met is None
 
 
-def test_the_busiest_kernels_come_first():
+def test_busiest_kernels_come_first():
     events = [span(0, 10) | {"name": "a"}, span(10, 30) | {"name": "b"}, span(40, 25) | {"name": "a"}]
     assert busiest(events, 1) == [("a", 35, 2)]
     assert [name for name, *_ in busiest(events, 5)] == ["a", "b"]
 
 
-def test_a_timing_has_a_median_and_the_spread_of_its_middle():
+def test_timing_has_a_median_and_the_spread_of_its_middle():
     watch = Stopwatch(torch.device("cpu"))
     times = iter([9.0] * 4 + [1.0, 2.0, 3.0, 4.0, 5.0])
     watch._timed = lambda _: next(times)

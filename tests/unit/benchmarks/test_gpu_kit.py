@@ -75,7 +75,7 @@ def test_nixl_keeps_what_its_ucx_backend_needs():
     }
 
 
-def test_a_nixl_wheel_laid_out_otherwise_is_refused():
+def test_nixl_wheel_laid_out_otherwise_is_refused():
     with pytest.raises(ValueError, match="libplugin_UCX"):
         nixl.closure([name for name in NIXL_FILES if "UCX" not in name], {})
 
@@ -84,7 +84,7 @@ def test_needed_libraries_are_read_from_the_binary():
     assert "libc.so.6" in nixl.needed_by(Path(shutil.which("readelf")))
 
 
-def test_a_kit_from_local_wheels_is_unpacked_as_packed(registry, tmp_path, monkeypatch):
+def test_kit_from_local_wheels_is_unpacked_as_packed(registry, tmp_path, monkeypatch):
     manifest = packed(registry, tmp_path / "kit")
     assert Manifest.read(tmp_path / "kit") == manifest
     assert manifest.versions["msgspec"] == pins.pinned(("msgspec",), pins.CONSTRAINTS.read_text())["msgspec"]
@@ -96,7 +96,7 @@ def test_a_kit_from_local_wheels_is_unpacked_as_packed(registry, tmp_path, monke
     assert not (tmp_path / "site" / "nixl_cu13.libs/libaws.so").exists()
 
 
-def test_a_package_that_cannot_be_had_is_an_error(registry, tmp_path, monkeypatch, capsys):
+def test_package_that_cannot_be_had_is_an_error(registry, tmp_path, monkeypatch, capsys):
     next(registry.glob("msgspec-*")).unlink()
     assert pack.main([str(tmp_path / "kit"), "--find-links", str(registry)]) == 1
     assert "gpu-pack:" in capsys.readouterr().err
@@ -104,7 +104,7 @@ def test_a_package_that_cannot_be_had_is_an_error(registry, tmp_path, monkeypatc
         Manifest.read(tmp_path / "kit")
 
 
-def test_a_kit_too_large_with_its_tree_is_refused():
+def test_kit_too_large_with_its_tree_is_refused():
     files = [Packed("small", 10, ""), Packed("large", 5 << 20, "")]
     manifest = Manifest(commit="c", python="3.12", versions={}, files=files, tree_bytes=60 << 20)
     with pytest.raises(KitError, match=r"kit \(5.0 MiB\) and tree \(60.0 MiB\) exceed 64.0 MiB; .* large 5.0 MiB"):
@@ -112,7 +112,7 @@ def test_a_kit_too_large_with_its_tree_is_refused():
     pack.check_size(manifest, 66 << 20)
 
 
-def test_a_tree_is_what_git_does_not_ignore(tmp_path):
+def test_tree_is_what_git_does_not_ignore(tmp_path):
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / ".gitignore").write_text("ignored\n")
     (tmp_path / "ignored").write_bytes(b"x" * 100)
@@ -132,13 +132,13 @@ def a_kit(folder, *, python, files=("one-1-py3-none-any.whl",)):
     return folder
 
 
-def test_a_kit_for_another_python_is_refused(tmp_path):
+def test_kit_for_another_python_is_refused(tmp_path):
     kit = a_kit(tmp_path / "kit", python="2.7")
     with pytest.raises(KitError, match=r"for Python 2.7, this is 3"):
         unpack.unpack(kit, tmp_path / "site")
 
 
-def test_a_damaged_kit_is_refused(tmp_path):
+def test_damaged_kit_is_refused(tmp_path):
     kit = a_kit(tmp_path / "kit", python=".".join(platform.python_version_tuple()[:2]))
     (kit / "one-1-py3-none-any.whl").write_bytes(b"PK")
     with pytest.raises(KitError, match="not the file that was packed"):
@@ -164,7 +164,7 @@ def test_another_kit_takes_the_place_of_the_last(tmp_path):
     assert (site / "two").exists()
 
 
-def test_a_folder_with_other_things_is_left_alone(tmp_path):
+def test_folder_with_other_things_is_left_alone(tmp_path):
     kit = a_kit(tmp_path / "kit", python=".".join(platform.python_version_tuple()[:2]))
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "mine").touch()
@@ -173,7 +173,7 @@ def test_a_folder_with_other_things_is_left_alone(tmp_path):
     assert (tmp_path / "site" / "mine").exists()
 
 
-def test_a_wheel_that_needs_an_installer_is_refused(tmp_path):
+def test_wheel_that_needs_an_installer_is_refused(tmp_path):
     kit = tmp_path / "kit"
     kit.mkdir()
     path = wheel(kit, "one", "1", ["one-1.data/scripts/run"])

@@ -40,13 +40,13 @@ def test_every_kind_of_line_is_read_as_written(tmp_path):
 @pytest.mark.parametrize(
     "line", ['{"kind":"begin","part":"p"}', '{"kind":"begin","part":"p","case":"a","more":1}', "{}"]
 )
-def test_a_line_of_another_form_is_refused(tmp_path, line):
+def test_line_of_another_form_is_refused(tmp_path, line):
     (tmp_path / lines.NAME).write_text(line + "\n")
     with pytest.raises(msgspec.ValidationError):
         lines.LineFile(tmp_path).read()
 
 
-def test_a_torn_last_line_is_left_out(tmp_path):
+def test_torn_last_line_is_left_out(tmp_path):
     file = lines.LineFile(tmp_path)
     file.write(EVERY_KIND[0])
     with (tmp_path / lines.NAME).open("ab") as torn:
@@ -54,14 +54,14 @@ def test_a_torn_last_line_is_left_out(tmp_path):
     assert file.read() == EVERY_KIND[:1]
 
 
-def test_a_line_behind_a_torn_one_is_read(tmp_path):
+def test_line_behind_a_torn_one_is_read(tmp_path):
     file = lines.LineFile(tmp_path)
     (tmp_path / lines.NAME).write_bytes(b'{"kind":"begin","par')
     file.write(EVERY_KIND[0])
     assert file.read() == EVERY_KIND[:1]
 
 
-def test_a_case_that_is_done_is_not_done_again(tmp_path):
+def test_case_that_is_done_is_not_done_again(tmp_path):
     done = []
     record(tmp_path).case("a", lambda: done.append("a"))
     again = record(tmp_path)
@@ -70,19 +70,19 @@ def test_a_case_that_is_done_is_not_done_again(tmp_path):
     assert done == ["a", "b"]
 
 
-def test_a_case_that_was_cut_off_is_done_again(tmp_path):
+def test_case_that_was_cut_off_is_done_again(tmp_path):
     lines.LineFile(tmp_path).write(lines.Begin(part="p", case="a"))
     done = []
     record(tmp_path).case("a", lambda: done.append("a"))
     assert done == ["a"]
 
 
-def test_a_case_of_another_part_is_another_case(tmp_path):
+def test_case_of_another_part_is_another_case(tmp_path):
     lines.LineFile(tmp_path).write(lines.End(part="other", case="a", seconds=1.0))
     assert record(tmp_path).wants("a")
 
 
-def test_a_case_without_time_is_postponed_and_named(tmp_path):
+def test_case_without_time_is_postponed_and_named(tmp_path):
     late = record(tmp_path, ends_at=0.0)
     late.case("a", lambda: pytest.fail("it was done"), needs_s=5.0)
     assert late.postponed == ["a"]
@@ -108,7 +108,7 @@ def test_raising_case_fails_alone(tmp_path, capsys):
     assert "| f | 0.9 | copy |" in said
 
 
-def test_a_lost_device_ends_the_process_behind_its_case(tmp_path):
+def test_lost_device_ends_the_process_behind_its_case(tmp_path):
     def loses():
         with one.attempt("a peer"):
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
@@ -120,7 +120,7 @@ def test_a_lost_device_ends_the_process_behind_its_case(tmp_path):
     assert [line.case for line in of_kind(tmp_path, lines.Missing)] == ["a"]
 
 
-def test_a_peer_without_memory_costs_itself_alone(tmp_path):
+def test_peer_without_memory_costs_itself_alone(tmp_path):
     def lacks():
         with one.attempt("a peer"):
             raise torch.OutOfMemoryError("no room")

@@ -37,7 +37,7 @@ def ceilings(copy_gb_s):
     return Ceilings(part="kernels", when="after", copy_gb_s=copy_gb_s, matmul_tflops=790.0)
 
 
-def test_a_figure_has_its_share_its_target_and_a_verdict(run, capsys):
+def test_figure_has_its_share_its_target_and_a_verdict(run, capsys):
     assert command.main(["report", str(run)]) == 0
     table = capsys.readouterr().out
     assert "| attention | 0.9 | copy | ≥ 0.85 | met |" in table
@@ -53,7 +53,7 @@ def test_ceilings_that_lie_apart_mark_the_figures_between(run):
     assert "kernels: ceilings before and after are 5.0% apart" in Report(run).table()
 
 
-def test_a_case_measured_by_a_later_call_is_not_missing(run):
+def test_case_measured_by_a_later_call_is_not_missing(run):
     late = Missing(part="kernels", case="b", why="about 5 s needed, 1 s left", failed=False)
     write(run, late)
     assert Report(run).missing == [late]
@@ -77,6 +77,6 @@ def test_failed_part_is_named_and_fails_the_run(run, capsys):
     assert json.loads(told)["failures"] == ["trace: crashed", "kernels: c", "tests-rest: test_x"]
 
 
-def test_an_empty_folder_has_an_empty_table(tmp_path):
+def test_empty_folder_has_an_empty_table(tmp_path):
     assert "| kernels | not begun |" in Report(tmp_path).table()
     assert Report(tmp_path).failures == []

@@ -56,7 +56,7 @@ def status(state, name="p"):
     return state.parts[name].status
 
 
-def test_a_process_killed_in_a_case_costs_that_case(tmp_path):
+def test_process_killed_in_a_case_costs_that_case(tmp_path):
     state = runner(tmp_path, CASES).run([part()])
     assert status(state) is Status.DONE
     read = lines.LineFile(tmp_path).read()
@@ -66,7 +66,7 @@ def test_a_process_killed_in_a_case_costs_that_case(tmp_path):
     assert Report(tmp_path).failures == ["p: b"]
 
 
-def test_a_run_called_again_does_what_is_left(tmp_path):
+def test_run_called_again_does_what_is_left(tmp_path):
     first = runner(tmp_path, "pass").run([part("p")])
     assert status(first) is Status.DONE
     ran = tmp_path / "ran"
@@ -76,7 +76,7 @@ def test_a_run_called_again_does_what_is_left(tmp_path):
     assert State.read(tmp_path) == second
 
 
-def test_a_part_that_a_kill_left_running_is_run_again(tmp_path):
+def test_part_that_a_kill_left_running_is_run_again(tmp_path):
     state = State()
     unfinished = runner(tmp_path, "pass")
     unfinished._is(part(), Status.RUNNING)
@@ -85,7 +85,7 @@ def test_a_part_that_a_kill_left_running_is_run_again(tmp_path):
     assert status(state) is Status.DONE
 
 
-def test_a_part_that_hangs_is_ended_at_its_limit(tmp_path):
+def test_part_that_hangs_is_ended_at_its_limit(tmp_path):
     lines.LineFile(tmp_path).write(lines.Begin(part="p", case="a"))
     state = runner(tmp_path, "import time; time.sleep(1000)").run([part(seconds=1.0)])
     assert status(state) is Status.HUNG
@@ -94,7 +94,7 @@ def test_a_part_that_hangs_is_ended_at_its_limit(tmp_path):
     assert "p: hung" in Report(tmp_path).failures
 
 
-def test_a_case_cut_off_by_the_runs_end_is_done_again(tmp_path):
+def test_case_cut_off_by_the_runs_end_is_done_again(tmp_path):
     lines.LineFile(tmp_path).write(lines.Begin(part="p", case="a"))
     run = runner(tmp_path, "import time; time.sleep(1000)")
     run.ends_at = time.monotonic() + 1.0
@@ -102,14 +102,14 @@ def test_a_case_cut_off_by_the_runs_end_is_done_again(tmp_path):
     assert not lines.ended(lines.LineFile(tmp_path).read(), "p")
 
 
-def test_a_part_that_crashes_does_not_cost_the_next(tmp_path):
+def test_part_that_crashes_does_not_cost_the_next(tmp_path):
     program = "import sys; sys.exit(7)"
     state = runner(tmp_path, program).run([part("p"), part("q")])
     assert [status(state, name) for name in "pq"] == [Status.CRASHED] * 2
     assert state.parts["p"].why == "its process ended with status 7 outside of its cases"
 
 
-def test_a_part_that_loses_its_device_is_started_again(tmp_path):
+def test_part_that_loses_its_device_is_started_again(tmp_path):
     marker = tmp_path / "once"
     program = f"""
 import pathlib, sys
@@ -122,11 +122,11 @@ if not once.exists():
 
 
 @pytest.mark.parametrize(("code", "expected"), [(child.LEFT, Status.LEFT), (child.SKIPPED, Status.SKIPPED)])
-def test_a_part_says_how_it_ended(tmp_path, code, expected):
+def test_part_says_how_it_ended(tmp_path, code, expected):
     assert status(runner(tmp_path, f"raise SystemExit({code})").run([part()])) is expected
 
 
-def test_a_part_without_time_is_not_begun(tmp_path):
+def test_part_without_time_is_not_begun(tmp_path):
     state = runner(tmp_path, "raise SystemExit(7)", minutes=0.1).run([part()])
     assert status(state) is Status.NO_TIME
 
@@ -149,7 +149,7 @@ def test_output_of_parts_is_logged_up_to_the_limit(tmp_path, monkeypatch):
     folder.check(tmp_path)
 
 
-def test_a_folder_that_cannot_be_carried_is_named(tmp_path, monkeypatch):
+def test_folder_that_cannot_be_carried_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(folder, "MOST_BYTES", 4)
     (tmp_path / "large").write_bytes(b"12345")
     with pytest.raises(folder.FolderError, match="large has 5 bytes"):
@@ -179,7 +179,7 @@ def test_memory_is_no_question_without_a_device(monkeypatch):
     assert memory(1e6)() is None
 
 
-def test_a_part_that_lacks_something_is_skipped_with_the_reason(tmp_path, monkeypatch):
+def test_part_that_lacks_something_is_skipped_with_the_reason(tmp_path, monkeypatch):
     lacking = Part(name="p", seconds=1.0, run="no.module", needs=(modules("not_a_module"),))
     monkeypatch.setattr(child, "PARTS", (lacking,))
     assert child.main(["p", "--out", str(tmp_path), "--seconds", "1"]) == child.SKIPPED
@@ -195,7 +195,7 @@ def test_without_a_device_it_says_so_and_measures_nothing(monkeypatch, capsys, t
     assert not (tmp_path / "out").exists()
 
 
-def test_an_unknown_part_is_refused_by_name(capsys):
+def test_unknown_part_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         command.main(["--part", "kernel"])
     assert "must name some of probe, kernels, engine-8b" in capsys.readouterr().err

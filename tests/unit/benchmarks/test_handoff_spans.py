@@ -63,7 +63,7 @@ def test_counts_are_of_pieces_of_one_handoff():
     assert counts(SENDER) == {"WRITEs": 2, "digests": 1, "pushes": 1, "records": 1}
 
 
-def test_a_watched_call_is_noted_with_its_end_though_it_raises():
+def test_watched_call_is_noted_with_its_end_though_it_raises():
     class Owner:
         def fails(self, number: int) -> None:
             raise ValueError(number)

@@ -91,7 +91,7 @@ def test_each_turn_of_a_conversation_carries_what_was_generated():
             assert len(longer) > len(prompt) + 32
 
 
-def test_a_stream_of_one_token_is_taken_off_a_single_stream():
+def test_stream_of_one_token_is_taken_off_a_single_stream():
     workloads, base = part("workloads"), part("engines.base")
     played = workloads.Single(output=11).play(
         lambda jobs: base.Result(seconds=0.1 + 0.02 * (jobs[0].output_len - 1), outputs=None), 0
@@ -114,7 +114,7 @@ def test_ratio_is_inverted_where_less_is_better():
     assert ratios.speed(both, "q25m", "float32", "tpot_ms", "llama.cpp") == 2.5
 
 
-def test_a_target_is_there_for_every_bound_that_has_figures():
+def test_target_is_there_for_every_bound_that_has_figures():
     memory = part("results").Memory(model="q25m", dtype="float32", resident=330, bare=100, weights=100, kv_pool=100)
     loads = part("interference").Interference
     both = [
@@ -169,7 +169,7 @@ def test_a_target_is_there_for_every_bound_that_has_figures():
     assert told["share of bandwidth in decode, q500m float32"][0] == pytest.approx(0.67, abs=0.05)
 
 
-def test_the_models_have_the_parameters_that_their_names_say():
+def test_models_have_the_parameters_that_their_names_say():
     shapes = part("shapes").SHAPES
     assert {name: round(shape.parameters / 1e6) for name, shape in shapes.items()} == {
         "q25m": 25,
@@ -178,7 +178,7 @@ def test_the_models_have_the_parameters_that_their_names_say():
     }
 
 
-def test_the_default_plan_is_small_where_models_are_large():
+def test_default_plan_is_small_where_models_are_large():
     made = plan()
     small = [each for each in made.comparisons if each.model == "q25m"]
     large = [each for each in made.comparisons if each.model == "q500m"]
@@ -189,7 +189,7 @@ def test_the_default_plan_is_small_where_models_are_large():
     assert made.served_dtypes == ("float32",)
 
 
-def test_a_plan_has_what_was_asked_for_and_no_more():
+def test_plan_has_what_was_asked_for_and_no_more():
     made = plan("--only", "single", "--models", "q500m", "--peers", "vllm", "--dtypes", "bfloat16", "--rounds", "2")
     (only,) = made.comparisons
     assert (only.model, only.dtype, only.engines, only.workloads) == (
@@ -210,7 +210,7 @@ def test_only_peers_that_a_part_needs_are_installed():
     assert plan().wanted_peers == set(part("plan").PEERS)
 
 
-def test_an_unknown_part_is_named_with_those_there_are(capsys):
+def test_unknown_part_is_named_with_those_there_are(capsys):
     with pytest.raises(SystemExit):
         options("--only", "offlin")
     assert "'offlin' is none of offline, single" in capsys.readouterr().err
@@ -230,7 +230,7 @@ def test_events_are_timed_by_their_last_byte():
         streams.read_stream(0.5, chunks[:2], 3.0)
 
 
-def test_an_answer_of_another_length_is_an_error():
+def test_answer_of_another_length_is_an_error():
     base, jobs = part("engines.base"), part("jobs")
     with pytest.raises(part("processes").PeerError, match="job 0: 3 tokens instead of 4"):
         base.require_lengths("x", [jobs.Job(prompt=(1,), output_len=4)], [3])
@@ -246,7 +246,7 @@ def test_tables_replace_what_stands_between_the_marks_and_nothing_else():
         docs.replaced("nothing", "| new |")
 
 
-def test_a_report_says_what_was_missed_and_who_was_not_there(tmp_path):
+def test_report_says_what_was_missed_and_who_was_not_there(tmp_path):
     report, written = part("report"), part("results")
     found = results(samples=[sample("tandem", 0, {"offline": 100.0}), sample("vllm", 0, {"offline": 80.0}, equal=0.5)])
     text = report.markdown(found)
@@ -260,7 +260,7 @@ def test_a_report_says_what_was_missed_and_who_was_not_there(tmp_path):
     assert written.read(tmp_path / "r.json") == found
 
 
-def test_the_last_line_of_a_run_lists_every_target():
+def test_last_line_of_a_run_lists_every_target():
     found = results(samples=[sample("tandem", 0, {"offline": 90.0}), sample("vllm", 0, {"offline": 60.0})])
     told = {target["name"]: target for target in part("__main__").summary(found)["targets"]}
     best = told.pop("offline over the best engine (vllm), q25m float32")
@@ -284,7 +284,7 @@ def test_the_last_line_of_a_run_lists_every_target():
     }
 
 
-def test_a_target_without_figures_says_what_went_wrong():
+def test_target_without_figures_says_what_went_wrong():
     report, targets = part("results").StageReport, part("targets")
     times = {"seconds": 1.0, "allotted_s": 9.0}
     stages = [

@@ -52,7 +52,7 @@ def test_stopping_ends_children_in_sessions_of_their_own(processes, started):
     assert {state(pid) for pid in pids} <= {"", "Z"}
 
 
-def test_a_paused_tree_is_stopped_whole_and_can_be_ended(processes, started):
+def test_paused_tree_is_stopped_whole_and_can_be_ended(processes, started):
     pids = machine().descendants(started.pid)
     processes.pause(started)
     while {state(pid) for pid in pids} != {"T"}:
@@ -75,7 +75,7 @@ def test_processes_of_a_killed_run_are_ended_by_the_next(processes, tmp_path):
         pass
 
 
-def test_a_process_that_was_started_by_somebody_else_is_left_alone(processes):
+def test_process_that_was_started_by_somebody_else_is_left_alone(processes):
     other = subprocess.Popen(["sleep", "60"])
     try:
         processes.end_marked()

@@ -119,7 +119,7 @@ def test_time_that_runs_out_takes_rounds_and_not_workloads(clock, idle):
     ]
 
 
-def test_an_engine_that_fails_is_closed_and_the_others_go_on(clock, idle):
+def test_engine_that_fails_is_closed_and_the_others_go_on(clock, idle):
     bad = Played("vllm", clock, fails_after=1)
     made, samples, failed = rounds([Played("tandem", clock), bad], clock)
     assert made.play(workloads("offline"), range(3))
@@ -146,7 +146,7 @@ def fail(_):
     raise part("processes").PeerError("tandem did not answer:\n  its log")
 
 
-def test_a_stage_that_fails_or_has_no_time_is_noted_and_the_others_go_on(clock, tmp_path):
+def test_stage_that_fails_or_has_no_time_is_noted_and_the_others_go_on(clock, tmp_path):
     def late(_):
         clock.now = 101.0
 
@@ -171,7 +171,7 @@ def test_results_are_written_when_a_run_is_interrupted(clock, tmp_path):
     assert [(each.name, each.notes) for each in written.stages] == [("a", []), ("b", ["cut: interrupted"])]
 
 
-def test_a_run_that_goes_on_repeats_what_was_not_complete_and_nothing_else(clock, tmp_path):
+def test_run_that_goes_on_repeats_what_was_not_complete_and_nothing_else(clock, tmp_path):
     sample = part("rounds").Sample(
         engine="tandem",
         model="q25m",
@@ -216,7 +216,7 @@ def test_results_of_other_code_are_not_gone_on_with(tmp_path):
         main.earlier(options, plan)
 
 
-def test_an_engine_that_did_not_start_twice_is_not_tried_a_third_time(clock, tmp_path, monkeypatch):
+def test_engine_that_did_not_start_twice_is_not_tried_a_third_time(clock, tmp_path, monkeypatch):
     tried = []
 
     def refuse(name, _):
@@ -231,7 +231,7 @@ def test_an_engine_that_did_not_start_twice_is_not_tried_a_third_time(clock, tmp
     assert tried == ["vllm", "vllm"]
 
 
-def test_the_default_run_is_planned_for_less_than_33_minutes():
+def test_default_run_is_planned_for_less_than_33_minutes():
     main, stages = part("__main__"), part("stages")
     options = main.parser().parse_args([])
     planned = stages.stages_of(part("plan").make_plan(options))
@@ -239,7 +239,7 @@ def test_the_default_run_is_planned_for_less_than_33_minutes():
     assert sum(each.weight_s for each in planned) < 33 * 60
 
 
-def test_a_process_that_takes_too_long_is_ended(tmp_path):
+def test_process_that_takes_too_long_is_ended(tmp_path):
     processes = part("processes")
     assert processes.told_by(["echo", "a"], log=tmp_path / "quick.log", limit_s=30.0) == b"a\n"
     with pytest.raises(processes.PeerError, match="slow took longer than 0 s"):
@@ -248,7 +248,7 @@ def test_a_process_that_takes_too_long_is_ended(tmp_path):
         processes.told_by(["false"], log=tmp_path / "bad.log", limit_s=30.0)
 
 
-def test_a_step_of_an_installation_that_hangs_is_ended_and_its_peer_left_out(tmp_path, monkeypatch):
+def test_step_of_an_installation_that_hangs_is_ended_and_its_peer_left_out(tmp_path, monkeypatch):
     steps, peers = part("install.steps"), part("install.peers")
     monkeypatch.setattr(steps, "LIMIT_S", 0.05)
     monkeypatch.setitem(

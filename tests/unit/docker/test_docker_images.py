@@ -115,7 +115,7 @@ def test_labels_say_what_an_image_is(name: str):
         assert f"org.opencontainers.image.{label}=" in text
 
 
-def test_the_version_is_the_projects():
+def test_version_is_the_projects():
     for name in IMAGES:
         assert f"VERSION={PROJECT['version']}" in [one.text for one in STAGES[name].of("ARG")]
 
@@ -167,7 +167,7 @@ def test_entry_points_are_started_by_our_wrapper(name: str):
     assert path[:3] == ["/opt/tandem/bin", "/opt/tandem/app/bin", "/opt/tandem/venv/bin"]
 
 
-def test_the_installed_operator_starts_what_its_image_has():
+def test_installed_operator_starts_what_its_image_has():
     manifests = yaml.safe_load_all((ROOT / "charts/install.yaml").read_text())
     (pod,) = [one["spec"]["template"]["spec"] for one in manifests if one["kind"] == "Deployment"]
     (container,) = pod["containers"]
@@ -177,7 +177,7 @@ def test_the_installed_operator_starts_what_its_image_has():
     assert container["image"] == f"ghcr.io/tandem-serving/operator:{PROJECT['version']}"
 
 
-def test_the_bundled_model_is_where_the_examples_name_it():
+def test_bundled_model_is_where_the_examples_name_it():
     spec = yaml.safe_load((ROOT / "examples" / "minimal.yaml").read_text())["spec"]
     folder = Path(spec["model"]["path"])
     assert folder.parent == Path("/opt/tandem/models")

@@ -68,7 +68,7 @@ def shown_commands(text: str) -> Iterator[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_a_page_shows_only_commands_and_flags_that_exist(page) -> None:
+def test_page_shows_only_commands_and_flags_that_exist(page) -> None:
     known = parsers()
     wrong = {
         f"{program} {' '.join(words)}": unknown

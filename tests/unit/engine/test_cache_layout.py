@@ -38,7 +38,7 @@ def test_peers_and_host_memory_have_pages_of_all_layers(gemma: LoadedModel) -> N
     assert windows(gemma, host=HostConfig(swap_bytes=1 << 20)) == [None]
 
 
-def test_a_window_that_no_sequence_leaves_is_none(gemma: LoadedModel) -> None:
+def test_window_that_no_sequence_leaves_is_none(gemma: LoadedModel) -> None:
     assert windows(gemma, context_length=WINDOW) == [None]
     assert windows(gemma, context_length=WINDOW + 1) == [None, WINDOW]
 

@@ -31,7 +31,7 @@ def write(machine, groups: str, **files: str) -> None:
         path.write_text(text)
 
 
-def test_a_process_without_groups_has_no_quota(machine):
+def test_process_without_groups_has_no_quota(machine):
     assert cpu_quota(**machine) is None
     assert throttling(**machine) == Throttling()
 
@@ -40,19 +40,19 @@ def test_a_process_without_groups_has_no_quota(machine):
     ("text", "quota"),
     [("max 100000", None), ("150000 100000", 1.5), ("20000 50000", 0.4), ("", None), ("garbage", None), ("1 0", None)],
 )
-def test_the_quota_of_version_2_is_read(machine, text, quota):
+def test_quota_of_version_2_is_read(machine, text, quota):
     write(machine, "0::/pod\n", pod__cpu_dot_max=text)
     assert cpu_quota(**machine) == quota
 
 
 @pytest.mark.parametrize(("text", "quota"), [("-1", None), ("400000", 4.0), ("40000", 0.4)])
-def test_the_quota_of_version_1_is_read(machine, text, quota):
+def test_quota_of_version_1_is_read(machine, text, quota):
     files = {"cpu__pod__cpu_dot_cfs_quota_us": text, "cpu__pod__cpu_dot_cfs_period_us": "100000"}
     write(machine, "3:cpu,cpuacct:/pod\n2:memory:/pod\n", **files)
     assert cpu_quota(**machine) == quota
 
 
-def test_the_tightest_group_up_to_the_root_counts(machine):
+def test_tightest_group_up_to_the_root_counts(machine):
     write(
         machine,
         "0::/slice/pod\n",

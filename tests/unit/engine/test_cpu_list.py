@@ -49,7 +49,7 @@ def started_by_this_thread(work):
 
 
 @needs_affinity
-def test_a_thread_without_cores_of_its_own_is_left_alone():
+def test_thread_without_cores_of_its_own_is_left_alone():
     before = allowed_cpus()
     bind_thread(())
     assert allowed_cpus() == before

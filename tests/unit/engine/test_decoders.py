@@ -32,11 +32,11 @@ for turn in range(200):
 """
 
 
-def test_a_type_that_two_threads_use_first_is_decoded():
+def test_type_that_two_threads_use_first_is_decoded():
     assert subprocess.run([sys.executable, "-c", RACE], check=False).returncode == 0
 
 
-def test_a_type_has_one_decoder():
+def test_type_has_one_decoder():
     class Message(msgspec.Struct):
         number: int
 

@@ -27,7 +27,7 @@ def settings_of(config: EngineConfig) -> dict[str, int]:
     return {name: getattr(config.scheduler, name, config.cache.page_size) for name in OPEN_SETTINGS}
 
 
-def test_a_cpu_keeps_the_defaults_of_the_configuration():
+def test_cpu_keeps_the_defaults_of_the_configuration():
     config = parsed()
     assert (config.scheduler, config.cache.page_size) == (SchedulerConfig(), 16)
     assert with_device_defaults(config, 141 * GIB) == for_its_device(config) == config
@@ -57,7 +57,7 @@ def test_larger_cards_have_no_smaller_defaults():
 
 @pytest.mark.parametrize("memory", CARDS.values(), ids=CARDS)
 @pytest.mark.parametrize("name", OPEN_SETTINGS)
-def test_a_flag_is_kept_and_leaves_the_others_to_the_card(name, memory):
+def test_flag_is_kept_and_leaves_the_others_to_the_card(name, memory):
     flag = f"--{name.replace('_', '-')}"
     found = settings_of(with_device_defaults(parsed("--device", "cuda:1", flag, "48"), memory))
     others = {other: getattr(device_defaults(memory), other) for other in OPEN_SETTINGS}
@@ -65,19 +65,19 @@ def test_a_flag_is_kept_and_leaves_the_others_to_the_card(name, memory):
 
 
 @pytest.mark.parametrize("tokens", [2, 100, 4096])
-def test_a_bound_on_the_step_bounds_the_rows(tokens):
+def test_bound_on_the_step_bounds_the_rows(tokens):
     config = parsed("--device", "cuda", "--max-running-requests", "1", "--max-tokens-per-step", str(tokens))
     found = with_device_defaults(replace(config, left_open=OPEN_SETTINGS), 141 * GIB)
     assert 1 <= found.scheduler.max_running_requests < tokens
     assert found.scheduler.prefill_budget(decodes=0) <= tokens
 
 
-def test_the_budget_beside_decodes_must_not_be_negative():
+def test_budget_beside_decodes_must_not_be_negative():
     with pytest.raises(ConfigError, match="--mixed-prefill-tokens"):
         SchedulerConfig(mixed_prefill_tokens=-1)
 
 
-def test_the_page_of_scheduling_lists_the_defaults():
+def test_page_of_scheduling_lists_the_defaults():
     page = Path("docs/scheduling.md").read_text("utf-8")
     for memory in (8 * GIB, 48 * GIB, 80 * GIB):
         found = device_defaults(memory)

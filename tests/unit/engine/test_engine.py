@@ -44,13 +44,13 @@ def test_requests_run_to_their_end_in_the_order_asked(engine) -> None:
     assert {o.finish.reason for o in outputs} == {FinishReason.LENGTH}
 
 
-def test_a_repeated_prompt_is_found_in_the_cache_and_gives_the_same_tokens(engine) -> None:
+def test_repeated_prompt_is_found_in_the_cache_and_gives_the_same_tokens(engine) -> None:
     first, second = (engine.generate([request(rid)])[0] for rid in ("a", "b"))
     assert second.token_ids == first.token_ids
     assert (first.cached_tokens, second.cached_tokens) == (0, 32)
 
 
-def test_the_seed_alone_decides_what_is_sampled(engine) -> None:
+def test_seed_alone_decides_what_is_sampled(engine) -> None:
     def sample(rid: str, seed: int, beside: int = 0) -> tuple[int, ...]:
         others = [request(f"{rid}-{i}", (7, 8, 9 + i), temperature=1.0, seed=i) for i in range(beside)]
         return engine.generate([request(rid, temperature=1.0, seed=seed), *others])[0].token_ids
@@ -59,7 +59,7 @@ def test_the_seed_alone_decides_what_is_sampled(engine) -> None:
     assert sample("c", 5) != sample("d", 6)
 
 
-def test_a_stop_string_ends_the_output_where_the_text_has_it(engine, loaded) -> None:
+def test_stop_string_ends_the_output_where_the_text_has_it(engine, loaded) -> None:
     free = engine.generate([request("a", max_tokens=40)])[0]
     text = loaded.text.decode(free.token_ids)
     stop = text[len(text) // 2 :][:3]
@@ -111,7 +111,7 @@ def test_unservable_request_is_rejected_before_using_memory(engine, bad, param) 
     assert engine.audit().private == 0
 
 
-def test_an_abort_in_mid_generation_gives_everything_back(engine) -> None:
+def test_abort_in_mid_generation_gives_everything_back(engine) -> None:
     engine.add(request("a", max_tokens=100))
     for _ in range(5):
         engine.step()
@@ -128,13 +128,13 @@ def test_bfloat16_and_small_pages_run_too(loaded) -> None:
         assert engine.audit().problems == ()
 
 
-def test_the_self_test_measures_and_leaves_no_trace(engine) -> None:
+def test_self_test_measures_and_leaves_no_trace(engine) -> None:
     report = engine.self_test()
     assert report.prefill_tokens_per_s > 0
     assert engine.audit().free == engine.total_pages - 1
 
 
-def test_an_engine_that_has_decoded_nothing_yet_says_what_a_step_takes_all_the_same(loaded) -> None:
+def test_engine_that_has_decoded_nothing_yet_says_what_a_step_takes_all_the_same(loaded) -> None:
     """Without it a router that gave it all sequences of a burst would still have found it free."""
     config = replace(loaded.config, cache=CacheConfig(page_size=16, num_pages=50))
     with Engine.build(loaded, config) as engine:
@@ -143,12 +143,12 @@ def test_an_engine_that_has_decoded_nothing_yet_says_what_a_step_takes_all_the_s
         assert engine.stats().decode_step_s == report.decode_step_s > 0.0
 
 
-def test_a_context_over_the_model_is_refused_with_both_numbers() -> None:
+def test_context_over_the_model_is_refused_with_both_numbers() -> None:
     with pytest.raises(ConfigError, match=r"--context-length 999999 .* 4096"):
         load(EngineConfig(model_path=str(MODEL), context_length=999_999), progress=False)
 
 
-def test_a_folder_without_a_checkpoint_is_named(tmp_path) -> None:
+def test_folder_without_a_checkpoint_is_named(tmp_path) -> None:
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         load(EngineConfig(model_path=str(tmp_path)), progress=False)
 

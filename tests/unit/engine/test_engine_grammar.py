@@ -77,7 +77,7 @@ def test_json_by_a_schema_is_of_that_type_at_any_temperature(engine, loaded, tem
         assert len(animal.friends) <= 2
 
 
-def test_an_output_that_is_cut_says_so(engine, loaded):
+def test_output_that_is_cut_says_so(engine, loaded):
     (output,) = engine.generate([request(loaded.text, "cut", ANIMAL, max_tokens=5)])
     assert output.finish.reason is FinishReason.LENGTH
 
@@ -95,7 +95,7 @@ def test_those_without_a_grammar_in_the_same_batch_say_what_they_would_alone(eng
     assert re.fullmatch(REGEX.source, text_of(loaded, mixed[2]))
 
 
-def test_a_bomb_ends_as_a_bad_request_while_others_are_served(engine, loaded):
+def test_bomb_ends_as_a_bad_request_while_others_are_served(engine, loaded):
     bad, good = engine.generate([request(loaded.text, "bomb", BOMB), request(loaded.text, "good", REGEX)])
     assert (bad.finish.reason, bad.finish.code, bad.finish.param) == (FinishReason.ERROR, "invalid_request", "grammar")
     assert good.finish.reason is FinishReason.STOP
@@ -117,7 +117,7 @@ def test_logprobs_are_those_of_the_model_and_not_of_the_mask(engine, loaded):
 
 
 @pytest.mark.parametrize("without", ["tokenizer", "backend"])
-def test_an_engine_that_cannot_follow_grammars_refuses_them(loaded, without):
+def test_engine_that_cannot_follow_grammars_refuses_them(loaded, without):
     if without == "tokenizer":
         model, config = replace(loaded, text=None, vocabulary=None), loaded.config
     else:
@@ -131,7 +131,7 @@ def test_an_engine_that_cannot_follow_grammars_refuses_them(loaded, without):
     assert len(served.token_ids) <= 2
 
 
-def test_the_tokenizer_is_built_with_the_first_grammar_and_then_shared(loaded):
+def test_tokenizer_is_built_with_the_first_grammar_and_then_shared(loaded):
     vocabulary = replace(loaded.vocabulary, _built=None)
     model = replace(loaded, vocabulary=vocabulary)
     with Engine.build(model, loaded.config) as first:

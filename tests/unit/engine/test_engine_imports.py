@@ -17,7 +17,7 @@ print(sorted({"numba", "nixl", "triton", "transformers"} & {*sys.modules}))
 """
 
 
-def test_an_engine_is_imported_and_describes_pages_without_numba(tmp_path):
+def test_engine_is_imported_and_describes_pages_without_numba(tmp_path):
     folder = write_import_blocker(tmp_path / "site", "numba", "llvmlite")
     path = os.pathsep.join([str(folder), *sys.path])
     run = subprocess.run(

@@ -13,7 +13,7 @@ def test_throughput_is_measured_from_one_report_to_the_next():
     assert throughput.measure(90) == 0.0
 
 
-def test_the_time_of_a_step_is_divided_among_its_phases():
+def test_time_of_a_step_is_divided_among_its_phases():
     clock = TickingClock()
     engine = make_engine(enable_overlap=True)
     engine.scheduler._loop.clock = clock

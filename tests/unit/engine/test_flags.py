@@ -165,7 +165,7 @@ def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
 
 @pytest.mark.parametrize("flag", ["--kv-cache-gib", "--mem-fraction-static", "--watchdog-timeout"])
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "much", ""])
-def test_a_size_that_is_no_positive_number_is_refused(flag, value, capsys) -> None:
+def test_size_that_is_no_positive_number_is_refused(flag, value, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse(flag, value)
     assert stopped.value.code == 2
@@ -173,7 +173,7 @@ def test_a_size_that_is_no_positive_number_is_refused(flag, value, capsys) -> No
 
 
 @pytest.mark.parametrize("value", ["-1", "1_000", "10k", " 5", "1.5", "", "٣"])
-def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
+def test_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--page-size", value)
     assert stopped.value.code == 2
@@ -252,25 +252,25 @@ def test_a_number_that_is_not_plain_digits_is_refused(value, capsys) -> None:
         ),
     ],
 )
-def test_a_setting_that_cannot_work_names_its_flag(build, flag) -> None:
+def test_setting_that_cannot_work_names_its_flag(build, flag) -> None:
     with pytest.raises(ConfigError, match=flag):
         build()
 
 
-def test_an_accelerator_is_shared_out_unless_something_is_asked_for() -> None:
+def test_accelerator_is_shared_out_unless_something_is_asked_for() -> None:
     assert CacheConfig().for_device("cuda").mem_fraction_static == 0.88
     assert CacheConfig().for_device("cpu") == CacheConfig()
     assert CacheConfig(num_pages=7).for_device("cuda") == CacheConfig(num_pages=7)
 
 
-def test_the_pool_takes_the_memory_it_is_given() -> None:
+def test_pool_takes_the_memory_it_is_given() -> None:
     assert CacheConfig(kv_cache_bytes=1000).pages_for(100) == 10
     assert CacheConfig(num_pages=7).pages_for(100) == 7
     assert CacheConfig().pages_for(1 << 20) == 512
 
 
 @pytest.mark.parametrize("flag", ["--tensor-parallel-size", "--tp-size", "--tp"])
-def test_the_number_of_ranks_has_the_names_that_others_use(flag) -> None:
+def test_number_of_ranks_has_the_names_that_others_use(flag) -> None:
     args = parse(flag, "2", "--transport", "none", "--dist-timeout", "30")
     assert engine_config(args).parallel.tp_size == 2
     assert engine_config(parse(*engine_argv(args))) == engine_config(args)
@@ -348,7 +348,7 @@ def test_speculation_is_off_by_default_and_its_flags_reach_the_config() -> None:
         (["--speculative-algorithm", "NGRAM", "--speculative-draft-model-path", "x"], "which is NGRAM"),
     ],
 )
-def test_a_speculative_setting_that_cannot_work_names_its_flag(argv, named) -> None:
+def test_speculative_setting_that_cannot_work_names_its_flag(argv, named) -> None:
     with pytest.raises(ConfigError, match=named):
         engine_config(parse(*argv))
 
@@ -366,7 +366,7 @@ def test_flags_of_a_gpu_reach_the_config_and_a_child_process() -> None:
 
 
 @pytest.mark.parametrize("value", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "cuda:1000", ""])
-def test_a_device_that_is_none_is_refused(value, capsys) -> None:
+def test_device_that_is_none_is_refused(value, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--device", value)
     assert stopped.value.code == 2

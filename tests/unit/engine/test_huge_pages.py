@@ -79,20 +79,20 @@ def test_every_piece_is_asked_for_and_then_moved(advise):
     assert sum(told) == sum(size for _, size in movable(LONG))
 
 
-def test_a_piece_that_stays_does_not_keep_the_rest(advise):
+def test_piece_that_stays_does_not_keep_the_rest(advise):
     """All of a range was asked for at once: a page that could not be moved ended it, and nothing was counted."""
     advised = advise(Advised(HUGE + PIECE))
     assert to_huge_pages(LONG) == 2 * PIECE + HUGE
     assert [call for call in advised.calls if call[2] == COLLAPSE] == [(*piece, COLLAPSE) for piece in PIECES]
 
 
-def test_a_system_that_moves_nothing_is_asked_to_in_the_background(advise):
+def test_system_that_moves_nothing_is_asked_to_in_the_background(advise):
     advised = advise(Advised(knows=False))
     assert to_huge_pages(LONG) == 0
     assert [call for call in advised.calls if call[2] == HUGEPAGE] == [(*piece, HUGEPAGE) for piece in PIECES]
 
 
-def test_a_machine_that_has_them_switched_off_is_left_alone(tmp_path: Path, monkeypatch):
+def test_machine_that_has_them_switched_off_is_left_alone(tmp_path: Path, monkeypatch):
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")
     monkeypatch.setattr(linux, "SETTING", setting)
@@ -100,7 +100,7 @@ def test_a_machine_that_has_them_switched_off_is_left_alone(tmp_path: Path, monk
     assert to_huge_pages([(HUGE, HUGE)]) == 0
 
 
-def test_a_system_without_them_is_left_alone(tmp_path: Path, monkeypatch):
+def test_system_without_them_is_left_alone(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(linux, "SETTING", tmp_path / "absent")
     monkeypatch.setattr(linux, "_advise", lambda *_: pytest.fail("nobody is to be asked"))
     assert to_huge_pages([(HUGE, HUGE)]) == 0

@@ -47,7 +47,7 @@ def test_lines_arrive_in_order_and_a_flush_waits_for_them(make, tmp_path):
     assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == [f"line {n}" for n in range(100)]
 
 
-def test_a_pipe_that_nobody_reads_holds_nobody_up_and_what_is_missing_is_told(make):
+def test_pipe_that_nobody_reads_holds_nobody_up_and_what_is_missing_is_told(make):
     reader, writer = os.pipe()
     fcntl.fcntl(writer, fcntl.F_SETPIPE_SZ, 4096)
     logger, _ = make(writer)
@@ -63,7 +63,7 @@ def test_a_pipe_that_nobody_reads_holds_nobody_up_and_what_is_missing_is_told(ma
     assert sum(told) > 0
 
 
-def test_a_full_disk_and_a_reader_that_has_gone(make):
+def test_full_disk_and_a_reader_that_has_gone(make):
     logger, output = make(os.open("/dev/full", os.O_WRONLY))
     logger.info("lost")
     output.flush()
@@ -74,7 +74,7 @@ def test_a_full_disk_and_a_reader_that_has_gone(make):
     output.flush()
 
 
-def test_a_process_whose_log_nobody_reads_goes_on_and_ends():
+def test_process_whose_log_nobody_reads_goes_on_and_ends():
     """With the whole set-up of a worker or a gateway, its end included."""
     program = (
         "import logging\n"

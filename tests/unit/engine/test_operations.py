@@ -215,7 +215,7 @@ def test_weights_that_cannot_serve_change_nothing(desk, checkpoints, name, code,
     assert desk.answers[-1].message == f"serving the weights in {MODEL}", "the failed folder is forgotten"
 
 
-def test_a_trace_of_so_many_steps_is_written_and_can_be_read(desk, tmp_path):
+def test_trace_of_so_many_steps_is_written_and_can_be_read(desk, tmp_path):
     desk.operations.handle(StartProfile(nonce=1, steps=3, seconds=60.0))
     desk.operations.handle(StartProfile(nonce=2, steps=3, seconds=60.0))
     desk.engine.add(request("traced"))
@@ -228,7 +228,7 @@ def test_a_trace_of_so_many_steps_is_written_and_can_be_read(desk, tmp_path):
     assert any("mkldnn" in name or "linear" in name for name in names if name)
 
 
-def test_a_trace_is_ended_early_and_a_second_end_is_refused(desk):
+def test_trace_is_ended_early_and_a_second_end_is_refused(desk):
     desk.operations.handle(StartProfile(nonce=1, steps=1000, seconds=60.0))
     desk.operations.handle(StopProfile(nonce=2))
     desk.operations.handle(StopProfile(nonce=3))
@@ -239,7 +239,7 @@ def test_a_trace_is_ended_early_and_a_second_end_is_refused(desk):
 
 
 @pytest.mark.parametrize(("steps", "seconds", "text"), [(0, 1.0, "steps"), (1, 1e9, "seconds"), (1, 0.0, "seconds")])
-def test_a_trace_has_bounds(desk, steps, seconds, text):
+def test_trace_has_bounds(desk, steps, seconds, text):
     desk.operations.handle(StartProfile(nonce=1, steps=steps, seconds=seconds))
     assert (desk.answers[0].code, text in desk.answers[0].message) == ("config_error", True)
 
@@ -249,7 +249,7 @@ def test_without_a_folder_nothing_is_traced(loaded):
         engine.profiler(None).start(launched=0, steps=1, seconds=1.0)
 
 
-def test_an_engine_that_cannot_send_answers_that_nobody_leaves(desk):
+def test_engine_that_cannot_send_answers_that_nobody_leaves(desk):
     desk.engine.add(request("r"))
     desk.turn(3)
     desk.operations.handle(DecodeElsewhere(nonce=4, wanted=True))

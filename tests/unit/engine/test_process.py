@@ -29,7 +29,7 @@ def outlive_the_parent(monkeypatch) -> None:
     monkeypatch.setattr(serving, "die_with_parent", lambda: None)
 
 
-def test_an_unexpected_error_is_logged_and_the_process_exits_for_a_restart(monkeypatch, caplog, config):
+def test_unexpected_error_is_logged_and_the_process_exits_for_a_restart(monkeypatch, caplog, config):
     def broken(*_: object) -> None:
         raise AssertionError("page 7 given back while free")
 
@@ -39,7 +39,7 @@ def test_an_unexpected_error_is_logged_and_the_process_exits_for_a_restart(monke
     assert "page 7 given back while free" in caplog.text
 
 
-def test_an_engine_that_cannot_start_says_why_and_exits(caplog, config):
+def test_engine_that_cannot_start_says_why_and_exits(caplog, config):
     with caplog.at_level(logging.ERROR):
         assert serve(config) == 3
     assert config.engine.model_path in caplog.text

@@ -48,7 +48,7 @@ class Rank:
             pass
 
 
-def test_the_answer_says_what_serves_and_whom_it_cost():
+def test_answer_says_what_serves_and_whom_it_cost():
     rank = Rank()
     answer = rank.reload.expect()
     rank.reload.start("/new")

@@ -109,7 +109,7 @@ def assert_same(whole: Generation, parts: list[Generation]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_an_output_goes_on_from_any_of_its_tokens(engines, loaded, kind):
+def test_output_goes_on_from_any_of_its_tokens(engines, loaded, kind):
     first, second = engines
     asked = request(loaded, kind.name, kind.sampling)
     (whole,) = first.generate([asked])
@@ -127,7 +127,7 @@ def test_bad_words_that_began_before_the_break_are_forbidden_after_it(engines, l
     assert_same(whole, continued(second, asked, tuple(whole.token_ids)))
 
 
-def test_a_stop_string_over_the_break_ends_the_output_where_it_would_have(engines, loaded):  # [stop-strings]
+def test_stop_string_over_the_break_ends_the_output_where_it_would_have(engines, loaded):  # [stop-strings]
     first, second = engines
     (free,) = first.generate([request(loaded, "free", {})])
     text = loaded.text.decode(free.token_ids, skip_special_tokens=True)
@@ -139,7 +139,7 @@ def test_a_stop_string_over_the_break_ends_the_output_where_it_would_have(engine
     assert_same(whole, continued(second, asked, tuple(whole.token_ids)))
 
 
-def test_a_stop_token_ends_it_in_the_same_place(engines, loaded):
+def test_stop_token_ends_it_in_the_same_place(engines, loaded):
     first, second = engines
     (free,) = first.generate([request(loaded, "free", NOISE)])
     asked = request(loaded, "stop-token", {**NOISE, "stop_token_ids": (free.token_ids[14],)})
@@ -167,7 +167,7 @@ def test_members_of_a_group_go_on_each_from_its_own_token(engines, loaded):  # [
         assert len(part.logprobs) == LENGTH - at
 
 
-def test_an_output_that_goes_on_twice_is_the_same(engines, loaded):
+def test_output_that_goes_on_twice_is_the_same(engines, loaded):
     first, second = engines
     asked = request(loaded, "twice", {**NOISE, "frequency_penalty": 0.5, **grammar(GrammarKind.JSON_SCHEMA, SCHEMA)})
     (whole,) = first.generate([asked])

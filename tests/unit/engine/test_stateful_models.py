@@ -53,7 +53,7 @@ def test_drafts_are_refused_where_layers_keep_states(hybrid):
         load(replace(config, model_path=hybrid.config.model_path), progress=False)
 
 
-def test_a_model_without_states_refuses_nothing(hybrid):
+def test_model_without_states_refuses_nothing(hybrid):
     dense = replace(hybrid.model_config, delta=None)
     config = replace(PLAIN, cache=CacheConfig(host=HostConfig(swap_bytes=1 << 20)))
     assert unsupported(dense, config) is None
@@ -72,12 +72,12 @@ def test_engines_with_other_states_have_no_common_hash(hybrid):
     assert len(hashes) == 3
 
 
-def test_a_geometry_without_states_does_not_name_them(hybrid):
+def test_geometry_without_states_does_not_name_them(hybrid):
     own = msgspec.structs.replace(kv_geometry(hybrid, hybrid.config), states="")
     assert "states" not in msgspec.msgpack.decode(msgspec.msgpack.encode(own))
 
 
-def test_a_draft_with_states_is_refused_by_its_family(hybrid):
+def test_draft_with_states_is_refused_by_its_family(hybrid):
     config = SpecConfig(algorithm=SpecAlgorithm.DRAFT, draft_model_path=hybrid.config.model_path)
     with pytest.raises(CheckpointError, match="is a qwen3_5_text, whose layers keep states"):
         read_draft(config, target=hybrid.model_config, target_path=hybrid.config.model_path)
@@ -135,7 +135,7 @@ def shares(
 
 
 @pytest.mark.parametrize("pages", [1000, 1010, 1019])
-def test_the_number_of_requests_that_an_error_names_fits(pages):
+def test_number_of_requests_that_an_error_names_fits(pages):
     """Of the smallest ones too, where every request has a spare row."""
     with pytest.raises(ConfigError, match=r"lower it to at most [1-9]") as caught:
         shares(pages=pages, running=64, num_pages=pages)
@@ -158,14 +158,14 @@ def test_states_leave_pages_for_one_request_of_the_context_length():
     assert shares(pages=2950, running=64, context_length=16 * 2000, spec=heavy) == (2050, 4, 4)
 
 
-def test_a_prompt_seen_before_continues_at_its_anchor(hybrid):
+def test_prompt_seen_before_continues_at_its_anchor(hybrid):
     with engine(hybrid, num_pages=40) as built:
         [first], [again] = (built.generate([request(rid, range(100))]) for rid in ("a", "b"))
         assert (first.cached_tokens, again.cached_tokens) == (0, 64)
         assert first.token_ids == again.token_ids
 
 
-def test_the_next_turn_computes_at_most_two_grains(hybrid):
+def test_next_turn_computes_at_most_two_grains(hybrid):
     scheduler = replace(SCHEDULER, context_length=400)
     with Engine.build(hybrid, replace(hybrid.config, scheduler=scheduler, cache=CacheConfig(num_pages=80))) as built:
         [first] = built.generate([request("a", range(150), max_tokens=60)])
@@ -210,7 +210,7 @@ def test_steps_that_raise_change_no_token(hybrid):
         assert faulty.scheduler.stats().engine_errors_total > 0
 
 
-def test_an_aborted_request_of_a_failed_step_leaves_no_anchor(hybrid, monkeypatch):
+def test_aborted_request_of_a_failed_step_leaves_no_anchor(hybrid, monkeypatch):
     """The step copies the state after 64 tokens before it computes. It raises first, and the slot has other bytes."""
     prompt, copy, lost = [*range(100)], StatePool.copy, []
 
@@ -265,7 +265,7 @@ def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> Generate
     return GenerateRequest(rid=rid, input_ids=tuple(tokens), sampling=SamplingParams(max_tokens=max_tokens))
 
 
-def test_a_hierarchical_cache_without_room_for_a_state_is_refused(hybrid):
+def test_hierarchical_cache_without_room_for_a_state_is_refused(hybrid):
     with pytest.raises(ConfigError, match="the hierarchical cache has .* holds not one state: .* raise --hicache-size"):
         engine(hybrid, num_pages=40, host=HostConfig(enable_cache=True, size_bytes=12_000))
 

@@ -15,15 +15,15 @@ def watchdog(tmp_path):
     dog.close()
 
 
-def test_a_hung_step_is_written_down_with_state_and_stacks(watchdog):
+def test_hung_step_is_written_down_with_state_and_stacks(watchdog):
     watchdog.step_hangs(120.0)
     text = watchdog.path.read_text()
     assert "120 s" in text
     assert "queues and pages" in text
-    assert "test_a_hung_step_is_written_down_with_state_and_stacks" in text
+    assert "test_hung_step_is_written_down_with_state_and_stacks" in text
 
 
-def test_the_timer_runs_until_it_is_closed(watchdog, tmp_path):
+def test_timer_runs_until_it_is_closed(watchdog, tmp_path):
     watchdog.progressed()
     watchdog.progressed()
     watchdog.close()
@@ -47,23 +47,23 @@ def test_watchdog_closed_does_not_start_its_timer(watchdog):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_a_scheduler_that_does_not_turn_is_written_down_by_the_timer(tmp_path):
+def test_scheduler_that_does_not_turn_is_written_down_by_the_timer(tmp_path):
     dog = Watchdog(timeout=0.01, folder=tmp_path, name="w@2", describe=lambda: "")
     dog.progressed()
     while dog.path.stat().st_size == 0:
         pass
     dog.close()
-    assert "test_a_scheduler_that_does_not_turn_is_written_down_by_the_timer" in dog.path.read_text()
+    assert "test_scheduler_that_does_not_turn_is_written_down_by_the_timer" in dog.path.read_text()
     assert dog.path.exists()
 
 
-def test_a_folder_that_cannot_be_written_is_named_at_start(tmp_path):
+def test_folder_that_cannot_be_written_is_named_at_start(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--crash-dump-folder .*file"):
         Watchdog(timeout=1.0, folder=tmp_path / "file" / "sub", name="w", describe=lambda: "")
 
 
-def test_the_state_names_every_request_and_the_pages():
+def test_state_names_every_request_and_the_pages():
     engine = make_engine(enable_overlap=True, max_running_requests=1)
     for rid in ("first", "second"):
         engine.add(make_message(rid, [1, 2, 3], max_tokens=9))

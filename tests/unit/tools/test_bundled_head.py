@@ -50,7 +50,7 @@ def train_eagle(monkeypatch) -> ModuleType:
     return module
 
 
-def test_the_script_writes_a_head_that_can_be_loaded(train_eagle, tmp_path):
+def test_script_writes_a_head_that_can_be_loaded(train_eagle, tmp_path):
     from transformers import AutoModelForCausalLM
 
     target = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32, attn_implementation="eager")

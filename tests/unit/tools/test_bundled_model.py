@@ -53,7 +53,7 @@ def render(messages: list[dict], *, add_generation_prompt: bool = False) -> str:
     return template.render(messages=messages, add_generation_prompt=add_generation_prompt)
 
 
-def test_the_directory_stays_small_enough_to_ship():
+def test_directory_stays_small_enough_to_ship():
     assert sum(path.stat().st_size for path in MODEL.iterdir()) <= SIZE_LIMIT
 
 
@@ -61,7 +61,7 @@ def test_every_file_may_be_read_by_another_user():
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in MODEL.iterdir())
 
 
-def test_the_architecture_is_qwen3_with_grouped_heads_and_tied_embeddings():
+def test_architecture_is_qwen3_with_grouped_heads_and_tied_embeddings():
     config = read_json("config.json")
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["model_type"] == "qwen3"
@@ -78,7 +78,7 @@ def test_weights_are_bfloat16_in_two_shards_that_match_the_index():
     assert "lm_head.weight" not in weights()
 
 
-def test_the_shapes_follow_the_config(tokenizer):
+def test_shapes_follow_the_config(tokenizer):
     config = read_json("config.json")
     found = {name: entry["shape"] for name, entry in weights().items()}
     assert found["model.embed_tokens.weight"] == [config["vocab_size"], config["hidden_size"]]
@@ -109,7 +109,7 @@ def test_random_code_points_survive_the_tokenizer(tokenizer):
     assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
 
 
-def test_the_chat_template_renders_every_role_between_special_tokens(tokenizer):
+def test_chat_template_renders_every_role_between_special_tokens(tokenizer):
     roles = ("system", "user", "assistant", "tool")
     rendered = render([{"role": role, "content": f"say {role}"} for role in roles])
     assert rendered == "".join(f"<|im_start|>{role}\nsay {role}<|im_end|>\n" for role in roles)
@@ -117,7 +117,7 @@ def test_the_chat_template_renders_every_role_between_special_tokens(tokenizer):
     assert tokens.count("<|im_start|>") == tokens.count("<|im_end|>") == len(roles)
 
 
-def test_the_chat_template_opens_the_answer_when_asked():
+def test_chat_template_opens_the_answer_when_asked():
     prompt = render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -125,11 +125,11 @@ def test_the_chat_template_opens_the_answer_when_asked():
 @pytest.mark.parametrize(
     ("content", "text"), [([{"type": "text", "text": "a"}, {"type": "text", "text": "b"}], "ab"), (None, "")]
 )
-def test_the_chat_template_takes_parts_and_null(content, text):
+def test_chat_template_takes_parts_and_null(content, text):
     assert render([{"role": "assistant", "content": content}]) == f"<|im_start|>assistant\n{text}<|im_end|>\n"
 
 
-def test_the_card_names_the_licence_and_the_training_text():
+def test_card_names_the_licence_and_the_training_text():
     card = (MODEL / "README.md").read_text(encoding="utf-8")
     assert "license: apache-2.0" in card
     assert "tools/corpus" in card
@@ -145,16 +145,16 @@ def digest(mixture: ModuleType, seed: int) -> str:
     return hashlib.sha256("".join(islice(mixture.documents(seed), 200)).encode()).hexdigest()
 
 
-def test_the_training_text_follows_the_seed_alone(mixture):
+def test_training_text_follows_the_seed_alone(mixture):
     assert digest(mixture, 1) == digest(mixture, 1)
     assert digest(mixture, 1) != digest(mixture, 2)
 
 
-def test_the_training_text_leaves_no_slot_unfilled(mixture):
+def test_training_text_leaves_no_slot_unfilled(mixture):
     plain = [document for document in islice(mixture.documents(3), 600) if "```" not in document]
     assert not [document for document in plain if "{a:" in document or "{name" in document or "[" in document]
 
 
-def test_the_training_dialogues_are_what_the_template_renders(mixture):
+def test_training_dialogues_are_what_the_template_renders(mixture):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
     assert mixture.render(messages) == render(messages)

@@ -51,6 +51,6 @@ def test_packages_have_no_circles_of_imports(house: ModuleType) -> None:
     assert len(known) > 100
 
 
-def test_a_chain_ends_at_its_package(house: ModuleType) -> None:
+def test_chain_ends_at_its_package(house: ModuleType) -> None:
     assert house.longest_chain(graph(house, typed=False), "p") == 3
     assert house.longest_chain(graph(house, typed=False), "q") == 1

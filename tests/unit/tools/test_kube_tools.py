@@ -31,7 +31,7 @@ def test_missing_binaries_are_named_with_what_builds_them(tmp_path):
     assert "tools/kube/setup.sh" in done.stderr
 
 
-def test_a_folder_of_somebody_else_is_not_emptied(tmp_path):
+def test_folder_of_somebody_else_is_not_emptied(tmp_path):
     pretend_built(tmp_path)
     kept = tmp_path / "mine" / "thesis.txt"
     kept.parent.mkdir()
@@ -42,7 +42,7 @@ def test_a_folder_of_somebody_else_is_not_emptied(tmp_path):
     assert kept.exists()
 
 
-def test_a_part_that_ends_is_named_with_its_last_words_and_nothing_is_left(tmp_path):
+def test_part_that_ends_is_named_with_its_last_words_and_nothing_is_left(tmp_path):
     pretend_built(tmp_path)
     done = control_plane(tmp_path, "start")
     assert done.returncode == 1
@@ -51,7 +51,7 @@ def test_a_part_that_ends_is_named_with_its_last_words_and_nothing_is_left(tmp_p
     assert control_plane(tmp_path, "status").stdout.startswith("nothing runs")
 
 
-def test_a_pid_that_now_belongs_to_another_process_is_nobody(tmp_path):
+def test_pid_that_now_belongs_to_another_process_is_nobody(tmp_path):
     """Stopping a run long after it died must not end whoever has its number by then."""
     run = tmp_path / "run" / "default"
     run.mkdir(parents=True)
@@ -61,7 +61,7 @@ def test_a_pid_that_now_belongs_to_another_process_is_nobody(tmp_path):
 
 
 @pytest.mark.parametrize("action", ["start", "hold"])
-def test_a_run_that_is_in_use_is_left_alone(tmp_path, action):
+def test_run_that_is_in_use_is_left_alone(tmp_path, action):
     pretend_built(tmp_path)
     run = tmp_path / "run" / "default"
     run.mkdir(parents=True)

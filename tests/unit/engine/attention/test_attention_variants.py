@@ -165,7 +165,7 @@ def test_earlier_chunks_are_not_even_read():
     assert out.isfinite().all()
 
 
-def test_a_window_bounds_the_rows_that_decodes_read():
+def test_window_bounds_the_rows_that_decodes_read():
     pool = make_pool(num_pages=400)
     batch = make_batch([PageDealer(pool=pool).decode(5 * CHUNK)])
     backend = CpuAttention(pool, num_heads=NUM_HEADS, specs=(VARIANTS["window"], VARIANTS["scale"]))
@@ -186,12 +186,12 @@ def test_equal_specs_share_a_plan():
     assert distinct((a, b, AttentionSpec(scale=SCALE, window=20), b)) == ((a, b), (0, 1, 0, 1))
 
 
-def test_the_first_token_that_a_window_shows():
+def test_first_token_that_a_window_shows():
     spec = AttentionSpec(scale=1.0, window=3)
     assert [spec.first_seen(position) for position in range(6)] == [0, 0, 0, 1, 2, 3]
     assert AttentionSpec(scale=1.0).first_seen(100) == 0
 
 
-def test_a_token_sees_its_chunk_from_its_beginning():
+def test_token_sees_its_chunk_from_its_beginning():
     spec = AttentionSpec(scale=1.0, chunk=3)
     assert [spec.first_seen(position) for position in range(7)] == [0, 0, 0, 3, 3, 3, 6]

@@ -71,7 +71,7 @@ def test_kernels_read_every_code_of_float8_as_torch_does(dtype):
     torch.testing.assert_close(torch.from_numpy(found), codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_a_token_and_its_drafts_attend_to_the_bit_as_tokens_that_come_one_by_one():
+def test_token_and_its_drafts_attend_to_the_bit_as_tokens_that_come_one_by_one():
     drafts = MAX_DRAFT_TOKENS
     pools = [make_pool() for _ in range(2)]
     pages = PageDealer(pool=pools[0]).seq(40 + 1 + drafts, 1 + drafts).pages
@@ -98,7 +98,7 @@ def test_bfloat16_pages_are_read_and_written_as_such():
 
 @pytest.mark.parametrize("page_size", [16, 48])
 @pytest.mark.parametrize("seq_len", [CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK + 77])
-def test_a_context_cut_into_chunks_is_one_softmax(seq_len, page_size):
+def test_context_cut_into_chunks_is_one_softmax(seq_len, page_size):
     pool = make_pool(page_size=page_size, num_pages=80)
     sequences = [PageDealer(pool=pool).decode(seq_len)]
     qkv = make_qkv(1)
@@ -145,7 +145,7 @@ def decodes():
     return pool, sequences, make_qkv(4)
 
 
-def test_the_number_of_threads_does_not_change_a_bit(decodes, two_threads):
+def test_number_of_threads_does_not_change_a_bit(decodes, two_threads):
     parallel = attend(*decodes)
     torch.set_num_threads(1)
     assert torch.equal(attend(*decodes), parallel)
@@ -182,11 +182,11 @@ def test_warming_up_leaves_the_pool_alone():
     assert torch.equal(pool.data, before)
 
 
-def test_an_empty_step_attends_to_nothing():
+def test_empty_step_attends_to_nothing():
     assert attend(make_pool(), [], make_qkv(0)).shape == (0, 64)
 
 
-def test_a_pool_of_another_dtype_is_refused():
+def test_pool_of_another_dtype_is_refused():
     with pytest.raises(ConfigError, match="float32, bfloat16 or fp8"):
         CpuAttention(make_pool(dtype=torch.float16), num_heads=NUM_HEADS, specs=PLAIN)
 

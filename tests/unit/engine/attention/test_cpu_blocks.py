@@ -46,7 +46,7 @@ def test_it_is_as_exact_as_float32_can_be(spec, page_size, seq_len, extend_len):
 
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("chunk", [17, KEYS, 100])
-def test_a_prompt_in_chunks_has_the_bits_of_one_at_once(spec, chunk):
+def test_prompt_in_chunks_has_the_bits_of_one_at_once(spec, chunk):
     total = 4 * KEYS + 21
     pools = [make_pool() for _ in range(2)]
     pages = PageDealer(pool=pools[0]).seq(total).pages
@@ -136,7 +136,7 @@ def test_bfloat16_pages_are_widened_not_rounded_again():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_size_of_pages_does_not_change_a_bit(dtype):
+def test_size_of_pages_does_not_change_a_bit(dtype):
     """Pairs of keys may lie on two pages, and the last key of an odd count has no other."""
     total = 2 * KEYS + 7
     qkv = make_qkv(total, dtype=dtype)

@@ -71,7 +71,7 @@ def test_each_layer_reads_the_pages_of_its_group() -> None:
             assert torch.equal(plan(layer, *qkv), expected(layer, *qkv))
 
 
-def test_a_graph_loads_the_tables_of_every_group() -> None:
+def test_graph_loads_the_tables_of_every_group() -> None:
     """A step of two rows, then one of one: nothing of the first may remain."""
     backends = [TurningReference(pool(1), specs=SPECS[1:2]), TurningReference(pool(2, pages=5), specs=SPECS[::2])]
     plan = GroupedGraphAttention(backends, windows=1, places=PLACES).graph_plan(2, 5)
@@ -88,7 +88,7 @@ def test_a_graph_loads_the_tables_of_every_group() -> None:
     assert [graph.seq_lens.tolist() for graph in plan.graphs] == [[3, 1], [3, 1]]
 
 
-def test_a_graph_of_prompts_loads_the_tables_of_every_group() -> None:
+def test_graph_of_prompts_loads_the_tables_of_every_group() -> None:
     backends = [TurningReference(pool(1), specs=SPECS[1:2]), TurningReference(pool(2, pages=5), specs=SPECS[::2])]
     shape = PromptShape(tokens=8, rows=3, extends=2)
     plan = GroupedGraphAttention(backends, windows=1, places=PLACES).prompt_graph_plan(shape, 4)
@@ -107,7 +107,7 @@ def test_a_graph_of_prompts_loads_the_tables_of_every_group() -> None:
 
 
 @pytest.mark.parametrize("windows", [(), (1,)])
-def test_a_single_group_plans_the_step_itself(windows: Sequence[int]) -> None:
+def test_single_group_plans_the_step_itself(windows: Sequence[int]) -> None:
     """So that a step of few tokens may be one compiled call."""
     backend = TorchReferenceBackend(pool(1), specs=SPECS[:1])
     batch, page_of = steps()[0]

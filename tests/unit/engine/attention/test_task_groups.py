@@ -78,7 +78,7 @@ def attend(pool: KvPool, sequences, qkv, specs=PLAIN) -> torch.Tensor:
     )
 
 
-def test_a_common_prefix_is_one_group_for_each_of_its_chunks():
+def test_common_prefix_is_one_group_for_each_of_its_chunks():
     pool = make_pool(num_pages=200)
     found = groups_of(queries_of(pool, decodes(PageDealer(pool=pool), ENDS)))
     assert found[:2] == [([(query, chunk) for query in range(4)], (chunk + 1) * CHUNK) for chunk in (0, 1)]
@@ -98,7 +98,7 @@ def test_short_shared_prefix_forms_no_group():
     assert groups_of(queries_of(pool, sequences)) == [([(query, 0)], 0) for query in range(3)]
 
 
-def test_a_group_has_so_many_members_at_most():
+def test_group_has_so_many_members_at_most():
     pool = make_pool(num_pages=200)
     count = 2 * LARGEST_GROUP + 1
     found = groups_of(queries_of(pool, decodes(PageDealer(pool=pool), [CHUNK] * count, prefix=CHUNK)))
@@ -182,7 +182,7 @@ def groups_of_any(pool: KvPool, sequences, specs):
     return groups_of(inner.views[0].paged)
 
 
-def test_a_shared_prefix_attends_as_the_reference_does():
+def test_shared_prefix_attends_as_the_reference_does():
     pools = [make_pool(num_pages=200) for _ in range(2)]
     sequences = decodes(PageDealer(pool=pools[0]), ENDS)
     qkv = make_qkv(len(sequences))
@@ -191,7 +191,7 @@ def test_a_shared_prefix_attends_as_the_reference_does():
     torch.testing.assert_close(attend(pools[1], sequences, qkv), expected, rtol=1e-5, atol=1e-5)
 
 
-def test_the_number_of_threads_does_not_change_a_bit_of_a_group():
+def test_number_of_threads_does_not_change_a_bit_of_a_group():
     pool = make_pool(num_pages=200)
     sequences = decodes(PageDealer(pool=pool), ENDS)
     qkv = make_qkv(len(sequences))
@@ -200,7 +200,7 @@ def test_the_number_of_threads_does_not_change_a_bit_of_a_group():
     assert torch.equal(attend(pool, sequences, qkv), alone)
 
 
-def test_a_token_and_its_drafts_go_through_their_pages_together():
+def test_token_and_its_drafts_go_through_their_pages_together():
     pool = make_pool(num_pages=200)
     drafts = MAX_DRAFT_TOKENS
     pages = PageDealer(pool=pool).decode(CHUNK + 100).pages

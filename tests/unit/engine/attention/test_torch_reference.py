@@ -26,7 +26,7 @@ SPECS = {
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
 @pytest.mark.parametrize("chunks", [(23,), (8, 8, 7), (22, 1), (1,) * 23])
-def test_a_prompt_in_chunks_attends_as_one_without_pages(chunks, page_size, spec):
+def test_prompt_in_chunks_attends_as_one_without_pages(chunks, page_size, spec):
     pool = make_pool(page_size=page_size)
     backend = TorchReferenceBackend(pool, specs=(spec, spec))
     seq = PageDealer(pool=pool).seq(23)
@@ -42,7 +42,7 @@ def test_a_prompt_in_chunks_attends_as_one_without_pages(chunks, page_size, spec
 
 
 @pytest.mark.parametrize("scores", [1, 60, 10_000])
-def test_a_prompt_too_long_for_memory_attends_in_parts(scores, monkeypatch):
+def test_prompt_too_long_for_memory_attends_in_parts(scores, monkeypatch):
     pool = make_pool(page_size=4)
     qkv, seq = make_qkv(23), PageDealer(pool=pool).seq(23)
     batch = make_batch([type(seq)(seq_len=23, extend_len=15, pages=seq.pages)], page_size=4)

@@ -60,7 +60,7 @@ def test_weights_count_no_row_behind_the_last(dice):
     np.testing.assert_allclose(total, expected_sum, rtol=1e-6)
 
 
-def test_a_score_that_is_no_number_makes_the_sum_none():
+def test_score_that_is_no_number_makes_the_sum_none():
     @compiled_kernel
     def compute(scores, count):
         return weigh_row(scores.ctypes.data, count, highest(scores.ctypes.data, count))

@@ -31,7 +31,7 @@ def refusal(folder, impl=ModelImpl.AUTO):
         (f"org/name@{COMMIT}", "org/name", COMMIT),
     ],
 )
-def test_a_hub_id_is_read(text, repo, revision):
+def test_hub_id_is_read(text, repo, revision):
     source = parse(text)
     assert (source.folder, source.repo, source.revision) == (None, repo, revision)
     assert source.is_pinned == (revision == COMMIT)
@@ -50,7 +50,7 @@ def test_name_without_a_model_is_rejected(text, tmp_path, monkeypatch):
         parse(text)
 
 
-def test_a_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
+def test_folder_wins_over_a_hub_id(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "org" / "name").mkdir(parents=True)
     assert parse("org/name").folder is not None
@@ -62,7 +62,7 @@ def test_path_like_name_is_a_path(text):
     assert parse(text).folder is not None
 
 
-def test_a_name_stands_for_another_source(tmp_path, monkeypatch):
+def test_name_stands_for_another_source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     aliases = {"mini": "/opt/mini", "big": "org/big@v2"}
     assert str(parse("mini", aliases).folder) == "/opt/mini"
@@ -88,7 +88,7 @@ def write_gguf(path, *, kind=15, url="https://huggingface.co/Qwen/Qwen3-4B"):
     return path
 
 
-def test_a_gguf_file_is_refused_with_its_checkpoint(tmp_path):
+def test_gguf_file_is_refused_with_its_checkpoint(tmp_path):
     path = write_gguf(tmp_path / "m.gguf")
     assert refusal(path) == (
         "m.gguf is GGUF (qwen3, Q4_K_M), which Tandem does not read; made of Qwen/Qwen3-4B: "
@@ -101,7 +101,7 @@ def test_plain_weights_in_gguf_ask_for_no_rounding(tmp_path):
     assert refusal(write_gguf(tmp_path / "m.gguf", kind=32)).endswith("tandem serve Qwen/Qwen3-4B")
 
 
-def test_a_gguf_file_of_unknown_origin_is_refused(tmp_path):
+def test_gguf_file_of_unknown_origin_is_refused(tmp_path):
     path = write_gguf(tmp_path / "m.gguf", url="https://huggingface.co/; rm -rf /")
     assert refusal(path).endswith("name the safetensors checkpoint that it was made of")
 
@@ -120,19 +120,19 @@ def test_lengths_in_a_gguf_file_are_not_believed(tmp_path):
     assert read_facts(path).architecture == ""
 
 
-def test_an_adapter_names_its_base_model(tmp_path):
+def test_adapter_names_its_base_model(tmp_path):
     (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen3-4B"}))
     assert "is an adapter (PEFT), not a model: merge it into Qwen/Qwen3-4B" in refusal(tmp_path)
 
 
-def test_a_folder_without_weights_is_refused(tmp_path):
+def test_folder_without_weights_is_refused(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "model.safetensors").unlink()
     assert "has no weights" in refusal(tmp_path)
     examine_folder(tmp_path, impl=ModelImpl.AUTO, weights=False)
 
 
-def test_a_folder_with_another_architecture_is_refused(tmp_path):
+def test_folder_with_another_architecture_is_refused(tmp_path):
     write_checkpoint(tmp_path)
     (tmp_path / "config.json").write_text(json.dumps({"architectures": ["OddForCausalLM"]}))
     assert "LlamaForCausalLM" in refusal(tmp_path, ModelImpl.TANDEM)

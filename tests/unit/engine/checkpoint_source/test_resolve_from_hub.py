@@ -84,7 +84,7 @@ def test_exactly_the_needed_files_are_fetched(server, hub):
     assert report.done[-1] == (size, size)
 
 
-def test_the_files_that_an_index_names_are_fetched(server, hub, checkpoint):
+def test_files_that_an_index_names_are_fetched(server, hub, checkpoint):
     data = (checkpoint / "model.safetensors").read_bytes()
     files = {name: (checkpoint / name).read_bytes() for name in SMALL}
     index = {"weight_map": {"a": "one.safetensors", "b": "two[1].safetensors"}}
@@ -95,14 +95,14 @@ def test_the_files_that_an_index_names_are_fetched(server, hub, checkpoint):
     assert server.files_sent() == [name.replace("[", "%5B").replace("]", "%5D") for name in sent]
 
 
-def test_a_second_start_sends_one_request(server, hub):
+def test_second_start_sends_one_request(server, hub):
     first = pull(hub)
     server.requests.clear()
     assert pull(hub) == first
     assert server.requests == ["GET /api/models/org/mini/revision/main"]
 
 
-def test_a_whole_snapshot_of_a_commit_needs_no_hub(server, hub):
+def test_whole_snapshot_of_a_commit_needs_no_hub(server, hub):
     model = pull(hub)
     server.requests.clear()
     assert pull(hub, f"{REPO}@{model.commit}") == model
@@ -123,7 +123,7 @@ def test_offline_an_absent_repository_names_the_way_out(server, hub):
     assert server.requests == []
 
 
-def test_a_cut_download_never_passes_for_whole(server, hub):
+def test_cut_download_never_passes_for_whole(server, hub):
     """[half-snapshot]"""
     server.repos[REPO].cut = frozenset({"model.safetensors"})
     assert "download of model.safetensors failed" in refusal(hub)
@@ -178,24 +178,24 @@ def test_without_an_answer_an_absent_one_is_refused(server, hub):
     assert "did not answer within 0.02 s" in refusal(impatient)
 
 
-def test_a_hub_in_difficulties_serves_from_the_cache(server, hub):
+def test_hub_in_difficulties_serves_from_the_cache(server, hub):
     model, report = pull(hub), Lines()
     server.repos[REPO].status = 500
     assert pull(hub, report=report) == model
     assert "answers with status 500" in report.lines[0]
 
 
-def test_a_hub_in_difficulties_is_named(server, hub):
+def test_hub_in_difficulties_is_named(server, hub):
     server.repos[REPO].status = 503
     assert "answers with status 503" in refusal(hub)
 
 
-def test_a_hub_that_is_away_is_named(server, hub):
+def test_hub_that_is_away_is_named(server, hub):
     away = Hub(endpoint="http://127.0.0.1:9", cache=hub.cache)
     assert "127.0.0.1:9 cannot be reached" in refusal(away)
 
 
-def test_an_unknown_repository_names_both_readings(hub):
+def test_unknown_repository_names_both_readings(hub):
     """[folder-or-hub]"""
     message = refusal(hub, "models/foo")
     assert "has no repository models/foo" in message
@@ -203,11 +203,11 @@ def test_an_unknown_repository_names_both_readings(hub):
     assert "folder" not in refusal(hub, "hf://models/foo")
 
 
-def test_an_unknown_revision_is_named(hub):
+def test_unknown_revision_is_named(hub):
     assert "has no revision v2" in refusal(hub, f"{REPO}@v2")
 
 
-def test_a_repository_with_a_new_name_is_refused_with_it(server, hub):
+def test_repository_with_a_new_name_is_refused_with_it(server, hub):
     server.repos[REPO].moved_to = "new/mini"
     server.repos["new/mini"] = server.repos["org/mini"].__class__(
         commits=server.repos[REPO].commits, refs=server.repos[REPO].refs
@@ -215,7 +215,7 @@ def test_a_repository_with_a_new_name_is_refused_with_it(server, hub):
     assert f"{REPO} is called new/mini" in refusal(hub)
 
 
-def test_a_refusal_names_what_is_in_the_cache(server, hub):
+def test_refusal_names_what_is_in_the_cache(server, hub):
     pull(hub)
     del server.repos[REPO]
     message = refusal(hub)
@@ -223,14 +223,14 @@ def test_a_refusal_names_what_is_in_the_cache(server, hub):
     assert "HF_HUB_OFFLINE=1 serves it as it was downloaded on 20" in message
 
 
-def test_a_gated_repository_names_the_token(server, hub):
+def test_gated_repository_names_the_token(server, hub):
     server.repos[REPO].token = "hf_secret"
     message = refusal(hub)
     assert f"{REPO} is gated" in message
     assert "HF_TOKEN" in message
 
 
-def test_an_unknown_architecture_costs_no_weights(server, hub):
+def test_unknown_architecture_costs_no_weights(server, hub):
     """[config-before-weights]"""
     config = {"architectures": ["OddForCausalLM"], "model_type": "odd"}
     files = server.repos[REPO].commits[server.repos[REPO].refs["main"]]
@@ -300,7 +300,7 @@ def test_too_little_room_is_refused_with_both_numbers(server, hub, monkeypatch):
     assert "model.safetensors" not in server.files_sent()
 
 
-def test_an_index_cannot_name_files_elsewhere(server, hub):
+def test_index_cannot_name_files_elsewhere(server, hub):
     index = {"weight_map": {"a": "../../escape.safetensors"}}
     server.repos[REPO].commit(
         {
@@ -319,14 +319,14 @@ def test_dummy_weights_fetch_none(server, hub):
     assert "without model.safetensors" in refusal(hub, offline=True)
 
 
-def test_a_repository_without_a_tokenizer_is_whole(server, hub):
+def test_repository_without_a_tokenizer_is_whole(server, hub):
     files = dict(server.repos[REPO].commits[server.repos[REPO].refs["main"]])
     del files["tokenizer.json"]
     server.repos[REPO].commit(files)
     assert pull(hub) == pull(hub, offline=True)
 
 
-def test_a_full_disk_is_no_fault_of_the_hub(hub, monkeypatch):
+def test_full_disk_is_no_fault_of_the_hub(hub, monkeypatch):
     def full(*_, **__):
         raise OSError(errno.ENOSPC, "No space left on device")
 

@@ -14,7 +14,7 @@ from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import make_message
 
 
-def test_an_abort_keeps_the_pages_until_the_writer_acks(receiver):  # [late-write]
+def test_abort_keeps_the_pages_until_the_writer_acks(receiver):  # [late-write]
     grant = receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.turn()
@@ -27,7 +27,7 @@ def test_an_abort_keeps_the_pages_until_the_writer_acks(receiver):  # [late-writ
     assert receiver.held() == []
 
 
-def test_a_late_write_after_an_abort_changes_nothing_for_anybody(receiver):  # [late-write] [late-signal-ignored]
+def test_late_write_after_an_abort_changes_nothing_for_anybody(receiver):  # [late-write] [late-signal-ignored]
     grant = receiver.granted()
     receiver.fabric.fates = lambda _push: Fate(delay=4)
     receiver.writer.write(grant)
@@ -39,7 +39,7 @@ def test_a_late_write_after_an_abort_changes_nothing_for_anybody(receiver):  # [
     receiver.side.assert_clean()
 
 
-def test_an_abort_while_waiting_holds_nothing():
+def test_abort_while_waiting_holds_nothing():
     receiver = Receiver(usable_pages=5)
     receiver.granted()
     receiver.submit("s", range(20, 30))
@@ -49,7 +49,7 @@ def test_an_abort_while_waiting_holds_nothing():
     assert [abort.room for abort in receiver.aborts()] == ["room-s"]
 
 
-def test_an_abort_during_verification_is_obeyed(receiver):
+def test_abort_during_verification_is_obeyed(receiver):
     receiver.transferred()
     receiver.fabric.advance()
     receiver.side.stage.poll()
@@ -61,7 +61,7 @@ def test_an_abort_during_verification_is_obeyed(receiver):
     receiver.side.assert_clean()
 
 
-def test_an_abort_after_the_transfer_tells_the_writer_nothing(receiver):
+def test_abort_after_the_transfer_tells_the_writer_nothing(receiver):
     receiver.transferred()
     receiver.turn(4)
     receiver.side.engine.scheduler.abort(RequestId("r"))
@@ -70,13 +70,13 @@ def test_an_abort_after_the_transfer_tells_the_writer_nothing(receiver):
     receiver.side.assert_clean()
 
 
-def test_an_aborted_request_that_was_refused_at_admission_tells_the_writer(receiver):  # [abort-both-ways]
+def test_aborted_request_that_was_refused_at_admission_tells_the_writer(receiver):  # [abort-both-ways]
     receiver.side.engine.scheduler.drain()
     receiver.submit()
     assert [abort.room for abort in receiver.aborts()] == [ROOM]
 
 
-def test_a_transfer_whose_writer_falls_silent_fails_and_drains(receiver):  # [grant-expiry]
+def test_transfer_whose_writer_falls_silent_fails_and_drains(receiver):  # [grant-expiry]
     grant = receiver.granted()
     receiver.writer.write(grant, 0, 1)
     receiver.turn()
@@ -105,7 +105,7 @@ def test_without_an_ack_pages_are_quarantined_until_the_writers_process_has_ende
     receiver.side.assert_clean()
 
 
-def test_a_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(receiver):  # [ack-per-grant]
+def test_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(receiver):  # [ack-per-grant]
     receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.turn()
@@ -117,7 +117,7 @@ def test_a_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(rec
     receiver.side.assert_clean()
 
 
-def test_a_newer_incarnation_of_the_writer_fences_it(receiver):  # [dead-peer-released]
+def test_newer_incarnation_of_the_writer_fences_it(receiver):  # [dead-peer-released]
     """Two processes may have one name: the older one may be in the middle of a write."""
     receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
@@ -131,7 +131,7 @@ def test_a_newer_incarnation_of_the_writer_fences_it(receiver):  # [dead-peer-re
     assert WRITER.incarnation in receiver.side.link.fenced
 
 
-def test_the_writer_giving_up_fails_the_request(receiver):  # [abort-both-ways]
+def test_writer_giving_up_fails_the_request(receiver):  # [abort-both-ways]
     receiver.granted()
     receiver.writer.abort(HandoffSide.SEND, ROOM)
     receiver.turn()
@@ -140,7 +140,7 @@ def test_the_writer_giving_up_fails_the_request(receiver):  # [abort-both-ways]
     receiver.side.assert_clean()
 
 
-def test_the_writer_giving_up_reaches_a_request_that_still_waits():  # [abort-both-ways]
+def test_writer_giving_up_reaches_a_request_that_still_waits():  # [abort-both-ways]
     receiver = Receiver(usable_pages=5)
     receiver.granted()
     receiver.submit("s", range(20, 30))
@@ -150,7 +150,7 @@ def test_the_writer_giving_up_reaches_a_request_that_still_waits():  # [abort-bo
 
 
 @pytest.mark.parametrize("granted", [True, False])
-def test_an_output_that_ended_with_its_first_token_ends_silently(granted):
+def test_output_that_ended_with_its_first_token_ends_silently(granted):
     receiver = Receiver(usable_pages=5)
     if granted:
         receiver.granted()
@@ -165,7 +165,7 @@ def test_an_output_that_ended_with_its_first_token_ends_silently(granted):
     assert "r" not in {req.rid for req in receiver.side.stage.live()}
 
 
-def test_an_abort_by_anybody_but_the_writer_is_ignored(receiver):
+def test_abort_by_anybody_but_the_writer_is_ignored(receiver):
     receiver.granted()
     stranger = make_scripted_peer(
         make_peer("q"),
@@ -181,7 +181,7 @@ def test_an_abort_by_anybody_but_the_writer_is_ignored(receiver):
     assert receiver.side.stage.counters.ignored == 2
 
 
-def test_a_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver):  # [dead-peer-released]
+def test_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver):  # [dead-peer-released]
     receiver.granted()
     receiver.granted("s", range(20, 30))
     receiver.side.stage.peer_ended(WRITER.incarnation)
@@ -191,7 +191,7 @@ def test_a_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver
     receiver.side.assert_clean()
 
 
-def test_a_fenced_writer_that_wakes_up_and_acknowledges_frees_its_pages(receiver):  # [late-write]
+def test_fenced_writer_that_wakes_up_and_acknowledges_frees_its_pages(receiver):  # [late-write]
     receiver.granted()
     receiver.side.stage.peer_gone(WRITER.incarnation)
     receiver.turn()
@@ -231,7 +231,7 @@ def test_writes_of_peers_are_attended_to_only_while_transfers_are_open(receiver)
 
 
 @pytest.mark.parametrize("stage", ["waiting", "receiving"])
-def test_a_deadline_of_a_request_without_its_kv_is_named(stage):  # [abort-both-ways]
+def test_deadline_of_a_request_without_its_kv_is_named(stage):  # [abort-both-ways]
     receiver = Receiver(usable_pages=5)
     receiver.granted("first")
     receiver.submit(deadline_s=2.0)

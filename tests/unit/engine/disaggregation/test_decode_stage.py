@@ -33,13 +33,13 @@ class Asked:
 # Granting
 
 
-def test_a_request_that_is_not_to_be_received_is_not_kept(receiver):
+def test_request_that_is_not_to_be_received_is_not_kept(receiver):
     receiver.side.engine.add(make_message("alone"))
     receiver.turn(20)
     receiver.side.engine.assert_expected("alone")
 
 
-def test_the_pool_is_announced_once_and_each_request_gets_a_grant(receiver):
+def test_pool_is_announced_once_and_each_request_gets_a_grant(receiver):
     receiver.submit("r")
     receiver.submit("s", range(20, 30))
     assert len(receiver.writer.got(Hello)) == 1
@@ -47,20 +47,20 @@ def test_the_pool_is_announced_once_and_each_request_gets_a_grant(receiver):
     assert not {*receiver.writer.got(WriteGrant)[0].pages} & {*receiver.writer.got(WriteGrant)[1].pages}
 
 
-def test_a_grant_names_the_writer_and_pages_for_the_whole_prompt(receiver):
+def test_grant_names_the_writer_and_pages_for_the_whole_prompt(receiver):
     grant = receiver.granted()
     assert (grant.writer, grant.first_token, len(grant.pages)) == (WRITER.incarnation, 0, 3)
     assert grant.valid_s == GRANT_TIMEOUT - CONFIG.renewal_period
 
 
-def test_a_cached_prefix_is_not_asked_for(receiver):
+def test_cached_prefix_is_not_asked_for(receiver):
     receiver.side.engine.add(make_message("before", PROMPT[:9]))
     receiver.turn(20)
     grant = receiver.granted()
     assert (grant.first_token, len(grant.pages)) == (8, 1)
 
 
-def test_a_wholly_cached_prompt_still_asks_for_its_last_page(receiver):
+def test_wholly_cached_prompt_still_asks_for_its_last_page(receiver):
     receiver.side.engine.add(make_message("before", PROMPT[:8]))
     receiver.turn(20)
     grant = receiver.granted(prompt=PROMPT[:8])
@@ -72,7 +72,7 @@ def test_resumed_output_is_part_of_what_the_writer_computes(receiver):
     assert len(grant.pages) == 4
 
 
-def test_a_writer_with_kv_of_another_shape_is_refused(receiver):
+def test_writer_with_kv_of_another_shape_is_refused(receiver):
     alien = make_peer("p", compat_hash="shape-2")
     receiver.side.engine.add(make_message("r", handoff=handoff(HandoffSide.RECEIVE, alien, ROOM)))
     receiver.turn()
@@ -88,13 +88,13 @@ def test_writer_outside_the_window_is_refused_by_name(receiver):
     receiver.side.assert_clean()
 
 
-def test_a_writer_that_cannot_be_reached_fails_the_request_at_once(receiver):
+def test_writer_that_cannot_be_reached_fails_the_request_at_once(receiver):
     receiver.side.link.unreachable.add(WRITER.incarnation)
     receiver.submit()
     receiver.assert_failed("cannot be reached")
 
 
-def test_a_room_that_is_in_use_is_refused_and_its_first_transfer_goes_on(receiver):
+def test_room_that_is_in_use_is_refused_and_its_first_transfer_goes_on(receiver):
     receiver.transferred()
     end = handoff(HandoffSide.RECEIVE, WRITER, ROOM)
     receiver.side.engine.add(make_message("other", handoff=end))
@@ -115,7 +115,7 @@ def test_another_generation_of_a_room_is_another_transfer(receiver):
 # Waiting for memory
 
 
-def test_a_prompt_waits_until_its_pages_are_free():
+def test_prompt_waits_until_its_pages_are_free():
     receiver = Receiver(usable_pages=5)
     receiver.granted()
     receiver.submit("s", range(20, 30))
@@ -139,7 +139,7 @@ def test_no_pin_is_dropped_while_a_copy_touches_states(receiver):  # [page-fence
     assert receiver.writer.grant().room == ROOM
 
 
-def test_a_short_prompt_does_not_overtake_a_long_one_that_waits():
+def test_short_prompt_does_not_overtake_a_long_one_that_waits():
     receiver = Receiver(usable_pages=6)
     receiver.granted()
     receiver.submit("long", range(20, 40), max_tokens=2)
@@ -148,7 +148,7 @@ def test_a_short_prompt_does_not_overtake_a_long_one_that_waits():
 
 
 @pytest.mark.parametrize(("policy", "first"), [(SchedulePolicy.FCFS, "plain"), (SchedulePolicy.PRIORITY, "urgent")])
-def test_the_policy_says_who_gets_pages_first(policy: SchedulePolicy, first: str):
+def test_policy_says_who_gets_pages_first(policy: SchedulePolicy, first: str):
     receiver = Receiver(usable_pages=8, schedule_policy=policy)
     receiver.submit("holder", range(24), max_tokens=1)
     receiver.submit("plain", range(30, 50), max_tokens=1)
@@ -201,7 +201,7 @@ def test_no_more_transfers_are_let_in_than_can_run():
 # Receiving
 
 
-def test_a_verified_transfer_continues_from_the_first_token(receiver):  # [record-after-writes]
+def test_verified_transfer_continues_from_the_first_token(receiver):  # [record-after-writes]
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.turn()
@@ -212,7 +212,7 @@ def test_a_verified_transfer_continues_from_the_first_token(receiver):  # [recor
     assert receiver.side.stage.counters.committed == 1
 
 
-def test_the_first_token_is_streamed_again_with_the_transfer_report(receiver):
+def test_first_token_is_streamed_again_with_the_transfer_report(receiver):
     receiver.transferred()
     receiver.turn(4)
     output = receiver.side.engine.received["r"].outputs[0]
@@ -249,7 +249,7 @@ def test_nothing_is_verified_before_the_record_says_that_it_is_written(receiver)
     assert not receiver.is_cached()
 
 
-def test_a_record_of_pages_that_are_not_there_admits_nothing(receiver):  # [grant-expiry]
+def test_record_of_pages_that_are_not_there_admits_nothing(receiver):  # [grant-expiry]
     grant = receiver.granted()
     receiver.writer.write(grant, 0, 2)
     receiver.turn(2)
@@ -259,7 +259,7 @@ def test_a_record_of_pages_that_are_not_there_admits_nothing(receiver):  # [gran
     assert not receiver.is_cached()
 
 
-def test_a_record_that_comes_again_changes_nothing(receiver):  # [writes-repeat]
+def test_record_that_comes_again_changes_nothing(receiver):  # [writes-repeat]
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.turn(2)
@@ -270,14 +270,14 @@ def test_a_record_that_comes_again_changes_nothing(receiver):  # [writes-repeat]
     assert receiver.side.stage.counters.ignored == 2
 
 
-def test_a_received_prompt_is_cached_for_others(receiver):
+def test_received_prompt_is_cached_for_others(receiver):
     receiver.transferred()
     receiver.turn(3)
     assert receiver.is_cached()
 
 
 @pytest.mark.parametrize("hits", [CacheHits(host=4, disk=2), None], ids=["told", "by an older release"])
-def test_the_client_learns_where_the_writer_found_its_prefix(receiver, hits):
+def test_client_learns_where_the_writer_found_its_prefix(receiver, hits):
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.writer.record(grant, first_token(PROMPT), cached_tokens=8, cache_hits=hits)
@@ -286,7 +286,7 @@ def test_the_client_learns_where_the_writer_found_its_prefix(receiver, hits):
     assert (first.cached_tokens, first.cache_hits) == (8, hits)
 
 
-def test_a_resumed_request_continues_where_the_client_is(receiver):
+def test_resumed_request_continues_where_the_client_is(receiver):
     resumed = expected_output(make_message("r", PROMPT, max_tokens=3))
     history = (*PROMPT, *resumed)
     grant = receiver.granted(resume=resumed, max_tokens=8)
@@ -297,7 +297,7 @@ def test_a_resumed_request_continues_where_the_client_is(receiver):
     receiver.side.engine.assert_expected("r")
 
 
-def test_a_first_token_that_ends_the_output_finishes_the_request(receiver):
+def test_first_token_that_ends_the_output_finishes_the_request(receiver):
     receiver.transferred(max_tokens=1)
     receiver.turn(3)
     receiver.side.engine.assert_expected("r")
@@ -308,7 +308,7 @@ def test_a_first_token_that_ends_the_output_finishes_the_request(receiver):
 # Beside other requests
 
 
-def test_a_worker_does_not_hand_over_to_itself(receiver):
+def test_worker_does_not_hand_over_to_itself(receiver):
     end = handoff(HandoffSide.RECEIVE, receiver.side.peer, ROOM)
     receiver.side.engine.add(make_message("r", PROMPT, handoff=end))
     receiver.turn()
@@ -316,7 +316,7 @@ def test_a_worker_does_not_hand_over_to_itself(receiver):
     receiver.side.assert_clean()
 
 
-def test_a_second_request_in_a_room_does_not_end_the_first():
+def test_second_request_in_a_room_does_not_end_the_first():
     receiver = Receiver(usable_pages=5)
     receiver.granted("first")
     receiver.submit()
@@ -351,7 +351,7 @@ def test_transfers_under_way_have_their_seat_in_the_running_batch():
     receiver.side.engine.assert_expected()
 
 
-def test_a_local_request_does_not_wait_for_one_that_has_no_pages_to_give_back():
+def test_local_request_does_not_wait_for_one_that_has_no_pages_to_give_back():
     receiver = Receiver(usable_pages=8, init_new_token_ratio=1.0, min_new_token_ratio=1.0)
     receiver.granted("lost")
     receiver.side.engine.scheduler.abort(RequestId("lost"))

@@ -12,7 +12,7 @@ from tandem_testing.fake_transport import Fate
 from tandem_testing.scheduler_builders import VOCAB
 
 
-def test_a_corrupt_page_never_reaches_attention_or_the_cache(receiver):  # [verified-pages]
+def test_corrupt_page_never_reaches_attention_or_the_cache(receiver):  # [verified-pages]
     receiver.fabric.fates = lambda _push: Fate(corrupt=True)
     receiver.transferred()
     receiver.turn(3)
@@ -44,7 +44,7 @@ def test_intact_pages_that_were_meant_for_another_place_do_not_verify(receiver, 
         ({"output_ids": (1, 2)}, "2 tokens handed over"),
     ],
 )
-def test_a_record_that_contradicts_the_grant_fails_the_transfer(receiver, changed, why):
+def test_record_that_contradicts_the_grant_fails_the_transfer(receiver, changed, why):
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.writer.record(grant, 1, **changed)
@@ -52,7 +52,7 @@ def test_a_record_that_contradicts_the_grant_fails_the_transfer(receiver, change
     receiver.assert_failed(why)
 
 
-def test_the_first_record_of_a_transfer_counts(receiver):
+def test_first_record_of_a_transfer_counts(receiver):
     grant = receiver.granted()
     receiver.writer.record(grant, first_token(PROMPT))
     receiver.writer.record(grant, 1, digests=(1, 2, 3))
@@ -62,7 +62,7 @@ def test_the_first_record_of_a_transfer_counts(receiver):
 
 
 @pytest.mark.parametrize("changed", [{"sender": make_peer("q")}, {"generation": 2}, {"room": "room-x"}])
-def test_a_record_for_another_transfer_is_ignored(receiver, changed):
+def test_record_for_another_transfer_is_ignored(receiver, changed):
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.writer.record(grant, 1, **changed)
@@ -84,7 +84,7 @@ def test_a_record_for_another_transfer_is_ignored(receiver, changed):
         ({}, {"logprobs": (TokenLogprob(logprob=-1.0),)}, "1 logprobs"),
     ],
 )
-def test_a_record_whose_output_makes_no_sense_fails_the_transfer(receiver, request_fields, record_fields, why):
+def test_record_whose_output_makes_no_sense_fails_the_transfer(receiver, request_fields, record_fields, why):
     grant = receiver.granted(**request_fields)
     receiver.writer.write(grant)
     receiver.writer.record(grant, 1, **record_fields)

@@ -14,11 +14,11 @@ def push(first: int, *, generation: int = 1) -> PushKey:
     return PushKey(room="room", generation=generation, first=first, count=1)
 
 
-def test_a_room_with_nothing_outstanding_is_acked_at_once():  # [ack-per-grant]
+def test_room_with_nothing_outstanding_is_acked_at_once():  # [ack-per-grant]
     assert DrainBook().ask(ROOM, DECODE) == DUE
 
 
-def test_the_ack_waits_for_the_last_outstanding_push():  # [ack-per-grant]
+def test_ack_waits_for_the_last_outstanding_push():  # [ack-per-grant]
     book = DrainBook()
     book.started(push(0), DECODE.incarnation)
     book.started(push(1), DECODE.incarnation)
@@ -33,7 +33,7 @@ def test_pushes_that_nobody_asked_about_are_not_acked():
     assert book.ended(push(0)) is None
 
 
-def test_an_ack_is_sent_once_for_each_question():
+def test_ack_is_sent_once_for_each_question():
     book = DrainBook()
     assert book.ask(ROOM, DECODE) == DUE
     assert book.ask(ROOM, DECODE) == DUE
@@ -53,7 +53,7 @@ def test_another_peer_in_the_room_does_not_delay_the_ack():  # [ack-per-grant]
     assert book.ask(ROOM, DECODE) == DUE
 
 
-def test_a_dead_peer_is_owed_nothing_and_its_pushes_still_end():
+def test_dead_peer_is_owed_nothing_and_its_pushes_still_end():
     book = DrainBook()
     book.started(push(0), DECODE.incarnation)
     book.ask(ROOM, DECODE)

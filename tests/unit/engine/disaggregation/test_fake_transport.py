@@ -61,7 +61,7 @@ def test_bytes_move_when_the_fabric_advances(fabric):
     assert kinds(fabric.receiver) == []
 
 
-def test_a_delayed_push_lands_later_and_may_be_overtaken(fabric):
+def test_delayed_push_lands_later_and_may_be_overtaken(fabric):
     fabric.push(Fate(delay=2))
     fabric.push(first=2)
     for _ in range(3):
@@ -69,7 +69,7 @@ def test_a_delayed_push_lands_later_and_may_be_overtaken(fabric):
     assert [event.key.first for event in fabric.sender.poll()] == [2, 0]
 
 
-def test_a_corrupt_push_arrives_and_does_not_verify(fabric):
+def test_corrupt_push_arrives_and_does_not_verify(fabric):
     fabric.push(Fate(corrupt=True))
     fabric.fabric.advance()
     (done,) = fabric.sender.poll()
@@ -78,7 +78,7 @@ def test_a_corrupt_push_arrives_and_does_not_verify(fabric):
 
 
 @pytest.mark.parametrize(("fate", "lost"), [(Fate(fail=True), False), (Fate(lose_peer=True), True)])
-def test_a_failing_push_writes_nothing(fabric, fate, lost):
+def test_failing_push_writes_nothing(fabric, fate, lost):
     fabric.push(fate)
     fabric.fabric.advance()
     (failed,) = fabric.sender.poll()
@@ -96,13 +96,13 @@ def test_forgetting_a_peer_fails_what_is_under_way(fabric):
     assert not fabric.written()
 
 
-def test_a_late_start_is_refused(fabric):
+def test_late_start_is_refused(fabric):
     fabric.clock.time = 1.0
     fabric.push(start_before=1.0)
     assert kinds(fabric.sender) == [PushFailed]
 
 
-def test_a_killed_receiver_is_lost(fabric):
+def test_killed_receiver_is_lost(fabric):
     fabric.push(Fate(delay=1))
     fabric.fabric.kill("d@1")
     fabric.fabric.advance()
@@ -110,7 +110,7 @@ def test_a_killed_receiver_is_lost(fabric):
     assert kinds(fabric.sender) == [PushFailed]
 
 
-def test_a_push_that_follows_a_step_moves_some_layers_a_tick():
+def test_push_that_follows_a_step_moves_some_layers_a_tick():
     fabric = Fabric(num_layers=3)
     progress = KvProgress(fabric.clock)
     fabric.push(progress=progress)
@@ -125,7 +125,7 @@ def test_a_push_that_follows_a_step_moves_some_layers_a_tick():
     assert kinds(fabric.sender) == [PushDone]
 
 
-def test_a_push_fails_with_its_step(fabric):
+def test_push_fails_with_its_step(fabric):
     progress = KvProgress(fabric.clock)
     fabric.push(progress=progress)
     progress.ended(over(ValueError("no")))

@@ -62,7 +62,7 @@ def test_words_that_change_places_are_seen():
     assert PageDigester(pool).begin([PAGE], room="r", generation=1, first=0, kind=DigestKind.FULL).take() != before
 
 
-def test_the_digest_is_fixed_across_versions():
+def test_digest_is_fixed_across_versions():
     """Workers of two releases compare digests: this function may only change with the wire format."""
     pool = digest_pool(head_dim=2, layers=1)
     pool.data.copy_(torch.arange(pool.data.numel()).view_as(pool.data))

@@ -65,7 +65,7 @@ def test_validity_counts_from_when_it_was_sent(clocks):  # [one-clock]
     assert not grant.doubtful(100.0)
 
 
-def test_a_grant_that_lay_unread_is_doubtful(clocks):
+def test_grant_that_lay_unread_is_doubtful(clocks):
     grant = received(at=130.0, granted_at=7049.0, clocks=clocks)
     assert grant.expires < 130.0
     assert grant.doubtful(130.0)
@@ -73,21 +73,21 @@ def test_a_grant_that_lay_unread_is_doubtful(clocks):
     assert not grant.renewed(140.0).doubtful(139.0)
 
 
-def test_a_grant_of_a_stranger_is_doubtful():
+def test_grant_of_a_stranger_is_doubtful():
     grant = received(at=100.0, granted_at=7049.0, clocks=PeerClocks())
     assert (grant.doubtful(100.0), grant.ends) == (True, 108.0)
 
 
-def test_a_grant_is_never_good_for_longer_than_from_receipt(clocks):
+def test_grant_is_never_good_for_longer_than_from_receipt(clocks):
     assert received(at=60.0, granted_at=9000.0, clocks=clocks).expires == 68.0
 
 
 @pytest.mark.parametrize("granted_at", [float("nan"), float("inf"), float("-inf")])
-def test_a_time_that_is_none_makes_a_grant_doubtful(clocks, granted_at):
+def test_time_that_is_none_makes_a_grant_doubtful(clocks, granted_at):
     assert received(at=60.0, granted_at=granted_at, clocks=clocks).doubtful(60.0)
 
 
-def test_a_grant_for_the_rest_of_the_prompt_serves():
+def test_grant_for_the_rest_of_the_prompt_serves():
     assert problem(make_grant()) is None
     assert problem(make_grant(first_token=8, pages=(9,))) is None
 
@@ -107,7 +107,7 @@ def test_a_grant_for_the_rest_of_the_prompt_serves():
         ({"adapter": b"a" * 16}, f"grant for KV of adapter {'61' * 16}, here the base model computes it"),
     ],
 )
-def test_a_grant_that_does_not_fit_names_what_is_wrong(changed, complaint):
+def test_grant_that_does_not_fit_names_what_is_wrong(changed, complaint):
     assert complaint in problem(dataclasses.replace(make_grant(), **changed))
 
 
@@ -121,13 +121,13 @@ def early() -> EarlyGrants:
     return EarlyGrants(clock=ManualClock(), capacity=2)
 
 
-def test_an_early_grant_is_taken_once(early):
+def test_early_grant_is_taken_once(early):
     early.keep(make_grant())
     assert early.take(room_key("room", 1)) == make_grant()
     assert early.take(room_key("room", 1)) is None
 
 
-def test_an_expired_early_grant_is_not_taken(early):  # [grant-expiry]
+def test_expired_early_grant_is_not_taken(early):  # [grant-expiry]
     early.keep(make_grant())
     early.clock.time = 8.0
     assert early.take(room_key("room", 1)) is None

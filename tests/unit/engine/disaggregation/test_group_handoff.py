@@ -25,7 +25,7 @@ def test_followers_receive_only_what_they_do_not_share():
     pair.assert_clean()
 
 
-def test_the_prompt_is_computed_once():
+def test_prompt_is_computed_once():
     pair = make_pair()
     choices(pair)
     pair.run()

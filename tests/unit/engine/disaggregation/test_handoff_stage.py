@@ -13,7 +13,7 @@ def pair() -> Pair:
     return make_pair()
 
 
-def test_a_request_computed_on_two_engines_has_the_output_of_one(pair):
+def test_request_computed_on_two_engines_has_the_output_of_one(pair):
     pair.submit()
     pair.run()
     assert pair.prefill.tokens() == pair.expected()[:1]
@@ -48,7 +48,7 @@ def test_equal_prompts_in_flight_together_do_not_disturb_each_other():
     pair.assert_clean()
 
 
-def test_the_second_turn_of_a_conversation_moves_only_what_is_new(pair):
+def test_second_turn_of_a_conversation_moves_only_what_is_new(pair):
     pair.submit("first", PROMPT)
     pair.run()
     conversation = (*PROMPT, *pair.expected("first"), 5, 6, 7)
@@ -60,7 +60,7 @@ def test_the_second_turn_of_a_conversation_moves_only_what_is_new(pair):
     assert len(grants[1].pages) < -(-len(conversation) // 4)
 
 
-def test_an_engine_is_prefill_for_one_request_and_decode_for_another(pair):
+def test_engine_is_prefill_for_one_request_and_decode_for_another(pair):
     pair.submit("there", PROMPT)
     swapped = Pair(fabric=pair.fabric, network=pair.network, prefill=pair.decode, decode=pair.prefill)
     swapped.submit("back", range(30, 44))

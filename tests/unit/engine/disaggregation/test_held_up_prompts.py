@@ -34,7 +34,7 @@ def finish_soon(pair: Pair) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_late_grammar_finds_room_for_its_prompt(overlap):
+def test_late_grammar_finds_room_for_its_prompt(overlap):
     grammars, spec = ToyGrammars(hold=True), toy_grammar()
     pair = make_pair(usable_pages=14, enable_overlap=overlap, prefill={"grammars": grammars})
     pair.submit("late", LONG, grammar=spec)
@@ -45,7 +45,7 @@ def test_a_late_grammar_finds_room_for_its_prompt(overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_prompt_that_waits_for_storage_finds_room(overlap):
+def test_prompt_that_waits_for_storage_finds_room(overlap):
     storage = MemoryStorage()
     below = {"host_pages": 16, "host": HostConfig(enable_cache=True), "storage": storage}
     earlier = make_engine(**below)
@@ -62,7 +62,7 @@ def test_a_prompt_that_waits_for_storage_finds_room(overlap):
     finish_soon(pair)
 
 
-def test_a_late_grammar_finds_a_row():
+def test_late_grammar_finds_a_row():
     grammars, spec = ToyGrammars(hold=True), toy_grammar()
     pair = make_pair(usable_pages=64, prefill={"grammars": grammars, "max_rows": 2}, decode={"max_rows": 1})
     pair.submit("late", LONG, grammar=spec)
@@ -84,7 +84,7 @@ def test_others_are_served_while_there_is_room_for_all():
     finish_soon(pair)
 
 
-def test_a_choice_that_followed_does_not_overtake_those_before_it():
+def test_choice_that_followed_does_not_overtake_those_before_it():
     """Their receiver grants in order of arrival, and what the choice holds meanwhile could be all there is."""
     pair = make_pair(usable_pages=14, chunked_prefill_size=4, max_prefill_tokens=4)
     choices, other = tuple(range(1, 17)), tuple(range(40, 66))
@@ -106,7 +106,7 @@ def test_a_choice_that_followed_does_not_overtake_those_before_it():
 
 
 @pytest.mark.parametrize(("pages", "order"), [(14, ["big", "big2", "small"]), (40, ["big", "small", "big2"])])
-def test_a_tenant_overtakes_while_others_find_room(pages, order):
+def test_tenant_overtakes_while_others_find_room(pages, order):
     """In tight memory it does not: its pages would be those that the overtaken prompt needs."""
     pair = make_pair(usable_pages=pages, chunked_prefill_size=8, max_prefill_tokens=8, shared_prefill_tokens=8)
     prompts = {"big": LONG, "big2": tuple(range(33, 81)), "small": tuple(range(40, 52))}
@@ -127,7 +127,7 @@ def test_a_tenant_overtakes_while_others_find_room(pages, order):
     pair.assert_clean()
 
 
-def test_a_tenant_gives_up_its_turn_where_rows_are_few():
+def test_tenant_gives_up_its_turn_where_rows_are_few():
     """Prompts that came earlier wait behind it in the queue, for more rows than there are."""
     pair = make_pair(usable_pages=64, shared_prefill_tokens=8, prefill={"max_rows": 2})
     prompts = {f"big{number}": tuple(range(1 + number, 33 + number)) for number in range(4)}

@@ -39,7 +39,7 @@ def wrote(table: Table, pages: int, *, writer: str = WRITER.incarnation) -> bool
     return table.holds.wrote(ROOM, writer=writer, pages=pages)
 
 
-def test_a_hold_is_complete_when_every_page_is_written_however_often_that_is_said(table):  # [writes-repeat]
+def test_hold_is_complete_when_every_page_is_written_however_often_that_is_said(table):  # [writes-repeat]
     hold = table.grant()
     assert wrote(table, 1)
     assert not wrote(table, 1)
@@ -58,7 +58,7 @@ def test_committing_leaves_the_pages_to_the_request(table):
     assert table.free == []
 
 
-def test_an_incomplete_hold_cannot_be_committed(table):  # [verified-pages]
+def test_incomplete_hold_cannot_be_committed(table):  # [verified-pages]
     table.grant()
     wrote(table, 1)
     with pytest.raises(AssertionError, match="1 of 2 pages"):
@@ -91,14 +91,14 @@ def test_pages_of_a_live_transfer_belong_to_the_request_not_to_the_hold(table):
     assert [*table.holds.held_pages()] == []
 
 
-def test_an_ack_counts_only_for_its_generation_and_from_its_writer(table):  # [ack-per-grant]
+def test_ack_counts_only_for_its_generation_and_from_its_writer(table):  # [ack-per-grant]
     table.drained()
     assert not table.holds.acked(room_key("room", 2), writer=WRITER.incarnation)
     assert not table.holds.acked(ROOM, writer="p@2")
     assert table.free == []
 
 
-def test_an_ack_nobody_waits_for_changes_nothing(table):  # [late-signal-ignored]
+def test_ack_nobody_waits_for_changes_nothing(table):  # [late-signal-ignored]
     hold = table.grant()
     assert not table.holds.acked(ROOM, writer=WRITER.incarnation)
     assert hold.state is HoldState.GRANTED
@@ -138,7 +138,7 @@ def test_quarantine_comes_up_again_so_that_the_writer_is_asked_again(table):
     assert table.holds.overdue() == [hold]
 
 
-def test_the_end_of_a_writer_frees_its_pages_and_nobody_elses(table):  # [dead-peer-released]
+def test_end_of_a_writer_frees_its_pages_and_nobody_elses(table):  # [dead-peer-released]
     other = room_key("other", 1)
     table.drained()
     table.holds.quarantine(table.drained(other, (PageId(7),)))
@@ -148,7 +148,7 @@ def test_the_end_of_a_writer_frees_its_pages_and_nobody_elses(table):  # [dead-p
     assert sorted(table.free) == [3, 5, 7]
 
 
-def test_a_fenced_writer_keeps_its_pages_and_is_not_asked_again(table):  # [late-write]
+def test_fenced_writer_keeps_its_pages_and_is_not_asked_again(table):  # [late-write]
     hold = table.drained()
     table.holds.fence("q@1")
     assert hold.state is HoldState.DRAINING
@@ -163,7 +163,7 @@ def test_a_fenced_writer_keeps_its_pages_and_is_not_asked_again(table):  # [late
     assert table.holds.overdue() == [hold], "fencing it again puts nothing off"
 
 
-def test_a_fenced_writer_that_goes_on_and_acknowledges_frees_its_pages(table):
+def test_fenced_writer_that_goes_on_and_acknowledges_frees_its_pages(table):
     table.drained()
     table.holds.fence(WRITER.incarnation)
     assert table.holds.acked(ROOM, writer=WRITER.incarnation)
@@ -179,7 +179,7 @@ def test_neither_fencing_nor_an_end_touches_a_transfer_under_way(table):
     assert hold.state is HoldState.GRANTED
 
 
-def test_a_transfer_is_overdue_when_its_grant_has_run_out(table):
+def test_transfer_is_overdue_when_its_grant_has_run_out(table):
     hold = table.grant()
     table.clock.time = 7.9
     assert table.holds.overdue() == []
@@ -187,7 +187,7 @@ def test_a_transfer_is_overdue_when_its_grant_has_run_out(table):
     assert table.holds.overdue() == [hold]
 
 
-def test_a_renewed_transfer_is_overdue_later_and_never_earlier(table):
+def test_renewed_transfer_is_overdue_later_and_never_earlier(table):
     hold = table.grant()
     table.clock.time = 5.0
     assert table.holds.renew(ROOM, writer=WRITER.incarnation, valid_s=8.0)
@@ -212,7 +212,7 @@ def test_two_generations_of_a_room_are_strangers(table):
     assert table.holds.get(room_key("room", 2)).written == 0
 
 
-def test_a_room_cannot_be_granted_twice(table):
+def test_room_cannot_be_granted_twice(table):
     table.grant()
     with pytest.raises(AssertionError, match="room/1 has a hold already"):
         table.grant()

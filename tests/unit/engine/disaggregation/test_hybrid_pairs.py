@@ -48,7 +48,7 @@ def serve_there(pair: Pair, tokens: int, rid: str = "there") -> None:
     pair.decode.engine.run()
 
 
-def test_the_fake_model_sees_a_state_of_another_length():
+def test_fake_model_sees_a_state_of_another_length():
     engine = make_engine(**HYBRID)
     engine.add(make_message("r", prompt_of(70), max_tokens=8))
     engine.step(2)
@@ -60,7 +60,7 @@ def test_the_fake_model_sees_a_state_of_another_length():
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_a_state_is_handed_over_with_its_pages(tokens, overlap):
+def test_state_is_handed_over_with_its_pages(tokens, overlap):
     pair = hybrid_pair(enable_overlap=overlap)
     for number in range(2):
         pair.submit(f"r{number}", prompt_of(tokens), max_tokens=70)
@@ -74,7 +74,7 @@ def on_trial(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_second_prompt_is_handed_over_after_a_trial(overlap):
+def test_second_prompt_is_handed_over_after_a_trial(overlap):
     """It leaves the first after 210 tokens and continues after 128, where that had a state on trial."""
     pair = hybrid_pair(enable_overlap=overlap, anchors=8)
     pair.submit("first", prompt_of(300), max_tokens=8)
@@ -88,14 +88,14 @@ def test_a_second_prompt_is_handed_over_after_a_trial(overlap):
     assert on_trial(pair.prefill.engine) == 0
 
 
-def test_a_chunk_that_is_pushed_early_takes_no_state_along():
+def test_chunk_that_is_pushed_early_takes_no_state_along():
     pair = hybrid_pair(chunked_prefill_size=32, enable_overlap=True)
     pair.submit("r", prompt_of(150), max_tokens=8)
     finish(pair)
 
 
 @pytest.mark.parametrize("group", [0, STATES])
-def test_a_state_or_page_that_arrives_wrong_is_not_decoded_from(group):
+def test_state_or_page_that_arrives_wrong_is_not_decoded_from(group):
     pair = hybrid_pair()
     pair.fabric.fates = lambda push: Fate(corrupt=push.key.group == group)
     pair.submit("r", prompt_of(70), max_tokens=8)
@@ -108,7 +108,7 @@ def test_a_state_or_page_that_arrives_wrong_is_not_decoded_from(group):
 
 
 @pytest.mark.parametrize("lost", [False, True])
-def test_a_state_that_is_not_pushed_ends_the_handoff(lost):
+def test_state_that_is_not_pushed_ends_the_handoff(lost):
     pair = hybrid_pair()
     pair.fabric.fates = lambda push: Fate(fail=push.key.group == STATES and not lost, lose_peer=lost)
     pair.submit("r", prompt_of(70), max_tokens=8)
@@ -121,7 +121,7 @@ def test_a_state_that_is_not_pushed_ends_the_handoff(lost):
 
 
 @pytest.mark.parametrize("tokens", LENGTHS)
-def test_a_prefix_is_fetched_up_to_an_anchor(tokens):
+def test_prefix_is_fetched_up_to_an_anchor(tokens):
     pair = hybrid_pair()
     serve_there(pair, tokens)
     usable = (tokens - 1) // 64 * 64
@@ -132,7 +132,7 @@ def test_a_prefix_is_fetched_up_to_an_anchor(tokens):
     assert counters.fetched == int(usable > 0)
 
 
-def test_a_prefix_is_fetched_up_to_a_state_on_trial():
+def test_prefix_is_fetched_up_to_a_state_on_trial():
     pair = hybrid_pair(anchors=8)
     serve_there(pair, 300)
     assert on_trial(pair.decode.engine) == 1
@@ -140,7 +140,7 @@ def test_a_prefix_is_fetched_up_to_a_state_on_trial():
     assert on_trial(pair.decode.engine) == 0
 
 
-def test_a_prefix_whose_state_arrives_wrong_is_computed():
+def test_prefix_whose_state_arrives_wrong_is_computed():
     pair = hybrid_pair()
     serve_there(pair, 150)
     pair.fabric.fates = lambda push: Fate(corrupt=push.key.group == STATES)
@@ -149,14 +149,14 @@ def test_a_prefix_whose_state_arrives_wrong_is_computed():
     assert not pair.prefill.engine.memory.landings
 
 
-def test_a_prefix_that_is_not_there_gives_its_slot_back():
+def test_prefix_that_is_not_there_gives_its_slot_back():
     pair = hybrid_pair()
     assert fetch(pair, "here", 150) == 0
     assert pair.prefill.stage.prefixes.counters.missed == 1
     assert not pair.prefill.engine.memory.landings
 
 
-def test_the_other_engine_is_asked_after_steps_that_had_the_slot():  # [page-fence]
+def test_other_engine_is_asked_after_steps_that_had_the_slot():  # [page-fence]
     pair = hybrid_pair(prefill={"executor": LateExecutor, "enable_overlap": True})
     serve_there(pair, 150)
     engine, fetcher = pair.prefill.engine, pair.prefill.stage.prefixes.fetcher
@@ -174,7 +174,7 @@ def test_the_other_engine_is_asked_after_steps_that_had_the_slot():  # [page-fen
     assert fetcher.counters.fetched == 1
 
 
-def test_a_prefix_is_fetched_from_host_memory_with_its_state():
+def test_prefix_is_fetched_from_host_memory_with_its_state():
     host = HostConfig(enable_cache=True, write_policy=WritePolicy.WRITE_BACK)
     pair = hybrid_pair(decode={"host_pages": 200, "host": host, "usable_pages": 60})
     serve_there(pair, 150)

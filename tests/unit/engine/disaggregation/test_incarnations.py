@@ -8,18 +8,18 @@ from tandem_engine.messages.requests import Peer
 from tandem_testing.disagg_network import make_peer
 
 
-def test_the_first_to_speak_is_accepted():
+def test_first_to_speak_is_accepted():
     assert Incarnations().observe(make_peer("a", 5)) == Observation(accepted=True)
 
 
-def test_a_newer_incarnation_supersedes_the_older_one_once():  # [dead-peer-released]
+def test_newer_incarnation_supersedes_the_older_one_once():  # [dead-peer-released]
     seen = Incarnations()
     seen.observe(make_peer("a", 5))
     assert seen.observe(make_peer("a", 7)) == Observation(accepted=True, superseded="a@5")
     assert seen.observe(make_peer("a", 7)) == Observation(accepted=True)
 
 
-def test_a_superseded_incarnation_is_never_listened_to_again():
+def test_superseded_incarnation_is_never_listened_to_again():
     seen = Incarnations()
     seen.observe(make_peer("a", 7))
     assert not seen.observe(make_peer("a", 5)).accepted
@@ -33,7 +33,7 @@ def test_workers_do_not_supersede_each_other():
     assert seen.observe(make_peer("b", 1)) == Observation(accepted=True)
 
 
-def test_a_worker_id_may_contain_the_separator():
+def test_worker_id_may_contain_the_separator():
     assert Incarnations().observe(make_peer("pod@host", 3)).accepted
 
 

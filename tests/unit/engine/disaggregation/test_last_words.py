@@ -39,7 +39,7 @@ def test_it_is_said_again_to_whom_it_was_said_and_to_nobody_else(said):
     assert said.said(room_key("a", 2), PEER) is None
 
 
-def test_the_newest_word_counts(said):
+def test_newest_word_counts(said):
     said.keep(key_of("a"), PEER, ended("a"))
     said.keep(key_of("a"), PEER, ended("a", "really over"))
     assert said.said(key_of("a"), PEER) == ended("a", "really over")
@@ -55,13 +55,13 @@ def test_it_is_dropped_when_nobody_waits_for_it_any_more(said, clock):
     assert said.said(key_of("b"), PEER) == ended("b")
 
 
-def test_the_oldest_makes_room(said):
+def test_oldest_makes_room(said):
     for room in "abc":
         said.keep(key_of(room), PEER, ended(room))
     assert [said.said(key_of(room), PEER) for room in "abc"] == [None, ended("b"), ended("c")]
 
 
-def test_a_dead_receiver_asks_no_more(said):
+def test_dead_receiver_asks_no_more(said):
     said.keep(key_of("a"), PEER, ended("a"))
     said.keep(key_of("b"), STRANGER, ended("b"))
     said.drop_to(PEER.incarnation)

@@ -103,7 +103,7 @@ def granted(rid: str = "r", generation: int = 1, *, written: int = 0) -> OpenRoo
 # The receiver
 
 
-def test_a_request_waits_for_memory_for_as_long_as_its_writer_goes_on():
+def test_request_waits_for_memory_for_as_long_as_its_writer_goes_on():
     receiver = crowded_receiver()
     for _ in range(10):
         receiver.pass_time(GRANT_TIMEOUT - 1.0)
@@ -115,7 +115,7 @@ def test_a_request_waits_for_memory_for_as_long_as_its_writer_goes_on():
     assert receiver.side.link.messages(WriteGrant)[-1].room == "room-r"
 
 
-def test_a_request_that_waits_for_memory_fails_a_lease_after_its_writers_last_word():  # [abort-both-ways]
+def test_request_that_waits_for_memory_fails_a_lease_after_its_writers_last_word():  # [abort-both-ways]
     receiver = crowded_receiver()
     receiver.pass_time(5.0)
     receiver.hears(waiting())
@@ -137,7 +137,7 @@ def test_waiting_for_memory_ends_with_the_requests_own_deadline():
     assert receiver.side.finish("first") is None
 
 
-def test_a_hold_is_put_off_before_its_writer_is_told():  # [grant-expiry]
+def test_hold_is_put_off_before_its_writer_is_told():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
@@ -148,7 +148,7 @@ def test_a_hold_is_put_off_before_its_writer_is_told():  # [grant-expiry]
     assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT
 
 
-def test_a_hold_whose_writer_goes_silent_runs_out_on_time():  # [grant-expiry]
+def test_hold_whose_writer_goes_silent_runs_out_on_time():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
@@ -159,7 +159,7 @@ def test_a_hold_whose_writer_goes_silent_runs_out_on_time():  # [grant-expiry]
     assert receiver.side.finish().retryable
 
 
-def test_a_grant_that_never_reaches_its_writer_runs_out_though_the_writer_lives():
+def test_grant_that_never_reaches_its_writer_runs_out_though_the_writer_lives():
     receiver = make_receiver()
     receiver.submit()
     for _ in range(8):
@@ -170,7 +170,7 @@ def test_a_grant_that_never_reaches_its_writer_runs_out_though_the_writer_lives(
     assert len(receiver.side.link.messages(WriteGrant)) == 1 + MAX_REPEATS
 
 
-def test_a_grant_is_repeated_for_a_writer_that_goes_on_without_it():  # [lost-message-repeated]
+def test_grant_is_repeated_for_a_writer_that_goes_on_without_it():  # [lost-message-repeated]
     receiver = make_receiver()
     receiver.submit()
     receiver.hears(waiting())
@@ -260,7 +260,7 @@ def test_signs_of_life_of_another_worker_renew_nothing():
     assert receiver.side.finish("first").retryable
 
 
-def test_a_receiver_says_what_waits_for_memory_once_per_period():
+def test_receiver_says_what_waits_for_memory_once_per_period():
     receiver = crowded_receiver()
     receiver.pass_time(PERIOD)
     receiver.turn(5)
@@ -269,7 +269,7 @@ def test_a_receiver_says_what_waits_for_memory_once_per_period():
     assert len(receiver.signs()) == 2
 
 
-def test_a_receiver_asks_about_what_it_has_granted_until_it_has_word_of_the_end():
+def test_receiver_asks_about_what_it_has_granted_until_it_has_word_of_the_end():
     receiver = make_receiver()
     receiver.submit()
     assert receiver.questions() == []
@@ -291,7 +291,7 @@ def test_questions_put_off_nothing():  # [abort-both-ways]
     assert receiver.side.finish().retryable
 
 
-def test_a_receiver_in_which_nothing_moves_lets_go_of_what_waits():
+def test_receiver_in_which_nothing_moves_lets_go_of_what_waits():
     receiver = crowded_receiver()
     for _ in range(2 * int(CONFIG.stall_timeout / PERIOD)):
         receiver.pass_time(PERIOD)
@@ -300,7 +300,7 @@ def test_a_receiver_in_which_nothing_moves_lets_go_of_what_waits():
     assert receiver.side.finish() is None
 
 
-def test_a_receiver_that_is_written_to_has_not_come_to_a_standstill():
+def test_receiver_that_is_written_to_has_not_come_to_a_standstill():
     receiver = crowded_receiver()
     for written in (1, 2, 3):
         for _ in range(int(CONFIG.stall_timeout / PERIOD) - 1):
@@ -309,7 +309,7 @@ def test_a_receiver_that_is_written_to_has_not_come_to_a_standstill():
     assert receiver.signs()[-1].said_at == receiver.side.engine.clock.time > 2 * CONFIG.stall_timeout
 
 
-def test_a_receiver_that_computes_has_not_come_to_a_standstill():
+def test_receiver_that_computes_has_not_come_to_a_standstill():
     receiver = make_receiver(usable_pages=20, init_new_token_ratio=1.0)
     receiver.side.engine.add(make_message("running", OTHER_PROMPT, max_tokens=60))
     receiver.turn()
@@ -324,7 +324,7 @@ def test_a_receiver_that_computes_has_not_come_to_a_standstill():
 # The sender
 
 
-def test_a_computed_prompt_is_kept_for_as_long_as_the_receiver_waits_for_memory():
+def test_computed_prompt_is_kept_for_as_long_as_the_receiver_waits_for_memory():
     sender = make_sender()
     sender.submit()
     for _ in range(10):
@@ -337,7 +337,7 @@ def test_a_computed_prompt_is_kept_for_as_long_as_the_receiver_waits_for_memory(
     sender.side.assert_clean()
 
 
-def test_a_computed_prompt_is_released_when_the_receiver_falls_silent():
+def test_computed_prompt_is_released_when_the_receiver_falls_silent():
     sender = make_sender()
     sender.submit()
     sender.pass_time(HOLD_TIMEOUT - 1.0)
@@ -350,7 +350,7 @@ def test_a_computed_prompt_is_released_when_the_receiver_falls_silent():
 
 
 @pytest.mark.parametrize("named", [waiting("x"), waiting(generation=2)])
-def test_a_prompt_is_not_kept_for_another_room(named):
+def test_prompt_is_not_kept_for_another_room(named):
     sender = make_sender()
     sender.submit()
     sender.pass_time(HOLD_TIMEOUT - 1.0)
@@ -359,7 +359,7 @@ def test_a_prompt_is_not_kept_for_another_room(named):
     assert sender.gave_up() == ["room-r"]
 
 
-def test_a_prompt_is_not_kept_on_a_strangers_word():
+def test_prompt_is_not_kept_on_a_strangers_word():
     sender = make_sender()
     stranger = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
@@ -371,7 +371,7 @@ def test_a_prompt_is_not_kept_on_a_strangers_word():
     assert sender.gave_up() == ["room-r"]
 
 
-def test_a_sender_says_which_rooms_are_open_and_which_of_them_are_granted():
+def test_sender_says_which_rooms_are_open_and_which_of_them_are_granted():
     sender = make_sender(max_running_requests=1, chunked_prefill_size=4)
     sender.other.allow("room-r", PAGES)
     sender.turn()
@@ -401,7 +401,7 @@ def expiry(sender: Scene) -> float:
     [(6.0, 14.0), (1.0, 9.0), (-5.0, GRANT_TIMEOUT), (99.0, 15.0), (float("inf"), 15.0), (float("nan"), 8.0)],
     ids=["at once", "late", "too late", "from the future", "infinite", "not a number"],
 )
-def test_a_renewal_counts_from_the_moment_the_writer_asked(said_at, expires):  # [grant-expiry]
+def test_renewal_counts_from_the_moment_the_writer_asked(said_at, expires):  # [grant-expiry]
     sender = slow_sender()
     sender.pass_time(7.0)
     sender.other.renew("room-r", said_at=said_at)
@@ -409,14 +409,14 @@ def test_a_renewal_counts_from_the_moment_the_writer_asked(said_at, expires):  #
     assert expiry(sender) == expires
 
 
-def test_an_endless_renewal_is_not_believed():
+def test_endless_renewal_is_not_believed():
     sender = slow_sender()
     sender.other.renew("room-r", said_at=0.0, valid_s=float("inf"))
     sender.turn()
     assert expiry(sender) == GRANT_TIMEOUT
 
 
-def test_a_writer_whose_grant_is_not_renewed_starts_no_push_after_it():  # [grant-expiry]
+def test_writer_whose_grant_is_not_renewed_starts_no_push_after_it():  # [grant-expiry]
     sender = make_sender(chunked_prefill_size=4)
     sender.side.stage.prefill.portions = Portions(push_bytes=64, write_bytes=1 << 20)
     sender.other.allow("room-r", PAGES, valid_s=2.0)
@@ -446,7 +446,7 @@ def test_renewals_of_closed_unknown_and_strangers_rooms_are_ignored():  # [late-
 
 
 @pytest.mark.parametrize(("push_bytes", "seconds"), [(64, GRANT_TIMEOUT), (64 << 20, 14.7), (256 << 20, 34.8)])
-def test_a_push_has_the_time_of_its_bytes_while_its_receiver_lives(push_bytes, seconds):
+def test_push_has_the_time_of_its_bytes_while_its_receiver_lives(push_bytes, seconds):
     sender = slow_sender()
     [room] = sender.side.stage.prefill.rooms.values()
     sender.side.stage.prefill.page_bytes = push_bytes // max(key.count for key in room.outstanding)
@@ -468,7 +468,7 @@ def pulse() -> Pulse:
     return Pulse(side=HandoffSide.SEND, period=2.0, clock=ManualClock(), peers=link)
 
 
-def test_a_pulse_is_due_once_per_period(pulse):
+def test_pulse_is_due_once_per_period(pulse):
     due = []
     for tenths in range(60):
         pulse.clock.time = tenths / 10
@@ -516,7 +516,7 @@ def test_three_signs_of_life_may_be_lost_within_the_shorter_lease():
 # Both sides
 
 
-def test_a_prompt_that_is_queued_for_longer_than_the_lease_is_handed_over():
+def test_prompt_that_is_queued_for_longer_than_the_lease_is_handed_over():
     pair = make_pair(prefill={"max_prefill_tokens": 4, "chunked_prefill_size": 4})
     pair.prefill.engine.add(make_message("ahead", range(1, 90), max_tokens=1))
     pair.submit("r", OTHER_PROMPT)
@@ -528,7 +528,7 @@ def test_a_prompt_that_is_queued_for_longer_than_the_lease_is_handed_over():
 
 
 @pytest.mark.parametrize("kinds", [(WriteGrant,), (Hello, WriteGrant)], ids=["grant", "greeting and grant"])
-def test_a_grant_that_was_lost_with_its_connection_costs_no_request(kinds):  # [lost-message-repeated]
+def test_grant_that_was_lost_with_its_connection_costs_no_request(kinds):  # [lost-message-repeated]
     pair = make_pair()
     gone: set[type[PeerMessage]] = set()
 
@@ -558,7 +558,7 @@ def lose_first(pair, kind: type[PeerMessage]) -> list[PeerMessage]:
     return gone
 
 
-def test_a_handoff_record_that_was_lost_comes_again_and_costs_no_attempt():  # [lost-message-repeated]
+def test_handoff_record_that_was_lost_comes_again_and_costs_no_attempt():  # [lost-message-repeated]
     pair = make_pair()
     gone = lose_first(pair, HandoffRecord)
     pair.submit()
@@ -582,7 +582,7 @@ def test_word_that_the_writer_gave_up_comes_again_when_it_was_lost():  # [abort-
 
 
 @pytest.mark.parametrize("named", [granted("unknown"), granted(generation=2)])
-def test_a_question_about_a_room_that_was_never_there_is_not_answered(named):  # [late-signal-ignored]
+def test_question_about_a_room_that_was_never_there_is_not_answered(named):  # [late-signal-ignored]
     sender = make_sender()
     sender.submit()
     sender.hears(named)
@@ -590,7 +590,7 @@ def test_a_question_about_a_room_that_was_never_there_is_not_answered(named):  #
     assert sender.other.got(HandoffRecord) == []
 
 
-def test_a_prompt_that_waits_for_the_receivers_memory_longer_than_the_lease_is_handed_over():
+def test_prompt_that_waits_for_the_receivers_memory_longer_than_the_lease_is_handed_over():
     pair = make_pair(decode={"usable_pages": 15, "init_new_token_ratio": 1.0})
     pair.decode.engine.add(make_message("ahead", OTHER_PROMPT, max_tokens=40))
     pair.decode.step(2)

@@ -66,7 +66,7 @@ def test_ucx_tls_and_devices_say_what_a_process_can_use(ucx_tls, device, rdma, u
         (hello("a"), hello("b"), LinkTransport.UNKNOWN),
     ],
 )
-def test_the_best_that_both_can_use_is_named_and_nothing_is_guessed(here, there, expected):
+def test_best_that_both_can_use_is_named_and_nothing_is_guessed(here, there, expected):
     assert transport_between(here, there) is expected
 
 
@@ -86,7 +86,7 @@ def test_only_a_link_known_to_be_slower_than_expected_is_a_condition(got, expect
     assert condition_of(got, expected) == condition
 
 
-def test_an_rdma_port_counts_when_it_is_active(tmp_path):
+def test_rdma_port_counts_when_it_is_active(tmp_path):
     assert not rdma_is_up(tmp_path)
     state = tmp_path / "mlx5_0" / "ports" / "1" / "state"
     state.parent.mkdir(parents=True)

@@ -63,7 +63,7 @@ def test_peers_that_meet_measure_the_link_in_both_directions():
     pair.assert_clean()
 
 
-def test_the_rate_is_that_of_the_largest_write_without_its_latency():
+def test_rate_is_that_of_the_largest_write_without_its_latency():
     pair = measured_pair()
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair)
@@ -80,7 +80,7 @@ def test_nobody_measures_before_the_worker_service_has_named_the_peers():
     assert not pair.prefill.link.sent
 
 
-def test_a_self_test_takes_few_of_the_free_pages_and_gives_them_back():
+def test_self_test_takes_few_of_the_free_pages_and_gives_them_back():
     pair = measured_pair(lambda _push: Fate(delay=3, seconds=PAGE_S))
     free = {id(side): side.engine.memory.allocator.available for side in (pair.prefill, pair.decode)}
     pair.prefill.stage.links.meet([pair.decode.peer])
@@ -122,7 +122,7 @@ def test_links_are_measured_where_the_prefix_cache_has_grown_over_all_memory():
     pair.assert_clean()
 
 
-def test_a_peer_that_greeted_before_it_was_named_is_known_by_its_transport():
+def test_peer_that_greeted_before_it_was_named_is_known_by_its_transport():
     """It greets once, with its first grant: that may be before this worker's service has seen it in the registry."""
     pair = measured_pair()
     for side in (pair.prefill, pair.decode):
@@ -175,7 +175,7 @@ def test_pushes_of_requests_keep_the_rate_current():
     assert link(pair.prefill).bytes_per_s < before / 100
 
 
-def test_a_link_in_use_is_not_tested_again_and_a_silent_one_is():
+def test_link_in_use_is_not_tested_again_and_a_silent_one_is():
     pair = measured_pair()
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair)
@@ -188,7 +188,7 @@ def test_a_link_in_use_is_not_tested_again_and_a_silent_one_is():
     assert len(pair.prefill.link.messages(ProbeRequest)) == 2
 
 
-def test_a_peer_that_cannot_be_reached_makes_a_broken_link_until_it_can():
+def test_peer_that_cannot_be_reached_makes_a_broken_link_until_it_can():
     pair = measured_pair(lambda _push: Fate(lose_peer=True))
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair)
@@ -201,7 +201,7 @@ def test_a_peer_that_cannot_be_reached_makes_a_broken_link_until_it_can():
     pair.assert_clean()
 
 
-def test_a_peer_that_does_not_answer_is_no_broken_link():  # it may be of a release that knows no self-tests
+def test_peer_that_does_not_answer_is_no_broken_link():  # it may be of a release that knows no self-tests
     pair = measured_pair()
     pair.network.lost = lambda message: isinstance(message, ProbeRequest)
     pair.prefill.stage.links.meet([pair.decode.peer])
@@ -225,7 +225,7 @@ def test_pages_of_a_self_test_are_not_free_before_the_writer_says_so():  # [late
     pair.assert_clean()
 
 
-def test_a_dead_writer_is_fenced_out_of_the_pages_it_was_granted():  # [dead-peer-released]
+def test_dead_writer_is_fenced_out_of_the_pages_it_was_granted():  # [dead-peer-released]
     pair = measured_pair(lambda _push: Fate(delay=5))
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair, turns=3)
@@ -237,7 +237,7 @@ def test_a_dead_writer_is_fenced_out_of_the_pages_it_was_granted():  # [dead-pee
     pair.decode.assert_clean()
 
 
-def test_a_dead_receiver_ends_the_self_test_and_its_link():
+def test_dead_receiver_ends_the_self_test_and_its_link():
     pair = measured_pair(lambda _push: Fate(delay=50))
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair, turns=3)
@@ -247,7 +247,7 @@ def test_a_dead_receiver_ends_the_self_test_and_its_link():
     pair.prefill.assert_clean()
 
 
-def test_a_receiver_that_takes_its_pages_back_gets_them_after_the_last_write():  # [late-write] [ack-per-grant]
+def test_receiver_that_takes_its_pages_back_gets_them_after_the_last_write():  # [late-write] [ack-per-grant]
     pair = measured_pair(lambda push: Fate(delay=0 if push.key.count == 1 else 40, seconds=PAGE_S))
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair, turns=12)
@@ -258,7 +258,7 @@ def test_a_receiver_that_takes_its_pages_back_gets_them_after_the_last_write(): 
     pair.assert_clean()
 
 
-def test_a_link_slower_than_expected_is_a_condition_and_one_line_in_the_log(caplog):
+def test_link_slower_than_expected_is_a_condition_and_one_line_in_the_log(caplog):
     pair = measured_pair(config=dataclasses.replace(CONFIG, expect_transport=LinkTransport.RDMA))
     facts = {"machine": "m1", "transports": (LinkTransport.TCP,)}
     for side in (pair.prefill, pair.decode):

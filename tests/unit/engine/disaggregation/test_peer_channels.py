@@ -111,7 +111,7 @@ def test_messages_arrive_in_the_order_they_were_sent(prefill, decode):
     assert [message.room for message in receive(decode, 20)] == [f"room-{i}" for i in range(20)]
 
 
-def test_a_message_may_be_sent_before_the_peer_listens(context, prefill):
+def test_message_may_be_sent_before_the_peer_listens(context, prefill):
     with socket.socket() as placeholder:
         # Nobody listens, and nobody else is given the port; who asks for this one may have it all the same.
         placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -124,21 +124,21 @@ def test_a_message_may_be_sent_before_the_peer_listens(context, prefill):
     decode.close()
 
 
-def test_a_grant_for_another_incarnation_is_dropped(prefill, decode):
+def test_grant_for_another_incarnation_is_dropped(prefill, decode):
     decode.send(prefill.me, grant(decode, "p@2"))
     assert refuse(prefill) == []
     decode.send(prefill.me, grant(decode, "p@1"))
     assert receive(prefill) == [grant(decode, "p@1")]
 
 
-def test_an_engine_with_kv_of_another_shape_is_not_listened_to(context, decode):
+def test_engine_with_kv_of_another_shape_is_not_listened_to(context, decode):
     alien = open_channels(context, "p", compat="other-shape")
     alien.send(decode.me, grant(alien, "d@1"))
     assert refuse(decode) == []
     alien.close()
 
 
-def test_the_end_of_a_transfer_is_heard_after_a_peer_has_loaded_other_weights(prefill, decode):  # [ack-per-grant]
+def test_end_of_a_transfer_is_heard_after_a_peer_has_loaded_other_weights(prefill, decode):  # [ack-per-grant]
     decode.send(prefill.me, grant(decode, "p@1"))
     assert receive(prefill) == [grant(decode, "p@1")]
     prefill.me = msgspec.structs.replace(prefill.me, compat_hash="other-weights")
@@ -148,7 +148,7 @@ def test_the_end_of_a_transfer_is_heard_after_a_peer_has_loaded_other_weights(pr
     assert receive(decode) == [ack(prefill)]
 
 
-def test_a_sender_with_contradictory_names_is_not_listened_to(prefill, decode):
+def test_sender_with_contradictory_names_is_not_listened_to(prefill, decode):
     forged = Peer(worker_id="p", incarnation="q@1", endpoint="", compat_hash=COMPAT)
     prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))
     assert refuse(decode) == []
@@ -166,13 +166,13 @@ def test_a_sender_with_contradictory_names_is_not_listened_to(prefill, decode):
     ],
     ids=lambda absurd: next(iter(absurd)),
 )
-def test_a_peer_that_cannot_exist_is_unreachable_and_no_error(prefill, decode, absurd):  # [wire-refused]
+def test_peer_that_cannot_exist_is_unreachable_and_no_error(prefill, decode, absurd):  # [wire-refused]
     assert not prefill.send(msgspec.structs.replace(decode.me, **absurd), ack(prefill))
     assert prefill.send(decode.me, ack(prefill))
     assert receive(decode) == [ack(prefill)]
 
 
-def test_a_wrong_endpoint_does_not_stay_with_a_peer(prefill, decode):  # [wire-refused]
+def test_wrong_endpoint_does_not_stay_with_a_peer(prefill, decode):  # [wire-refused]
     elsewhere = msgspec.structs.replace(decode.me, endpoint="tcp://127.0.0.1:1")
     assert prefill.send(elsewhere, ack(prefill, "lost"))
     assert prefill.send(decode.me, ack(prefill))
@@ -200,13 +200,13 @@ def test_messages_arrive_at_each_endpoint_of_a_peer(context, prefill, decode):
     proxy.close()
 
 
-def test_a_sender_with_a_number_of_thousands_of_digits_is_not_listened_to(prefill, decode):  # [wire-refused]
+def test_sender_with_a_number_of_thousands_of_digits_is_not_listened_to(prefill, decode):  # [wire-refused]
     forged = Peer(worker_id="p", incarnation="p@" + "9" * 5000, endpoint="", compat_hash=COMPAT)
     prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))
     assert refuse(decode) == []
 
 
-def test_the_oldest_of_too_many_channels_makes_room(monkeypatch, prefill, decode):
+def test_oldest_of_too_many_channels_makes_room(monkeypatch, prefill, decode):
     monkeypatch.setattr(peers, "MAX_CHANNELS", 2)
     for number in range(5):
         stranger = msgspec.structs.replace(decode.me, worker_id=f"s{number}", incarnation=f"s{number}@1")
@@ -215,7 +215,7 @@ def test_the_oldest_of_too_many_channels_makes_room(monkeypatch, prefill, decode
     assert len(prefill.open_channels) == 2
 
 
-def test_an_undecodable_message_is_counted_and_the_next_one_read(context, prefill, decode):
+def test_undecodable_message_is_counted_and_the_next_one_read(context, prefill, decode):
     raw: DealerChannel[PeerMessage] = DealerChannel(context, decode.me.endpoint, outbound=PeerMessage)
     raw.socket.send(b"\x01rubbish")
     assert refuse(decode) == []
@@ -224,7 +224,7 @@ def test_an_undecodable_message_is_counted_and_the_next_one_read(context, prefil
     raw.close()
 
 
-def test_a_newer_incarnation_is_reported_before_its_message_and_the_older_silenced(context, prefill, decode):
+def test_newer_incarnation_is_reported_before_its_message_and_the_older_silenced(context, prefill, decode):
     prefill.send(decode.me, ack(prefill))
     receive(decode)
     restarted = open_channels(context, "p", 2)
@@ -245,7 +245,7 @@ def test_nothing_is_sent_to_a_superseded_incarnation(context, prefill, decode):
     restarted.close()
 
 
-def test_a_fenced_peer_that_speaks_again_is_answered(prefill, decode):
+def test_fenced_peer_that_speaks_again_is_answered(prefill, decode):
     decode.send(prefill.me, ack(decode))
     receive(prefill)
     decode.fence(prefill.me.incarnation)

@@ -7,11 +7,11 @@ import pytest
 from tandem_engine.disaggregation.grants import DRIFT, PeerClocks
 
 
-def test_a_stranger_cannot_be_dated():
+def test_stranger_cannot_be_dated():
     assert PeerClocks().earliest("d@1", 5.0) == -math.inf
 
 
-def test_an_answer_dates_what_was_sent_before_and_after_it():
+def test_answer_dates_what_was_sent_before_and_after_it():
     clocks = PeerClocks()
     clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=100.5)
     assert clocks.earliest("d@1", 7.0) == 100.0
@@ -29,7 +29,7 @@ def test_it_is_never_later_than_it_was(delay, offset):
         assert clocks.earliest("d@1", sent_at + offset) <= sent_at + 1e-9
 
 
-def test_the_quickest_answer_counts_whenever_it_came():
+def test_quickest_answer_counts_whenever_it_came():
     clocks = PeerClocks()
     clocks.learn("d@1", asked_at=100.0, answered_at=37.0, now=140.0)
     clocks.learn("d@1", asked_at=150.0, answered_at=57.0, now=150.1)
@@ -55,7 +55,7 @@ def test_nonsense_teaches_nothing(asked_at, answered_at):
     assert clocks.earliest("d@1", 7.0) == -math.inf
 
 
-def test_the_dead_are_forgotten():
+def test_dead_are_forgotten():
     clocks = PeerClocks()
     clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=100.0)
     clocks.forget("d@1")

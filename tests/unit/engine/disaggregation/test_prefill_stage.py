@@ -156,7 +156,7 @@ def test_several_ranks_hear_of_pushes_together_and_so_between_steps(sender, monk
 
 
 @pytest.mark.parametrize("computed_turns", [0, 1, 3], ids=["grant first", "grant between", "grant last"])
-def test_the_prompt_arrives_whenever_the_grant_comes(computed_turns):
+def test_prompt_arrives_whenever_the_grant_comes(computed_turns):
     sender = Sender(chunked_prefill_size=4)
     sender.submit()
     sender.turn(computed_turns)
@@ -167,7 +167,7 @@ def test_the_prompt_arrives_whenever_the_grant_comes(computed_turns):
     sender.side.assert_clean()
 
 
-def test_a_grant_may_come_before_the_request(sender):
+def test_grant_may_come_before_the_request(sender):
     sender.allow()
     sender.turn()
     sender.submit()
@@ -176,14 +176,14 @@ def test_a_grant_may_come_before_the_request(sender):
     assert len(sender.records()) == 1
 
 
-def test_the_client_gets_the_first_token_before_the_transfer_ends(sender):
+def test_client_gets_the_first_token_before_the_transfer_ends(sender):
     sender.submit()
     sender.turn(2)
     assert sender.side.tokens() == [first_token()]
     assert sender.records() == []
 
 
-def test_the_record_tells_what_the_receiver_needs(sender):
+def test_record_tells_what_the_receiver_needs(sender):
     sender.submit(logprobs=0)
     sender.allow()
     sender.turn(3)
@@ -201,7 +201,7 @@ def test_the_record_tells_what_the_receiver_needs(sender):
     )
 
 
-def test_the_record_never_leaves_before_the_last_push_is_done(sender):
+def test_record_never_leaves_before_the_last_push_is_done(sender):
     sender.hold_back(ticks=3)
     sender.submit()
     sender.allow()
@@ -261,7 +261,7 @@ def test_pages_leave_while_their_chunk_is_computed(layers):
     sender.side.assert_clean()
 
 
-def test_a_chunk_of_few_bytes_waits_for_its_end():
+def test_chunk_of_few_bytes_waits_for_its_end():
     sender = Sender(enable_overlap=True)
     pushed = []
     sender.fabric.fates = lambda push: pushed.append(push) or Fate()
@@ -271,7 +271,7 @@ def test_a_chunk_of_few_bytes_waits_for_its_end():
     assert {push.progress for push in pushed} == {None}
 
 
-def test_a_chunk_of_many_bytes_goes_with_as_many_layers_as_are_worth_a_write():
+def test_chunk_of_many_bytes_goes_with_as_many_layers_as_are_worth_a_write():
     sender = Sender(num_layers=4, enable_overlap=True)
     sender.side.stage.prefill.portions = Portions(push_bytes=1 << 20, write_bytes=3 * 64 * 2)
     pushed = []
@@ -309,7 +309,7 @@ def test_time_between_the_computation_and_the_record_is_exposed():
     assert (sender.side.stage.counters.handed_over, sender.side.stage.counters.exposed_s) == (1, 0.25)
 
 
-def test_a_long_prompt_goes_in_several_pushes(sender):
+def test_long_prompt_goes_in_several_pushes(sender):
     sender.side.stage.prefill.portions = Portions(push_bytes=2 * 64, write_bytes=1 << 20)
     starts = []
     sender.fabric.fates = lambda push: starts.append((push.key.first, push.key.count)) or Fate(delay=len(starts) % 3)
@@ -321,7 +321,7 @@ def test_a_long_prompt_goes_in_several_pushes(sender):
     assert len(sender.records()[0].digests) == 6
 
 
-def test_a_resumed_request_is_sent_with_its_output_so_far(sender):
+def test_resumed_request_is_sent_with_its_output_so_far(sender):
     resumed = expected_output(make_message("r", PROMPT, max_tokens=3))
     sender.submit(resume=resumed, max_tokens=8)
     sender.allow((1, 2, 3, 4))
@@ -331,13 +331,13 @@ def test_a_resumed_request_is_sent_with_its_output_so_far(sender):
     assert sender.records()[0].output_ids == (first_token(history),)
 
 
-def test_a_request_that_is_not_to_be_sent_decodes_here(sender):
+def test_request_that_is_not_to_be_sent_decodes_here(sender):
     sender.side.engine.add(make_message("alone"))
     sender.turn(20)
     sender.side.engine.assert_expected("alone")
 
 
-def test_a_sent_prompt_stays_cached(sender):
+def test_sent_prompt_stays_cached(sender):
     sender.submit()
     sender.allow()
     sender.turn(5)
@@ -347,7 +347,7 @@ def test_a_sent_prompt_stays_cached(sender):
 # Every way to end early
 
 
-def test_an_output_that_ends_with_its_first_token_needs_no_transfer(sender):
+def test_output_that_ends_with_its_first_token_needs_no_transfer(sender):
     sender.submit(max_tokens=1)
     sender.turn(2)
     assert [abort.finished for abort in sender.aborts()] == [True]
@@ -355,7 +355,7 @@ def test_an_output_that_ends_with_its_first_token_needs_no_transfer(sender):
     sender.side.assert_clean()
 
 
-def test_a_grant_for_an_output_that_has_ended_is_answered(sender):  # [abort-both-ways]
+def test_grant_for_an_output_that_has_ended_is_answered(sender):  # [abort-both-ways]
     sender.submit(max_tokens=1)
     sender.turn(2)
     sender.allow()
@@ -388,7 +388,7 @@ def test_no_push_starts_after_the_grant_expired():  # [grant-expiry]
 @pytest.mark.parametrize(
     "unread", [{"dated": False}, {"granted_at": -30.0}], ids=["of a stranger", "that lay unread for half a minute"]
 )
-def test_a_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread):  # [late-write]
+def test_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread):  # [late-write]
     sender.submit()
     sender.allow(**unread)
     sender.turn(4)
@@ -402,7 +402,7 @@ def test_a_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread)
     sender.side.assert_clean()
 
 
-def test_a_doubtful_grant_that_nobody_confirms_is_given_up(sender):  # [late-write]
+def test_doubtful_grant_that_nobody_confirms_is_given_up(sender):  # [late-write]
     sender.submit()
     sender.allow(granted_at=-30.0, valid_s=2.0)
     sender.turn(3)
@@ -413,7 +413,7 @@ def test_a_doubtful_grant_that_nobody_confirms_is_given_up(sender):  # [late-wri
     sender.side.assert_clean()
 
 
-def test_a_push_that_outlasts_its_grant_does_not_hold_the_pages_for_ever(sender):
+def test_push_that_outlasts_its_grant_does_not_hold_the_pages_for_ever(sender):
     sender.hold_back(ticks=1000)
     sender.submit()
     sender.allow(valid_s=2.0)
@@ -424,7 +424,7 @@ def test_a_push_that_outlasts_its_grant_does_not_hold_the_pages_for_ever(sender)
 
 
 @pytest.mark.parametrize("fate", [Fate(fail=True), Fate(lose_peer=True)])
-def test_a_failed_push_gives_the_transfer_up(sender, fate):
+def test_failed_push_gives_the_transfer_up(sender, fate):
     sender.fabric.fates = lambda _push: fate
     sender.submit()
     sender.allow()
@@ -433,7 +433,7 @@ def test_a_failed_push_gives_the_transfer_up(sender, fate):
     sender.side.assert_clean()
 
 
-def test_a_receiver_that_never_greeted_is_told_so():
+def test_receiver_that_never_greeted_is_told_so():
     sender = Sender()
     sender.receiver.link.network.links[sender.side.peer.incarnation].inbox.clear()
     sender.submit()
@@ -442,14 +442,14 @@ def test_a_receiver_that_never_greeted_is_told_so():
     sender.assert_gave_up("not connected")
 
 
-def test_a_grant_that_does_not_fit_is_refused_with_the_reason(sender):
+def test_grant_that_does_not_fit_is_refused_with_the_reason(sender):
     sender.submit()
     sender.allow((1,))
     sender.turn(3)
     sender.assert_gave_up("grant of 1 pages where the prompt needs 3")
 
 
-def test_a_grant_by_another_receiver_is_refused(sender):
+def test_grant_by_another_receiver_is_refused(sender):
     stranger = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )
@@ -459,7 +459,7 @@ def test_a_grant_by_another_receiver_is_refused(sender):
     sender.assert_gave_up("grant by q@1")
 
 
-def test_a_second_grant_in_a_room_is_ignored(sender):
+def test_second_grant_in_a_room_is_ignored(sender):
     sender.submit()
     sender.allow()
     sender.allow((5, 6, 7))
@@ -469,7 +469,7 @@ def test_a_second_grant_in_a_room_is_ignored(sender):
     assert sender.side.stage.counters.ignored == 1
 
 
-def test_a_grant_of_another_generation_waits_for_its_own_request(sender):
+def test_grant_of_another_generation_waits_for_its_own_request(sender):
     sender.submit()
     sender.allow(generation=2)
     sender.turn(3)
@@ -479,7 +479,7 @@ def test_a_grant_of_another_generation_waits_for_its_own_request(sender):
     assert [record.generation for record in sender.records()] == [1]
 
 
-def test_an_abort_by_the_gateway_tells_the_receiver(sender):  # [abort-both-ways]
+def test_abort_by_the_gateway_tells_the_receiver(sender):  # [abort-both-ways]
     sender.submit()
     sender.turn(2)
     sender.side.engine.scheduler.abort(RequestId("r"))
@@ -489,7 +489,7 @@ def test_an_abort_by_the_gateway_tells_the_receiver(sender):  # [abort-both-ways
     sender.side.assert_clean()
 
 
-def test_an_abort_while_computing_tells_the_receiver():  # [abort-both-ways]
+def test_abort_while_computing_tells_the_receiver():  # [abort-both-ways]
     sender = Sender(chunked_prefill_size=4)
     sender.submit()
     sender.allow()
@@ -501,7 +501,7 @@ def test_an_abort_while_computing_tells_the_receiver():  # [abort-both-ways]
     sender.side.assert_clean()
 
 
-def test_a_request_refused_at_admission_tells_the_receiver(sender):  # [abort-both-ways]
+def test_request_refused_at_admission_tells_the_receiver(sender):  # [abort-both-ways]
     sender.side.engine.scheduler.drain()
     sender.submit()
     sender.turn()
@@ -511,7 +511,7 @@ def test_a_request_refused_at_admission_tells_the_receiver(sender):  # [abort-bo
     assert len(sender.aborts()) == 2
 
 
-def test_the_receivers_abort_is_acked_at_once_when_nothing_is_outstanding(sender):  # [ack-per-grant]
+def test_receivers_abort_is_acked_at_once_when_nothing_is_outstanding(sender):  # [ack-per-grant]
     sender.submit()
     sender.turn(2)
     sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
@@ -521,7 +521,7 @@ def test_the_receivers_abort_is_acked_at_once_when_nothing_is_outstanding(sender
     sender.side.assert_clean()
 
 
-def test_the_receivers_abort_is_acked_after_the_last_push(sender):  # [late-write] [ack-per-grant]
+def test_receivers_abort_is_acked_after_the_last_push(sender):  # [late-write] [ack-per-grant]
     sender.hold_back(ticks=3)
     sender.submit()
     sender.allow()
@@ -547,7 +547,7 @@ def test_nothing_is_pushed_into_a_room_that_was_acked():  # [late-write]
     assert sender.side.tokens() == [first_token()]
 
 
-def test_an_abort_for_an_unknown_room_is_acked_and_closes_it(sender):  # [ack-per-grant]
+def test_abort_for_an_unknown_room_is_acked_and_closes_it(sender):  # [ack-per-grant]
     sender.allow()
     sender.receiver.abort(HandoffSide.RECEIVE, ROOM)
     sender.turn()
@@ -562,7 +562,7 @@ def test_an_abort_for_an_unknown_room_is_acked_and_closes_it(sender):  # [ack-pe
     sender.side.assert_clean()
 
 
-def test_an_abort_after_the_handover_is_acked(sender):
+def test_abort_after_the_handover_is_acked(sender):
     sender.submit()
     sender.allow()
     sender.turn(4)
@@ -571,7 +571,7 @@ def test_an_abort_after_the_handover_is_acked(sender):
     assert len(sender.acks()) == 1
 
 
-def test_a_strangers_abort_stops_nothing(sender):
+def test_strangers_abort_stops_nothing(sender):
     stranger = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )
@@ -583,7 +583,7 @@ def test_a_strangers_abort_stops_nothing(sender):
     assert len(sender.records()) == 1
 
 
-def test_a_dead_receiver_frees_the_pages_at_once(sender):  # [dead-peer-released]
+def test_dead_receiver_frees_the_pages_at_once(sender):  # [dead-peer-released]
     sender.hold_back(ticks=1000)
     sender.submit()
     sender.allow()
@@ -595,7 +595,7 @@ def test_a_dead_receiver_frees_the_pages_at_once(sender):  # [dead-peer-released
     assert RECEIVER.incarnation not in sender.side.transport.connected
 
 
-def test_a_dead_receiver_is_sent_no_ack_when_its_last_push_fails(sender):  # [dead-peer-released]
+def test_dead_receiver_is_sent_no_ack_when_its_last_push_fails(sender):  # [dead-peer-released]
     sender.hold_back(ticks=1000)
     sender.submit()
     sender.allow()
@@ -619,7 +619,7 @@ def test_grants_of_a_dead_receiver_are_not_written_to(sender):  # [dead-peer-rel
     assert sender.records() == []
 
 
-def test_a_receiver_that_takes_no_messages_is_given_up(sender):
+def test_receiver_that_takes_no_messages_is_given_up(sender):
     sender.submit()
     sender.allow()
     sender.turn()
@@ -629,7 +629,7 @@ def test_a_receiver_that_takes_no_messages_is_given_up(sender):
     sender.side.assert_clean()
 
 
-def test_a_failure_is_logged_with_its_room_and_reason(sender, caplog):
+def test_failure_is_logged_with_its_room_and_reason(sender, caplog):
     sender.submit()
     sender.turn(2)
     sender.pass_time(HOLD_TIMEOUT)
@@ -648,7 +648,7 @@ def test_outcomes_of_pushes_in_closed_rooms_are_taken_quietly(sender):
     sender.side.assert_clean()
 
 
-def test_a_deadline_of_a_request_kept_for_its_transfer_is_named(sender):  # [abort-both-ways]
+def test_deadline_of_a_request_kept_for_its_transfer_is_named(sender):  # [abort-both-ways]
     sender.submit(deadline_s=2.0)
     sender.turn(2)
     sender.pass_time(2.0)

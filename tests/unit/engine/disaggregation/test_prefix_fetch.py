@@ -100,7 +100,7 @@ def test_only_what_is_not_cached_here_is_moved():
     assert (cached_tokens(pair), cache_hits(pair)) == (len(PREFIX), CacheHits(fetched=8))
 
 
-def test_the_answer_flows_back_for_the_next_turn():
+def test_answer_flows_back_for_the_next_turn():
     pair = make_pair()
     pair.submit("one", PREFIX, max_tokens=12)
     pair.run()
@@ -213,7 +213,7 @@ def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # [late
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["asker's clock unknown", "asker's clock known"])
-def test_a_lender_that_was_stopped_while_questions_lay_unread_writes_nothing(known):  # [late-write]
+def test_lender_that_was_stopped_while_questions_lay_unread_writes_nothing(known):  # [late-write]
     """Half a minute later it is fenced, and the pages that it was granted are somebody else's."""
     pair = make_warm_pair()
     if known:
@@ -252,7 +252,7 @@ def test_torn_pages_are_never_read():  # [verified-pages]
 
 
 @pytest.mark.parametrize("fate", [Fate(fail=True), Fate(lose_peer=True)])
-def test_a_write_that_fails_ends_the_fetch_at_once(fate):
+def test_write_that_fails_ends_the_fetch_at_once(fate):
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: fate
     ask(pair)
@@ -262,7 +262,7 @@ def test_a_write_that_fails_ends_the_fetch_at_once(fate):
     assert counters(pair).failed == 1
 
 
-def test_a_lender_that_has_ended_frees_the_pages_at_once():  # [dead-peer-released]
+def test_lender_that_has_ended_frees_the_pages_at_once():  # [dead-peer-released]
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=50)
     ask(pair)
@@ -278,7 +278,7 @@ def test_a_lender_that_has_ended_frees_the_pages_at_once():  # [dead-peer-releas
     pair.prefill.assert_clean()
 
 
-def test_a_fenced_asker_frees_the_loan():
+def test_fenced_asker_frees_the_loan():
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=50)
     ask(pair)
@@ -303,7 +303,7 @@ def test_when_the_request_is_aborted_both_ends_let_go():
     pair.assert_clean()
 
 
-def test_a_draining_engine_turns_away_who_waits_and_gives_the_fetch_up():
+def test_draining_engine_turns_away_who_waits_and_gives_the_fetch_up():
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=6)
     ask(pair)
@@ -314,7 +314,7 @@ def test_a_draining_engine_turns_away_who_waits_and_gives_the_fetch_up():
     pair.assert_clean()
 
 
-def test_a_draining_engine_still_lends():
+def test_draining_engine_still_lends():
     pair = make_warm_pair()
     pair.decode.engine.scheduler.drain()
     ask(pair)
@@ -322,7 +322,7 @@ def test_a_draining_engine_still_lends():
     assert cached_tokens(pair) == len(PREFIX)
 
 
-def test_a_paused_engine_still_lends():
+def test_paused_engine_still_lends():
     pair = make_warm_pair()
     pair.decode.engine.scheduler.pause(PauseMode.IN_PLACE)
     ask(pair)
@@ -330,7 +330,7 @@ def test_a_paused_engine_still_lends():
     assert cached_tokens(pair) == len(PREFIX)
 
 
-def test_a_lost_question_is_acknowledged_by_who_never_heard_it():  # [ack-per-grant]
+def test_lost_question_is_acknowledged_by_who_never_heard_it():  # [ack-per-grant]
     pair = make_warm_pair()
     pair.network.lost = lambda message: isinstance(message, PrefixAsk)
     ask(pair)
@@ -342,7 +342,7 @@ def test_a_lost_question_is_acknowledged_by_who_never_heard_it():  # [ack-per-gr
     finish(pair)
 
 
-def test_a_question_that_comes_after_its_end_is_not_served():  # [ack-per-grant]
+def test_question_that_comes_after_its_end_is_not_served():  # [ack-per-grant]
     pair = make_warm_pair()
     pair.network.delay = lambda message: 6 if isinstance(message, PrefixAsk) else 0
     ask(pair)
@@ -417,7 +417,7 @@ def test_kv_of_another_shape_is_not_asked_for():
     assert counters(pair).skipped == 1
 
 
-def test_an_engine_does_not_ask_itself():
+def test_engine_does_not_ask_itself():
     pair = make_warm_pair()
     ask(pair, peer=pair.prefill.peer)
     finish(pair)
@@ -445,7 +445,7 @@ def test_requests_with_the_same_prefix_share_one_fetch():
     assert [cached_tokens(pair, rid) for rid in "abc"] == [16, 16, 12]
 
 
-def test_a_short_prefix_does_not_stand_in_for_a_long_one():
+def test_short_prefix_does_not_stand_in_for_a_long_one():
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=4)
     ask(pair, "short", PREFIX[:5])
@@ -543,7 +543,7 @@ def test_without_a_prefix_cache_nothing_is_asked():
     assert counters(pair).skipped == 1
 
 
-def test_a_lender_without_a_prefix_cache_has_nothing():
+def test_lender_without_a_prefix_cache_has_nothing():
     pair = make_warm_pair(decode={"radix": False})
     ask(pair)
     finish(pair)
@@ -551,7 +551,7 @@ def test_a_lender_without_a_prefix_cache_has_nothing():
 
 
 @pytest.mark.parametrize("spoilt", ["tokens", "pages", "foreign"])
-def test_a_question_that_makes_no_sense_is_refused(spoilt):
+def test_question_that_makes_no_sense_is_refused(spoilt):
     pair = make_warm_pair()
     ask(pair)
     (good,) = pair.prefill.link.messages(PrefixAsk)
@@ -568,7 +568,7 @@ def test_a_question_that_makes_no_sense_is_refused(spoilt):
 
 
 @pytest.mark.parametrize("changes", [{"pages": 9}, {"pages": -1}, {"digests": ()}])
-def test_a_record_that_makes_no_sense_ends_the_fetch(changes):
+def test_record_that_makes_no_sense_ends_the_fetch(changes):
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=5)
     ask(pair)
@@ -597,7 +597,7 @@ def test_strangers_cannot_end_a_fetch():
     assert cached_tokens(pair) == len(PREFIX)
 
 
-def test_a_fetch_is_introduced_each_time():
+def test_fetch_is_introduced_each_time():
     pair = make_warm_pair()
     ask(pair, "a")
     pair.run()
@@ -610,7 +610,7 @@ def test_a_fetch_is_introduced_each_time():
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"within_s": 0.0}, {"within_s": float("inf")}])
-def test_a_request_with_a_senseless_fetch_is_refused(wrong):
+def test_request_with_a_senseless_fetch_is_refused(wrong):
     good = {"peer": make_peer("d"), "tokens": 4, "within_s": 1.0}
     with pytest.raises(InvalidRequestError, match=r"fetch\."):
         PrefixFetch(**{**good, **wrong}).check()

@@ -34,7 +34,7 @@ def all_notice(pool, change, tail: int = 0) -> bool:
 
 
 @pytest.mark.parametrize("page_size", [1, 16, 64])
-def test_a_page_that_never_came_is_seen(page_size):
+def test_page_that_never_came_is_seen(page_size):
     assert all_notice(digest_pool(page_size), lambda page: page.zero_())
 
 
@@ -55,7 +55,7 @@ def test_one_missed_group_of_slots_is_seen(group):
 
 
 @pytest.mark.parametrize("used", [1, 5, 16, 17, 63])
-def test_a_page_that_never_came_is_seen_though_the_unused_rest_is_as_empty_as_before(used):
+def test_page_that_never_came_is_seen_though_the_unused_rest_is_as_empty_as_before(used):
     pool = digest_pool(64)
     pool.data[PAGE, :, :, :, used:].zero_()
     assert all_notice(pool, lambda page: page.zero_(), tail=used)
@@ -68,7 +68,7 @@ def test_unused_slots_do_not_affect_sampled_digest():
     assert digest(pool, 1, tail=20) == before
 
 
-def test_a_page_is_read_in_the_last_used_slot_of_every_layer_and_group():
+def test_page_is_read_in_the_last_used_slot_of_every_layer_and_group():
     layout = PageLayout(layers=2, heads=3, slots=160, row_bytes=8)
     layer = 2 * 3 * 160
     assert sampled_rows(layout, 160).tolist() == [63, 127, 159, layer + 63, layer + 127, layer + 159]
@@ -114,7 +114,7 @@ def test_words_are_the_widest_that_divide_a_row():
     assert [word_bytes(PageLayout(1, 1, 1, row)) for row in (256, 12, 6, 3)] == [8, 4, 2, 1]
 
 
-def test_the_digest_is_fixed_across_versions():
+def test_digest_is_fixed_across_versions():
     """Workers of two releases compare digests: this function may only change with the wire format."""
     pool = digest_pool(head_dim=2, layers=1)
     pool.data.copy_(torch.arange(pool.data.numel()).view_as(pool.data))

@@ -66,14 +66,14 @@ def test_whole_settled_pages_go_once():  # [settled-only-sent]
     assert [push.source for push in pushes(room)] == [ids(2)]
 
 
-def test_the_partial_page_waits_until_the_request_is_kept_for_its_transfer():
+def test_partial_page_waits_until_the_request_is_kept_for_its_transfer():
     room = make_room(settled=10)
     assert [push.source for push in pushes(room)] == [ids(1, 2)]
     room.keep_until = 6.0
     assert [push.source for push in pushes(room)] == [ids(3)]
 
 
-def test_the_partial_page_waits_for_steps_that_may_still_write_to_it():
+def test_partial_page_waits_for_steps_that_may_still_write_to_it():
     room = make_room(settled=10)
     room.keep_until = 6.0
     room.req.steps_in_flight = 1
@@ -89,7 +89,7 @@ def test_output_beyond_the_handed_over_sequence_is_not_pushed():
     assert sum(push.key.count for push in pushes(room)) == 3
 
 
-def test_a_grant_for_the_tail_takes_the_tail():
+def test_grant_for_the_tail_takes_the_tail():
     room = make_room(settled=10, first_token=4, granted=(11, 12))
     room.keep_until = 6.0
     assert [(push.source, push.target) for push in pushes(room)] == [(ids(2, 3), ids(11, 12))]
@@ -118,14 +118,14 @@ def test_digests_stand_in_the_order_of_the_pages_whatever_order_pushes_end_in():
 
 
 @pytest.mark.parametrize("pages", [(1, 9, 3), ()])
-def test_a_push_whose_source_changed_hands_is_not_vouched_for(pages):
+def test_push_whose_source_changed_hands_is_not_vouched_for(pages):
     room = make_room(settled=8)
     (push,) = pushes(room)
     room.req.kv.pages = [*ids(*pages)]
     assert not room.done(push.key, (1, 2))
 
 
-def test_a_push_that_outlived_the_requests_kv_is_not_vouched_for():
+def test_push_that_outlived_the_requests_kv_is_not_vouched_for():
     room = make_room(settled=8)
     (push,) = pushes(room)
     room.req.kv = None
@@ -161,13 +161,13 @@ def test_pages_that_a_step_fills_go_with_it_and_not_again():
     assert pushes(room) == []
 
 
-def test_the_partial_page_goes_with_the_step_that_ends_the_prompt():
+def test_partial_page_goes_with_the_step_that_ends_the_prompt():
     room = make_room(settled=0)
     assert [push.source for push in early(room, 9)] == [ids(1, 2)]
     assert [push.source for push in early(room, 10)] == [ids(3)]
 
 
-def test_a_grant_that_came_late_finds_earlier_steps_in_the_next_push():
+def test_grant_that_came_late_finds_earlier_steps_in_the_next_push():
     room = make_room(settled=4)
     (push,) = early(room, 10)
     assert push.source == ids(1, 2, 3)
@@ -192,7 +192,7 @@ def test_digests_of_a_void_push_do_not_count():
     assert room.all_digests() == (1, 2, 3)
 
 
-def test_a_step_above_a_failed_one_is_void_too():
+def test_step_above_a_failed_one_is_void_too():
     room = make_room(settled=0)
     below, above = *early(room, 4), *early(room, 10)
     assert room.failed(below.key)
@@ -209,7 +209,7 @@ def test_settled_pages_stay_pushed_when_a_later_step_fails():
     assert [push.key.first for push in early(room, 10)] == [1]
 
 
-def test_a_settled_push_that_fails_is_not_tried_again():
+def test_settled_push_that_fails_is_not_tried_again():
     room = make_room(settled=4)
     (push,) = pushes(room)
     assert not room.failed(push.key)

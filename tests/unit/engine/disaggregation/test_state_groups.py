@@ -127,7 +127,7 @@ def test_messages_with_states_keep_them_on_the_wire(message, groups):
     "groups",
     [(GroupGrant(group=16, slots=(9,)),), (GroupGrant(group=STATES, slots=()),), (GroupGrant(group=0, slots=(9,)),)],
 )
-def test_a_group_that_cannot_be_is_no_message(groups):
+def test_group_that_cannot_be_is_no_message(groups):
     sent = msgspec.msgpack.encode(msgspec.structs.replace(GRANT, groups=groups))
     with pytest.raises(msgspec.ValidationError):
         msgspec.msgpack.decode(sent, type=WriteGrant)
@@ -144,7 +144,7 @@ def test_a_group_that_cannot_be_is_no_message(groups):
         (STATE * 2, True, "grant for groups [1, 1] next to pages"),
     ],
 )
-def test_a_grant_has_one_place_for_a_state_where_there_is_one(groups, stateful, problem):
+def test_grant_has_one_place_for_a_state_where_there_is_one(groups, stateful, problem):
     found = granted(groups).problem(tokens=10, page_size=4, peer=RECEIVER.incarnation, adapter=b"", stateful=stateful)
     assert found == problem
 
@@ -158,7 +158,7 @@ def test_a_grant_has_one_place_for_a_state_where_there_is_one(groups, stateful, 
         ((GroupDigests(group=STATES, digests=()),), True, False),
     ],
 )
-def test_a_record_proves_the_state_that_was_granted(groups, stateful, sound):
+def test_record_proves_the_state_that_was_granted(groups, stateful, sound):
     record = msgspec.structs.replace(RECORD, groups=groups)
     problem = problem_with(record, request(), granted=3, first_token=0, vocab_size=9, stateful=stateful)
     assert (problem is None) is sound
@@ -170,7 +170,7 @@ def test_digests_of_a_record_end_with_that_of_the_state():
     assert digests_of(msgspec.structs.replace(RECORD, groups=PROOF)) == (1, 2, 3, 77)
 
 
-def test_the_state_goes_once_its_request_is_kept():
+def test_state_goes_once_its_request_is_kept():
     room = make_room(kept=False)
     assert room.state_push() is None
     room.keep_until = 5.0
@@ -181,7 +181,7 @@ def test_the_state_goes_once_its_request_is_kept():
     assert room.state_push() is None
 
 
-def test_a_room_is_complete_with_its_state():
+def test_room_is_complete_with_its_state():
     room = make_room()
     pages = room.next_push(8)
     assert pages is not None
@@ -197,7 +197,7 @@ def test_a_room_is_complete_with_its_state():
     assert (room.all_digests(), room.state_digests, room.written) == ((1, 2, 3), (77,), 3)
 
 
-def test_a_state_whose_row_changed_hands_proves_nothing():
+def test_state_whose_row_changed_hands_proves_nothing():
     room = make_room()
     push = room.state_push()
     assert push is not None
@@ -206,7 +206,7 @@ def test_a_state_whose_row_changed_hands_proves_nothing():
     assert not room.done(push.key, (77,))
 
 
-def test_a_state_that_did_not_get_through_fails_its_room():
+def test_state_that_did_not_get_through_fails_its_room():
     room = make_room()
     push = room.state_push()
     assert push is not None
@@ -214,7 +214,7 @@ def test_a_state_that_did_not_get_through_fails_its_room():
     assert not room.failed(push.key)
 
 
-def test_the_row_of_a_hold_is_free_with_its_pages():  # [late-write]
+def test_row_of_a_hold_is_free_with_its_pages():  # [late-write]
     pages, rows = [], []
     table = HoldTable(clock=ManualClock(), give_back=pages.extend, give_back_row=rows.append, drain_timeout=5.0)
     hold = table.grant(KEY, writer=WRITER, pages=(PageId(4),), valid_s=8.0, row=ROW)
@@ -227,7 +227,7 @@ def test_the_row_of_a_hold_is_free_with_its_pages():  # [late-write]
     assert ([*table.held_rows()], rows, pages) == ([], [ROW], [PageId(4)])
 
 
-def test_a_committed_row_stays_with_its_request():
+def test_committed_row_stays_with_its_request():
     rows = []
     table = HoldTable(clock=ManualClock(), give_back=[].extend, give_back_row=rows.append, drain_timeout=5.0)
     table.grant(KEY, writer=WRITER, pages=(PageId(4),), valid_s=8.0, row=ROW)
@@ -275,7 +275,7 @@ def test_one_bit_of_any_layer_changes_the_proof_of_a_state(states):
     assert here.begin_order(order(1)).take() == before
 
 
-def test_a_state_never_has_the_digest_of_a_page(states):
+def test_state_never_has_the_digest_of_a_page(states):
     """Equal bytes at the same index of the same attempt."""
     bytes_of = PageDigester(states)
     where = {"room": "room", "generation": 1, "first": 0, "kind": DigestKind.FULL}
@@ -283,7 +283,7 @@ def test_a_state_never_has_the_digest_of_a_page(states):
     assert page != state
 
 
-def test_an_order_that_failed_proves_no_state():
+def test_order_that_failed_proves_no_state():
     assert unproved(order(1)).digests == (0, 0)
 
 
@@ -296,7 +296,7 @@ def test_an_order_that_failed_proves_no_state():
         (2, {}, "its states are divided among 2 ranks, ours among 1"),
     ],
 )
-def test_a_peer_with_other_states_is_refused_by_name(states, ranks, change, reason):
+def test_peer_with_other_states_is_refused_by_name(states, ranks, change, reason):
     fabric = FakeFabric()
     here, there = (ranked_node(fabric, name, size, kv_heads=4) for name, size in (("p", 1), ("d", ranks)))
     (sender,) = here.ranks

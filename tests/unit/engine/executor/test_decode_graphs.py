@@ -65,7 +65,7 @@ def test_impossible_sizes_are_refused(settings):
         GraphConfig(**settings)
 
 
-def test_the_smallest_with_room_runs_and_larger_steps_run_without():
+def test_smallest_with_room_runs_and_larger_steps_run_without():
     both = Beside(graph_sizes=(1, 2, 4))
     largest, middle, smallest = both.platform.capturer.tapes
     for count in (1, 2, 3, 4, 5):
@@ -76,7 +76,7 @@ def test_the_smallest_with_room_runs_and_larger_steps_run_without():
     assert (smallest.replays, middle.replays, largest.replays) == (1, 1, 2)
 
 
-def test_the_largest_is_captured_first():
+def test_largest_is_captured_first():
     tapes = Beside(graph_sizes=(1, 2, 4)).platform.capturer.tapes
     rows = [tape.operations[0][1][0].shape[0] for tape in tapes]
     assert rows == [4, 2, 1]
@@ -109,7 +109,7 @@ def test_padding_comes_before_metadata():  # [pad-then-metadata]
     assert padded.num_sequences == padded.num_tokens == 4
 
 
-def test_a_graph_reads_only_what_lives_as_long_as_it():
+def test_graph_reads_only_what_lives_as_long_as_it():
     both = Beside(graph_sizes=(1, 2))
     lasting = {tensor.untyped_storage()._cdata for tensor in reachable(both.streams, but=Tape)}
     for tape in both.platform.capturer.tapes:
@@ -178,7 +178,7 @@ class LookingModel(ToyModel):
         return super().logits(hidden) * (1.0 if bool(hidden.isfinite().all()) else 0.0)
 
 
-def test_a_model_that_looks_at_the_device_cannot_be_captured():
+def test_model_that_looks_at_the_device_cannot_be_captured():
     toy = ToyModel.random()
     with pytest.raises(HostWaitError):
         Beside(model=LookingModel(embedding=toy.embedding, position=toy.position, head=toy.head), graph_sizes=(1,))

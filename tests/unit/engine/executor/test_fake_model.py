@@ -20,13 +20,13 @@ def differs(engine: Engine) -> bool:
     return True
 
 
-def test_a_sound_engine_gives_the_expected_output():
+def test_sound_engine_gives_the_expected_output():
     engine = running()
     engine.run()
     engine.assert_expected()
 
 
-def test_a_late_write_becomes_a_wrong_token():
+def test_late_write_becomes_a_wrong_token():
     engine = running()
     page = engine.scheduler.queues.running[0].kv.pages[1]
     engine.model.pool.page_view(page).add_(1)
@@ -41,7 +41,7 @@ def test_right_tokens_in_the_wrong_place_become_a_wrong_token():
     assert differs(engine)
 
 
-def test_a_stale_row_becomes_a_wrong_token():
+def test_stale_row_becomes_a_wrong_token():
     engine = running(radix=False, audit_every_step=False)
     kv = engine.scheduler.queues.running[0].kv
     engine.memory.rows.write(kv.row, 1, kv.pages[:1])

@@ -38,7 +38,7 @@ def test_libraries_are_not_the_process_s_own(machine):
     assert meter(machine).used() == 2000 * 1024
 
 
-def test_the_tightest_control_group_above_counts(machine):
+def test_tightest_control_group_above_counts(machine):
     (machine / "proc/self/cgroup").write_text("0::/pods/one\n")
     stat = f"anon 5\ninactive_file {GIB}\n"
     write(machine / "cgroup/pods/one", memory_dot_max="max", memory_dot_current="1")
@@ -58,12 +58,12 @@ def test_control_groups_of_version_1_count_too(machine):
     assert (meter(machine).total(), meter(machine).available()) == (2 * GIB, GIB)
 
 
-def test_a_group_that_is_over_its_limit_has_nothing_left(machine):
+def test_group_that_is_over_its_limit_has_nothing_left(machine):
     write(machine / "cgroup", memory_dot_max="100", memory_dot_current="200")
     assert meter(machine).available() == 0
 
 
-def test_a_peak_is_found_even_when_nothing_of_it_remains():
+def test_peak_is_found_even_when_nothing_of_it_remains():
     # Far more than the machine may reclaim of libraries' pages meanwhile.
     size = 256 << 20
     grown = HostMeter().peak_growth(lambda: torch.ones(size // 4).sum())
@@ -97,7 +97,7 @@ class Card:
 PIECE = 20 << 20
 
 
-def test_a_step_on_a_card_needs_what_the_allocator_takes_for_it(monkeypatch):
+def test_step_on_a_card_needs_what_the_allocator_takes_for_it(monkeypatch):
     card = Card(given=3 * PIECE)
     for name, answer in (
         ("synchronize", lambda _: None),

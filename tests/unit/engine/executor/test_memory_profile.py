@@ -5,7 +5,7 @@ from tandem_engine.forward.batch import ForwardMode
 LIMITS = SchedulerConfig(max_prefill_tokens=100, chunked_prefill_size=32, max_running_requests=10, context_length=64)
 
 
-def test_the_step_stands_at_every_limit():
+def test_step_stands_at_every_limit():
     batch = largest_step(LIMITS, page_size=8)
     assert batch.extend_lens.tolist() == [32, 32, 32, 4, 1, 1, 1, 1, 1, 1]
     assert (batch.mode, batch.num_extend) == (ForwardMode.MIXED, 4)
@@ -14,7 +14,7 @@ def test_the_step_stands_at_every_limit():
     assert int(batch.out_cache_loc.min()) >= 8, "the dummy page stays finite"
 
 
-def test_a_context_shorter_than_a_chunk_is_the_longest_sequence():
+def test_context_shorter_than_a_chunk_is_the_longest_sequence():
     limits = SchedulerConfig(
         max_prefill_tokens=100, chunked_prefill_size=512, max_running_requests=2, context_length=40
     )

@@ -76,19 +76,19 @@ def test_tokens_resolved_on_the_device_are_those_the_host_would_send(runner):  #
 
 
 @torch.inference_mode()
-def test_a_middle_chunk_samples_nothing(runner):
+def test_middle_chunk_samples_nothing(runner):
     result = runner.forward(make_batch([extend(0, 7, samples=False)], step=4))
     assert (result.step, result.next_token_ids, result.logprobs) == (4, (), ())
     assert result.compute_s > 0
 
 
 @torch.inference_mode()
-def test_an_idle_step_computes_nothing(runner):
+def test_idle_step_computes_nothing(runner):
     assert runner.forward(make_batch([], step=6)).step == 6
 
 
 @torch.inference_mode()
-def test_a_mixed_step_gives_each_sequence_its_own_token(runner):  # [mixed-equals-apart]
+def test_mixed_step_gives_each_sequence_its_own_token(runner):  # [mixed-equals-apart]
     first, second = generate(runner, [19], 2)
     other = PageDealer(pool=runner.pool)
     other.pages = [page for page in other.pages if page not in PAGES]
@@ -137,7 +137,7 @@ def test_prompt_logprobs_are_those_of_the_whole_prompt_however_it_is_projected(r
 
 
 @torch.inference_mode()
-def test_a_chunk_that_samples_nothing_is_scored_all_the_same(runner):  # [logprobs-through-chunks]
+def test_chunk_that_samples_nothing_is_scored_all_the_same(runner):  # [logprobs-through-chunks]
     [whole] = scored(runner, [extend(0, 19)], positions(1, 19)).prompt_scores
     first = scored(runner, [extend(0, 7, samples=False)], positions(1, 8))
     assert first.next_token_ids == ()
@@ -161,7 +161,7 @@ def test_scoring_one_sequence_changes_no_token_of_another(runner):
 
 
 @torch.inference_mode()
-def test_a_penalty_sees_the_tokens_of_steps_before(runner):  # [device-history]
+def test_penalty_sees_the_tokens_of_steps_before(runner):  # [device-history]
     plain = generate(runner, [19], 12)
     params = SamplingParams(max_tokens=12, presence_penalty=2.0, frequency_penalty=2.0, repetition_penalty=2.0)
     request = make_request(ROW, params, prompt=PROMPT)

@@ -65,14 +65,14 @@ STEPS = {
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", STEPS)
-def test_a_step_by_a_graph_gives_what_it_gives_on_the_host(name):
+def test_step_by_a_graph_gives_what_it_gives_on_the_host(name):
     both = both_of()
     agree(both, make_batch(STEPS[name]))
     assert both.platform.replays == 1
 
 
 @torch.inference_mode()
-def test_the_smallest_with_room_runs_and_larger_steps_run_without():
+def test_smallest_with_room_runs_and_larger_steps_run_without():
     both = both_of()
     largest, middle, smallest = both.platform.capturer.tapes
     for tokens in (3, 4, 5, 16, 17, 24, 25):
@@ -129,7 +129,7 @@ def test_padding_is_the_last_sequence():
     assert padded.num_tokens == 16
 
 
-def test_a_graph_reads_only_what_lives_as_long_as_it():
+def test_graph_reads_only_what_lives_as_long_as_it():
     both = both_of()
     lasting = {tensor.untyped_storage()._cdata for tensor in reachable(both.streams, but=Tape)}
     for tape in both.platform.capturer.tapes:
@@ -184,7 +184,7 @@ def test_steps_of_draft_networks_and_decodes_are_no_prompts():
     assert not can_be_prompt(make_batch([decode(1)]))
 
 
-def test_a_step_of_too_many_sequences_does_not_fit():
+def test_step_of_too_many_sequences_does_not_fit():
     shape = PromptShape(tokens=16, rows=3, extends=2)
     assert shape.fits(make_batch([prompt(5), decode(2)]))
     assert not shape.fits(make_batch([prompt(5), decode(2), decode(3)]))
@@ -193,7 +193,7 @@ def test_a_step_of_too_many_sequences_does_not_fit():
     assert not shape.fits(make_batch([prompt(17)]))
 
 
-def test_a_long_step_that_is_sent_meanwhile_reports_each_layer():
+def test_long_step_that_is_sent_meanwhile_reports_each_layer():
     both = both_of()
     graphs = both.streams._graphs.prompts
     sent = replace(make_batch([prompt(20)]), kv_progress=KvProgress(MonotonicClock()))

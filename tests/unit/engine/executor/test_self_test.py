@@ -31,7 +31,7 @@ def run(runner: ModelRunner, pages=PAGES, **options):
     return self_test(runner, pages=pages, page_size=16, vocab_size=VOCAB_SIZE, **options)
 
 
-def test_a_working_model_is_measured_and_nothing_stays_behind():
+def test_working_model_is_measured_and_nothing_stays_behind():
     runner = make_runner(ToyModel.random())
     before = runner.pool.data.clone()
     report = run(runner)
@@ -41,7 +41,7 @@ def test_a_working_model_is_measured_and_nothing_stays_behind():
     assert torch.equal(runner.pool.data, before)
 
 
-def test_the_prompt_fits_the_pages_and_the_bound():
+def test_prompt_fits_the_pages_and_the_bound():
     runner = make_runner(ToyModel.random())
     assert run(runner, pages=PAGES[:2]).prompt_tokens == 32
     assert run(runner, prompt_tokens=20).prompt_tokens == 20

@@ -45,7 +45,7 @@ class Step:
         return Queued(self.arrived, self.finish)
 
 
-def test_a_future_is_done_when_its_step_has_arrived_and_finished_once_when_asked():
+def test_future_is_done_when_its_step_has_arrived_and_finished_once_when_asked():
     step, seen = Step(), []
     future = StreamFuture(step.queued)
     future.add_done_callback(lambda done: seen.append(done.result().step))
@@ -117,7 +117,7 @@ def batch_on(*pages: int):
 
 
 @torch.inference_mode()
-def test_a_step_waits_for_copies_of_its_own_pages_alone(monkeypatch):
+def test_step_waits_for_copies_of_its_own_pages_alone(monkeypatch):
     streams, pool = TwinStreams(looks=1000), make_pool()
     host = HostPool(num_pages=4, page_bytes=pool.page_bytes)
     streams.adopt(pool.data, shared=True)
@@ -216,7 +216,7 @@ STATE = {"layers": 1, "history": 1, "channels": 4, "heads": 1, "key_size": 4, "v
 
 
 @torch.inference_mode()
-def test_a_step_waits_for_the_copy_of_its_own_state_alone(monkeypatch):
+def test_step_waits_for_the_copy_of_its_own_state_alone(monkeypatch):
     streams = TwinStreams(looks=1000)
     pages, _ = pages_and_states(streams)
     waits = []

@@ -50,7 +50,7 @@ def assert_same(queued: ForwardResult, expected: ForwardResult) -> None:
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (1, 4)])
-def test_a_prompt_and_its_decodes(graph_sizes):
+def test_prompt_and_its_decodes(graph_sizes):
     both = Beside(graph_sizes=graph_sizes)
     on_both(both, make_batch([prompt(), prompt(row=5, pages=OTHER_PAGES, length=4)]))
     for step in range(4):
@@ -117,7 +117,7 @@ def masks_for(rows: tuple[int, ...], *allowed: int) -> TokenMasks:
 
 
 @torch.inference_mode()
-def test_a_step_with_a_grammar_is_launched_before_its_masks_are_filled():  # [masks-after-settling]
+def test_step_with_a_grammar_is_launched_before_its_masks_are_filled():  # [masks-after-settling]
     both = Beside()
     masks = masks_for((0,), 7, 33)
     batch = make_batch([prompt()], sampling=make_sampling(temperature=[0.0], all_greedy=True, masks=masks))
@@ -160,7 +160,7 @@ class BrokenModel(ToyModel):
         return logits.index_fill(0, torch.zeros(1, dtype=torch.int64, device=logits.device), torch.nan)
 
 
-def test_a_token_that_means_nothing_is_marked_and_the_others_stand():
+def test_token_that_means_nothing_is_marked_and_the_others_stand():
     toy = ToyModel.random()
     both = Beside(model=BrokenModel(embedding=toy.embedding, position=toy.position, head=toy.head))
     result = on_both(both, make_batch([prompt(), prompt(row=5, pages=OTHER_PAGES, length=4)]))
@@ -180,7 +180,7 @@ class MixingModel(ToyModel):
 
 
 @pytest.mark.parametrize(("kind", "error"), [(WaitingModel, HostWaitError), (MixingModel, MixedDevicesError)])
-def test_a_launch_that_looks_at_the_device_or_mixes_it_with_the_host_fails(kind, error):  # [no-device-wait]
+def test_launch_that_looks_at_the_device_or_mixes_it_with_the_host_fails(kind, error):  # [no-device-wait]
     toy = ToyModel.random()
     both = Beside(model=kind(embedding=toy.embedding, position=toy.position, head=toy.head))
     with pytest.raises(error), torch.inference_mode():
@@ -188,7 +188,7 @@ def test_a_launch_that_looks_at_the_device_or_mixes_it_with_the_host_fails(kind,
 
 
 @torch.inference_mode()
-def test_a_text_that_is_measured_has_the_logits_of_a_prompt_on_both():
+def test_text_that_is_measured_has_the_logits_of_a_prompt_on_both():
     """`tandem accuracy` takes them so: every token of a chunk, on the KV of those before it."""
     both, text = Beside(), torch.tensor(PROMPT)
     whole = lone_batch(text, PAGES, 16, extend_len=len(text), every_token=True)

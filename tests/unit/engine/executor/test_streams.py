@@ -44,7 +44,7 @@ def test_results_are_rubbish_until_their_event_is_reached():
     assert [tensor.tolist() for tensor in results.tensors] == [[2.0, 4.0], [1.0, 2.0]]
 
 
-def test_a_batch_is_taken_apart_and_put_together():
+def test_batch_is_taken_apart_and_put_together():
     batch = make_batch([Seq(seq_len=3, extend_len=3, pages=[1], row=2, input_ids=[4, 5, 6])])
     tensors = tensors_of(batch)
     assert len(tensors) == 8 + 6

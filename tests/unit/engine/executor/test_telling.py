@@ -28,7 +28,7 @@ class Calls(TurningPlan):
         return q
 
 
-def test_a_plan_that_turns_heads_turns_them_behind_it():
+def test_plan_that_turns_heads_turns_them_behind_it():
     plan = Calls()
     attend = telling(plan, lambda layer: plan.heard.append(("wrote", layer)))
     assert isinstance(attend, TurningPlan)
@@ -45,7 +45,7 @@ def test_one_that_does_not_is_not_asked_to():
     assert plan.heard == [("attend", 2), ("wrote", 2)]
 
 
-def test_a_layer_that_raises_is_not_told_of():
+def test_layer_that_raises_is_not_told_of():
     told = []
 
     def attend(layer, q, k, v):

@@ -5,7 +5,7 @@ from tandem_engine.forward.future_map import borrowed
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 2)])
-def test_the_array_is_the_tensor_s_memory(shape):
+def test_array_is_the_tensor_s_memory(shape):
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
     array = borrowed(tensor)
     assert array.tolist() == tensor.tolist()

@@ -20,20 +20,20 @@ def test_resolve_replaces_what_only_the_device_knows(future_map):
     assert future_map.resolve(ints(5, RESOLVE, 6, RESOLVE), ints(1, 8, 1, 3)).tolist() == [5, 80, 6, 30]
 
 
-def test_a_row_holds_the_newest_token(future_map):
+def test_row_holds_the_newest_token(future_map):
     future_map.publish(ints(2), ints(10))
     future_map.publish(ints(2), ints(11))
     assert future_map.resolve(ints(RESOLVE), ints(2)).tolist() == [11]
 
 
-def test_the_input_is_left_alone(future_map):
+def test_input_is_left_alone(future_map):
     ids = ints(RESOLVE)
     future_map.publish(ints(1), ints(4))
     future_map.resolve(ids, ints(1))
     assert ids.tolist() == [RESOLVE]
 
 
-def test_a_token_is_consumed_once():
+def test_token_is_consumed_once():
     future_map = FutureMap(4, debug=True)
     future_map.publish(ints(2), ints(9))
     future_map.resolve(ints(RESOLVE), ints(2))
@@ -41,14 +41,14 @@ def test_a_token_is_consumed_once():
         future_map.resolve(ints(RESOLVE), ints(2))
 
 
-def test_a_token_is_not_resolved_twice_in_one_step():
+def test_token_is_not_resolved_twice_in_one_step():
     future_map = FutureMap(4, debug=True)
     future_map.publish(ints(2), ints(9))
     with pytest.raises(AssertionError, match="twice in one step"):
         future_map.resolve(ints(RESOLVE, RESOLVE), ints(2, 2))
 
 
-def test_a_known_input_id_consumes_nothing():
+def test_known_input_id_consumes_nothing():
     future_map = FutureMap(4, debug=True)
     future_map.publish(ints(2), ints(9))
     future_map.resolve(ints(7), ints(2))

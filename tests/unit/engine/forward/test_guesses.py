@@ -32,7 +32,7 @@ def test_runs_get_their_guesses_on_the_device_and_nobody_reads_them():
     assert dict(ids.known()) == {3: 10, 4: 11, 6: 20, 9: 30, 10: 31}
 
 
-def test_a_chain_that_was_cut_for_want_of_pages_leaves_the_others_theirs():
+def test_chain_that_was_cut_for_want_of_pages_leaves_the_others_theirs():
     proposal = Proposal()
     ids = GuessedIds.of(proposal.guesses, ((0,), (1,), (), (2, 4)), first=0)
     input_ids = torch.zeros(8, dtype=torch.int64)

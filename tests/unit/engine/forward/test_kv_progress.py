@@ -40,7 +40,7 @@ def test_on_a_stream_a_layer_counts_when_the_stream_got_there():  # [settled-onl
     assert progress.layers == 3
 
 
-def test_a_step_that_is_over_has_written_everything_and_says_when():
+def test_step_that_is_over_has_written_everything_and_says_when():
     clock = ManualClock()
     progress = KvProgress(clock)
     progress.wrote(0)
@@ -51,7 +51,7 @@ def test_a_step_that_is_over_has_written_everything_and_says_when():
 
 
 @pytest.mark.parametrize("written", [0, 2])
-def test_a_step_that_raises_is_void_whatever_it_has_written(written):
+def test_step_that_raises_is_void_whatever_it_has_written(written):
     progress = KvProgress(ManualClock())
     for layer in range(written):
         progress.wrote(layer)
@@ -59,7 +59,7 @@ def test_a_step_that_raises_is_void_whatever_it_has_written(written):
     assert progress.layers == VOID
 
 
-def test_a_step_that_never_runs_is_void():
+def test_step_that_never_runs_is_void():
     progress = KvProgress(ManualClock())
     step: Future[None] = Future()
     step.add_done_callback(progress.ended)

@@ -62,7 +62,7 @@ async def said(
     return router, dealer, pongs
 
 
-async def test_a_request_goes_down_and_its_reply_comes_back(context) -> None:
+async def test_request_goes_down_and_its_reply_comes_back(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
     assert dealer.send(Ping(nonce=1))
@@ -131,7 +131,7 @@ async def test_messages_for_which_nobody_waits_do_not_keep_the_event_loop_busy(c
     router.close()
 
 
-async def test_a_closed_channel_leaves_nobody_waiting(context) -> None:
+async def test_closed_channel_leaves_nobody_waiting(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
     waiting = asyncio.create_task(dealer.receive())
@@ -142,7 +142,7 @@ async def test_a_closed_channel_leaves_nobody_waiting(context) -> None:
     router.close()
 
 
-async def test_a_client_with_other_keys_is_not_heard(context) -> None:
+async def test_client_with_other_keys_is_not_heard(context) -> None:
     router = open_router(context)
     stranger_context = IpcContext(KeyPair.generate())
     stranger = open_dealer(stranger_context, router.endpoint)
@@ -158,7 +158,7 @@ async def test_a_client_with_other_keys_is_not_heard(context) -> None:
     router.close()
 
 
-async def test_a_client_without_keys_is_not_heard(context) -> None:
+async def test_client_without_keys_is_not_heard(context) -> None:
     router = open_router(context)
     plain_context = IpcContext()
     plain = open_dealer(plain_context, router.endpoint)
@@ -173,7 +173,7 @@ async def test_a_client_without_keys_is_not_heard(context) -> None:
     router.close()
 
 
-async def test_the_end_of_the_server_is_noticed_at_once(context) -> None:
+async def test_end_of_the_server_is_noticed_at_once(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
     dealer.send(Ping(nonce=1))
@@ -209,7 +209,7 @@ async def test_yielding_receiver_holds_no_message(context, monkeypatch) -> None:
     dealer.close()
 
 
-async def test_an_endpoint_where_nobody_listens_any_more_is_noticed_at_once(context) -> None:
+async def test_endpoint_where_nobody_listens_any_more_is_noticed_at_once(context) -> None:
     router = open_router(context)
     router.close()
     dealer = open_dealer(context, router.endpoint)
@@ -217,7 +217,7 @@ async def test_an_endpoint_where_nobody_listens_any_more_is_noticed_at_once(cont
     dealer.close()
 
 
-def test_a_reply_to_a_client_that_is_gone_is_reported_not_raised(context) -> None:
+def test_reply_to_a_client_that_is_gone_is_reported_not_raised(context) -> None:
     router = open_router(context)
     assert router.send(b"nobody", Pong(nonce=1, incarnation="w@1")) is False
     router.close()
@@ -239,7 +239,7 @@ async def test_undecodable_messages_are_counted_and_dropped(context) -> None:
     router.close()
 
 
-def test_a_taken_port_is_a_clear_error(context) -> None:
+def test_taken_port_is_a_clear_error(context) -> None:
     first = open_router(context)
     port = int(first.endpoint.rpartition(":")[2])
     with pytest.raises(ConfigError, match=f"cannot listen on 127.0.0.1:{port}"):
@@ -256,7 +256,7 @@ def test_without_keys_only_loopback_is_served(host) -> None:  # [private-channel
     context.close()
 
 
-async def test_the_control_channel_carries_both_directions(tmp_path) -> None:
+async def test_control_channel_carries_both_directions(tmp_path) -> None:
     endpoint = f"ipc://{tmp_path}/control"
     service_context, engine_context = IpcContext(), IpcContext()
     service: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(
@@ -285,18 +285,18 @@ def test_keys_survive_a_file_that_only_the_owner_can_read(tmp_path, keys) -> Non
 
 
 @pytest.mark.parametrize("text", ["", "{}", '{"public": "x", "secret": "y"}', '{"public": 1, "secret": 2}', "[]"])
-def test_a_file_that_holds_no_keys_is_a_clear_error(tmp_path, text) -> None:
+def test_file_that_holds_no_keys_is_a_clear_error(tmp_path, text) -> None:
     path = tmp_path / "keys.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="--curve-keys"):
         KeyPair.load(path)
 
 
-def test_the_curve_library_is_there() -> None:
+def test_curve_library_is_there() -> None:
     assert zmq.has("curve")
 
 
-async def test_an_order_that_does_not_decode_is_dropped_and_the_next_one_read(tmp_path, keys) -> None:  # [wire-refused]
+async def test_order_that_does_not_decode_is_dropped_and_the_next_one_read(tmp_path, keys) -> None:  # [wire-refused]
     context = IpcContext(keys)
     endpoint = f"ipc://{tmp_path}/control"
     service: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(
@@ -318,7 +318,7 @@ async def test_an_order_that_does_not_decode_is_dropped_and_the_next_one_read(tm
     context.close()
 
 
-async def test_a_flood_of_messages_is_taken_in_by_portions(monkeypatch, context) -> None:
+async def test_flood_of_messages_is_taken_in_by_portions(monkeypatch, context) -> None:
     monkeypatch.setattr(channels, "MAX_PER_RECEIVE", 3)
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
@@ -334,7 +334,7 @@ async def test_a_flood_of_messages_is_taken_in_by_portions(monkeypatch, context)
     router.close()
 
 
-def test_a_key_file_is_private_even_where_another_was_not(tmp_path, caplog):  # [key-file-refused]
+def test_key_file_is_private_even_where_another_was_not(tmp_path, caplog):  # [key-file-refused]
     path = tmp_path / "keys.json"
     path.touch(mode=0o644)
     KeyPair.generate().save(path)

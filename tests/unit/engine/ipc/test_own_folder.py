@@ -56,7 +56,7 @@ def test_directory_of_killed_engine_is_removed_by_the_next(temporary):
 
 
 @pytest.mark.parametrize("suffix", ["logs", "dumps", "somelogs"])
-def test_a_folder_of_the_users_own_with_such_a_name_is_left_alone(suffix, temporary):
+def test_folder_of_the_users_own_with_such_a_name_is_left_alone(suffix, temporary):
     """Its prefix alone was taken for a proof that an engine had made it."""
     users = temporary / f"{PREFIX}{suffix}"
     users.mkdir(mode=0o700)
@@ -65,7 +65,7 @@ def test_a_folder_of_the_users_own_with_such_a_name_is_left_alone(suffix, tempor
     assert (users / "core.1").read_text() == "kept"
 
 
-def test_a_folder_with_a_marker_is_left_alone_when_its_name_or_mode_is_not_ours(temporary):
+def test_folder_with_a_marker_is_left_alone_when_its_name_or_mode_is_not_ours(temporary):
     left(temporary / f"{PREFIX}longer_than_eight")
     left(temporary / f"{PREFIX}Capitals")
     left(temporary / f"{PREFIX}readable").chmod(0o755)
@@ -74,7 +74,7 @@ def test_a_folder_with_a_marker_is_left_alone_when_its_name_or_mode_is_not_ours(
     assert {*temporary.rglob("*")} == before
 
 
-def test_a_marker_that_is_a_link_a_pipe_or_a_folder_is_none(temporary):
+def test_marker_that_is_a_link_a_pipe_or_a_folder_is_none(temporary):
     elsewhere = temporary / "elsewhere"
     elsewhere.touch()
     for name, make in {
@@ -91,7 +91,7 @@ def test_a_marker_that_is_a_link_a_pipe_or_a_folder_is_none(temporary):
     assert open_files() <= opened
 
 
-def test_the_lock_ends_with_the_process_that_holds_it(temporary):
+def test_lock_ends_with_the_process_that_holds_it(temporary):
     child = os.fork()
     if child == 0:
         # Whatever happens, this process must not go on as a second pytest.
@@ -109,7 +109,7 @@ def test_the_lock_ends_with_the_process_that_holds_it(temporary):
     assert not [*temporary.iterdir()]
 
 
-def test_a_folder_is_left_alone_at_every_moment_of_its_making(monkeypatch):
+def test_folder_is_left_alone_at_every_moment_of_its_making(monkeypatch):
     make, lock, rename = tempfile.mkdtemp, fcntl.flock, Path.rename
     moments = []
 
@@ -141,7 +141,7 @@ def test_a_folder_is_left_alone_at_every_moment_of_its_making(monkeypatch):
         assert (folder / MARKER).is_file()
 
 
-def test_a_newer_folder_of_the_same_name_is_left_alone(temporary, monkeypatch):
+def test_newer_folder_of_the_same_name_is_left_alone(temporary, monkeypatch):
     abandoned = left(temporary / f"{PREFIX}same_one")
     lock = fcntl.flock
 
@@ -155,7 +155,7 @@ def test_a_newer_folder_of_the_same_name_is_left_alone(temporary, monkeypatch):
     assert (abandoned / "store").exists()
 
 
-def test_a_folder_that_vanishes_while_it_is_made_is_made_anew(monkeypatch):
+def test_folder_that_vanishes_while_it_is_made_is_made_anew(monkeypatch):
     make, made = tempfile.mkdtemp, []
 
     def interrupted(**options: str) -> str:
@@ -184,14 +184,14 @@ def test_folders_that_all_vanish_are_an_error_that_names_tmpdir(monkeypatch):
     assert len(made) == ATTEMPTS
 
 
-def test_a_temporary_folder_that_is_not_there_is_an_error_that_names_tmpdir(temporary, monkeypatch):
+def test_temporary_folder_that_is_not_there_is_an_error_that_names_tmpdir(temporary, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "no"))
     with pytest.raises(ConfigError, match="TMPDIR"), own_folder(PREFIX):
         pass
 
 
 @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK])
-def test_a_file_system_without_locks_costs_no_start_and_no_descriptor(number, temporary, monkeypatch):
+def test_file_system_without_locks_costs_no_start_and_no_descriptor(number, temporary, monkeypatch):
     """It ended the worker, or let it try for ever."""
     abandoned = left(temporary / f"{PREFIX}killed_1")
 
@@ -242,7 +242,7 @@ def an_hour_passes(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("step", ["made", "about to be locked", "locked"])
-def test_a_folder_whose_maker_was_killed_before_it_had_marked_it_goes_after_a_while(step, temporary, monkeypatch):
+def test_folder_whose_maker_was_killed_before_it_had_marked_it_goes_after_a_while(step, temporary, monkeypatch):
     """It stayed for ever."""
     killed_while_making(step)
     (folder,) = temporary.iterdir()
@@ -255,7 +255,7 @@ def test_a_folder_whose_maker_was_killed_before_it_had_marked_it_goes_after_a_wh
     assert open_files() <= opened
 
 
-def test_an_old_folder_without_a_marker_that_may_be_somebody_elses_is_left_alone(temporary, monkeypatch):
+def test_old_folder_without_a_marker_that_may_be_somebody_elses_is_left_alone(temporary, monkeypatch):
     for name, entries in {
         f"{PREFIX}longer_than_eight": (),
         f"{PREFIX}somelogs": ("core.1",),
@@ -276,7 +276,7 @@ def test_an_old_folder_without_a_marker_that_may_be_somebody_elses_is_left_alone
     assert {*temporary.rglob("*")} == before
 
 
-def test_an_old_folder_whose_marker_is_just_being_locked_is_left_alone(temporary, monkeypatch):
+def test_old_folder_whose_marker_is_just_being_locked_is_left_alone(temporary, monkeypatch):
     folder = temporary / f"{PREFIX}sleepy_1"
     folder.mkdir(mode=0o700)
     an_hour_passes(monkeypatch)
@@ -288,7 +288,7 @@ def test_an_old_folder_whose_marker_is_just_being_locked_is_left_alone(temporary
     assert not folder.exists()
 
 
-def test_an_old_empty_folder_is_left_alone_where_there_are_no_locks(temporary, monkeypatch):
+def test_old_empty_folder_is_left_alone_where_there_are_no_locks(temporary, monkeypatch):
     folder = temporary / f"{PREFIX}unlocked"
     folder.mkdir(mode=0o700)
 

@@ -27,7 +27,7 @@ def test_kernels_before_serving_are_counted_quietly(caplog):
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
 
 
-def test_a_kernel_while_serving_is_a_warning_with_its_key(caplog):
+def test_kernel_while_serving_is_a_warning_with_its_key(caplog):
     counter = CompileCounter()
     compile_one(counter)
     counter.serve()
@@ -40,7 +40,7 @@ def test_a_kernel_while_serving_is_a_warning_with_its_key(caplog):
     )
 
 
-def test_a_kernel_read_from_disk_while_serving_counts_too(caplog):
+def test_kernel_read_from_disk_while_serving_counts_too(caplog):
     counter = CompileCounter()
     counter.serve()
     compile_one(counter, cache_hit=True)
@@ -48,6 +48,6 @@ def test_a_kernel_read_from_disk_while_serving_counts_too(caplog):
     assert "was read from Triton's cache while serving" in caplog.text
 
 
-def test_the_key_of_a_kernel_without_constants_has_its_types():
+def test_key_of_a_kernel_without_constants_has_its_types():
     source = SimpleNamespace(signature={"x": "*fp32"}, constants={}, attrs={})
     assert key_of(source, OPTIONS) == "(x: *fp32), 4 warps, 3 stages"

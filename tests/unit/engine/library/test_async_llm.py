@@ -75,7 +75,7 @@ async def test_requests_run_together_and_give_what_they_give_alone(llm):
     assert [output.outputs[0].token_ids for output in together] == alone
 
 
-async def test_a_slow_reader_skips_states_and_loses_no_token(llm):
+async def test_slow_reader_skips_states_and_loses_no_token(llm):
     [quick] = [(await last(llm.generate("The fox", GREEDY))).outputs[0].token_ids]
     states = []
     async for output in llm.generate("The fox", GREEDY):
@@ -113,7 +113,7 @@ async def test_cancelling_the_reader_aborts_the_request(slow):
     assert (await slow.stats()).aborted_total == aborted + 2
 
 
-async def test_an_abort_by_id_ends_the_output_with_what_there_is(slow):
+async def test_abort_by_id_ends_the_output_with_what_there_is(slow):
     outputs = []
     async for output in slow.generate("The fox", ENDLESS, request_id="mine"):
         outputs.append(output)
@@ -123,7 +123,7 @@ async def test_an_abort_by_id_ends_the_output_with_what_there_is(slow):
     assert len(outputs[-1].outputs[0].token_ids) < 3000
 
 
-async def test_an_id_names_one_running_request(slow):
+async def test_id_names_one_running_request(slow):
     first = slow.generate("The fox", ENDLESS, request_id="mine")
     await anext(first)
     with pytest.raises(InvalidRequestError, match="'mine' is running already"):
@@ -146,14 +146,14 @@ async def test_unservable_request_raises_with_the_field(llm, prompt, params, tex
         await anext(llm.generate(prompt, params))
 
 
-async def test_a_conversation_is_answered(llm):
+async def test_conversation_is_answered(llm):
     output = await last(llm.chat([{"role": "user", "content": "Tell me a story about a fox."}], GREEDY))
     assert output.finished
     assert output.outputs[0].text
 
 
 @pytest.mark.parametrize("mode", [PauseMode.IN_PLACE, PauseMode.RETRACT])
-async def test_a_pause_changes_no_token(llm, mode):
+async def test_pause_changes_no_token(llm, mode):
     """The prompt fills pages, so that there is something to forget whatever ran before."""
     prompt = "The fox and the river. " * 8
     expected = (await last(llm.generate(prompt, GREEDY))).outputs[0].token_ids
@@ -219,7 +219,7 @@ async def test_closing_tells_every_reader_and_later_calls():
     await llm.close()
 
 
-async def test_an_engine_that_fails_tells_every_reader():
+async def test_engine_that_fails_tells_every_reader():
     llm = AsyncLLM(MODEL, **OPTIONS)
 
     def fail(engine) -> None:
@@ -236,6 +236,6 @@ async def test_an_engine_that_fails_tells_every_reader():
     await llm.close()
 
 
-def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+def test_folder_without_a_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         AsyncLLM(tmp_path, progress=False)

@@ -52,7 +52,7 @@ def test_input_without_embedding_is_rejected_at_once(llm, prompts, params, text)
     assert llm.stats().prompt_tokens_total == before
 
 
-async def test_the_async_twin_gives_the_same_vectors(llm):
+async def test_async_twin_gives_the_same_vectors(llm):
     async with AsyncLLM(MODEL, **OPTIONS) as twin:
         output = await twin.embed("The fox ran")
         [ours] = llm.embed("The fox ran", use_tqdm=False)

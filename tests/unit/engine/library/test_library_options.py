@@ -17,12 +17,12 @@ def test_vllm_s_and_sglang_s_names_are_options_too() -> None:
     assert config_from_options("m", {"block_size": 4, "tp_size": 2}).cache.page_size == 4
 
 
-def test_an_option_that_does_not_exist_is_answered_with_the_nearest() -> None:
+def test_option_that_does_not_exist_is_answered_with_the_nearest() -> None:
     with pytest.raises(ConfigError, match="no engine option 'max_model_length': did you mean max_model_len?"):
         config_from_options("m", {"max_model_length": 99})
 
 
-def test_a_model_of_a_hub_becomes_a_folder(tmp_path, monkeypatch):
+def test_model_of_a_hub_becomes_a_folder(tmp_path, monkeypatch):
     write_checkpoint(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
     with hub_server() as server:
@@ -33,6 +33,6 @@ def test_a_model_of_a_hub_becomes_a_folder(tmp_path, monkeypatch):
     assert config.model_path == str(tmp_path / "cache" / "models--org--mini" / "snapshots" / commit)
 
 
-def test_a_folder_stays_as_it_is(tmp_path):
+def test_folder_stays_as_it_is(tmp_path):
     for model in (tmp_path, str(tmp_path)):
         assert with_folder(config_from_options(model, {}), model, progress=False).model_path == str(tmp_path)

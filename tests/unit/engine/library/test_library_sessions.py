@@ -83,7 +83,7 @@ def test_many_conversations_go_on_together(llm):
         session.close()
 
 
-def test_a_closed_session_is_lost_and_the_error_says_what_to_do(llm):
+def test_closed_session_is_lost_and_the_error_says_what_to_do(llm):
     session = llm.open_session("mine")
     tokens(llm, "The fox", session=session)
     session.close()
@@ -92,7 +92,7 @@ def test_a_closed_session_is_lost_and_the_error_says_what_to_do(llm):
         tokens(llm, " ran", session=session)
 
 
-def test_the_session_used_longest_ago_gives_way(llm):
+def test_session_used_longest_ago_gives_way(llm):
     sessions = [llm.open_session() for _ in range(5)]
     for session in sessions:
         tokens(llm, "The fox", session=session)
@@ -136,7 +136,7 @@ async def last(generator):
     return final.outputs[0].token_ids
 
 
-async def test_the_async_twin_continues_conversations_too(llm):
+async def test_async_twin_continues_conversations_too(llm):
     async with AsyncLLM(MODEL, **OPTIONS) as twin:
         with twin.open_session() as session:
             given = [await last(twin.generate(text, GREEDY, session=session)) for text in TURNS]

@@ -84,7 +84,7 @@ def test_min_tokens_above_zero_tokens_are_refused(llm):
         llm.generate("The fox", SamplingParams(max_tokens=0, min_tokens=2), use_tqdm=False)
 
 
-def test_the_defaults_are_those_of_vllm(llm):
+def test_defaults_are_those_of_vllm(llm):
     [output] = llm.generate("Once upon a time", use_tqdm=False)
     assert len(output.outputs[0].token_ids) <= 16
     assert output.outputs[0].logprobs is None
@@ -126,7 +126,7 @@ def test_best_of_keeps_the_likeliest(llm):
     assert best.outputs[0].logprobs is None, "they were computed for the choice alone"
 
 
-def test_a_stop_string_is_cut_from_text_and_its_token_kept(llm):
+def test_stop_string_is_cut_from_text_and_its_token_kept(llm):
     [free] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     text = free.outputs[0].text
     stop = text[len(text) // 2 :][:3]
@@ -139,7 +139,7 @@ def test_a_stop_string_is_cut_from_text_and_its_token_kept(llm):
     assert stop in llm.get_tokenizer().decode(cut.outputs[0].token_ids)
 
 
-def test_a_stop_token_counts_and_does_not_show(llm):
+def test_stop_token_counts_and_does_not_show(llm):
     [free] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     stop = free.outputs[0].token_ids[4]
     [cut] = llm.generate("Once upon a time", replace(GREEDY, stop_token_ids=[stop]), use_tqdm=False)
@@ -185,7 +185,7 @@ def test_logit_edits_are_applied(llm, params, holds):
     assert holds(llm.generate("The fox", params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def test_a_bad_word_does_not_occur(llm):
+def test_bad_word_does_not_occur(llm):
     [free] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     word = next(word for word in free.outputs[0].text.split() if word.isalpha())
     [clean] = llm.generate("Once upon a time", replace(GREEDY, bad_words=[word]), use_tqdm=False)
@@ -208,7 +208,7 @@ def test_named_tokens_are_scored_instead_of_the_likeliest(llm):
 
 
 @pytest.mark.parametrize(("prompt", "budget"), [("Why?<think>\n", 5), ("Why?<think>", 0)])
-def test_a_spent_budget_ends_the_reasoning_and_the_answer_follows(llm, prompt, budget):
+def test_spent_budget_ends_the_reasoning_and_the_answer_follows(llm, prompt, budget):
     encode = llm.get_tokenizer().encode
     [free] = llm.generate(prompt, GREEDY, use_tqdm=False)
     [bounded] = llm.generate(prompt, replace(GREEDY, thinking_token_budget=budget), use_tqdm=False)
@@ -217,13 +217,13 @@ def test_a_spent_budget_ends_the_reasoning_and_the_answer_follows(llm, prompt, b
     assert bounded.outputs[0].token_ids == (reasoning + rest.outputs[0].token_ids)[:12]
 
 
-def test_a_budget_bounds_nothing_while_nobody_reasons(llm):
+def test_budget_bounds_nothing_while_nobody_reasons(llm):
     [free] = llm.generate("The fox", GREEDY, use_tqdm=False)
     [bounded] = llm.generate("The fox", replace(GREEDY, thinking_token_budget=2), use_tqdm=False)
     assert bounded.outputs[0].token_ids == free.outputs[0].token_ids
 
 
-def test_a_conversation_goes_through_the_chat_template(llm):
+def test_conversation_goes_through_the_chat_template(llm):
     messages = [{"role": "user", "content": "Tell me a story about a fox."}]
     [output] = llm.chat(messages, GREEDY, use_tqdm=False)
     assert output.prompt_token_ids == tuple(llm.get_tokenizer().encode_chat(messages))
@@ -302,7 +302,7 @@ def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], use_tqdm=False) == []
 
 
-def test_an_interrupt_leaves_nothing_behind_for_the_next_call(llm, monkeypatch):
+def test_interrupt_leaves_nothing_behind_for_the_next_call(llm, monkeypatch):
     expected = texts(llm.generate("The fox", GREEDY, use_tqdm=False))
     step, calls = llm._engine.step, []
 
@@ -319,7 +319,7 @@ def test_an_interrupt_leaves_nothing_behind_for_the_next_call(llm, monkeypatch):
     assert texts(llm.generate("The fox", GREEDY, use_tqdm=False)) == expected
 
 
-def test_a_repeated_prompt_is_cached_until_the_cache_is_reset(llm):
+def test_repeated_prompt_is_cached_until_the_cache_is_reset(llm):
     prompt = [list(range(10, 60))]
     llm.generate(prompt, GREEDY, use_tqdm=False)
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].metrics.cached_tokens == 48
@@ -327,7 +327,7 @@ def test_a_repeated_prompt_is_cached_until_the_cache_is_reset(llm):
     assert llm.generate(prompt, GREEDY, use_tqdm=False)[0].metrics.cached_tokens == 0
 
 
-def test_the_same_weights_again_give_the_same_text(llm):
+def test_same_weights_again_give_the_same_text(llm):
     before = texts(llm.generate("The fox", GREEDY, use_tqdm=False))
     llm.reload_weights()
     assert texts(llm.generate("The fox", GREEDY, use_tqdm=False)) == before
@@ -368,12 +368,12 @@ def test_closing_gives_the_caller_its_threads_back():
         ({"context_length": 999_999}, "--context-length 999999"),
     ],
 )
-def test_an_option_that_cannot_work_names_itself(options, text):
+def test_option_that_cannot_work_names_itself(options, text):
     with pytest.raises(ConfigError, match=text):
         LLM(MODEL, progress=False, **options)
 
 
-def test_a_folder_without_a_checkpoint_is_named(tmp_path):
+def test_folder_without_a_checkpoint_is_named(tmp_path):
     with pytest.raises(CheckpointError, match=str(tmp_path)):
         LLM(tmp_path, progress=False)
 
@@ -388,7 +388,7 @@ class Machine(HostMeter):
         return self.total() - self.used()
 
 
-def test_a_share_of_memory_sizes_the_pool_by_a_profile_run(monkeypatch):
+def test_share_of_memory_sizes_the_pool_by_a_profile_run(monkeypatch):
     monkeypatch.setattr(memory_profile, "meter_for", lambda _: Machine())
     with LLM(MODEL, progress=False, mem_fraction_static=0.3, max_prefill_tokens=64, threads=1) as llm:
         assert llm.stats().total_pages > 100

@@ -40,7 +40,7 @@ def test_pairs_of_options_compute_the_same_tokens(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("pair", REFUSED)
-def test_a_pair_that_no_row_has_is_refused(pair, tmp_path) -> None:
+def test_pair_that_no_row_has_is_refused(pair, tmp_path) -> None:
     with pytest.raises(ConfigError, match="--schedule-policy .* --disable-radix-cache"):
         config_from_options(MODEL, options_of(dict((pair.one, pair.other)), tmp_path))
 

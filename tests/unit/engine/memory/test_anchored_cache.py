@@ -99,21 +99,21 @@ def test_blocks_behind_the_last_anchor_are_not_announced():
     assert router.found(tokens) == router.usable(tokens) == 4
 
 
-def test_a_prompt_without_an_anchor_is_not_announced():
+def test_prompt_without_an_anchor_is_not_announced():
     router = Router()
     router.compute([*range(60)])
     assert router.read_events() == []
     assert router.found([*range(60)]) == 0
 
 
-def test_an_output_that_passes_a_boundary_is_announced_up_to_it():
+def test_output_that_passes_a_boundary_is_announced_up_to_it():
     router = Router()
     router.compute([*range(100)], decodes=40)
     router.read_events()
     assert router.found([*range(100), *range(900, 940)]) == 8
 
 
-def test_an_anchor_without_its_slot_takes_its_blocks_back():
+def test_anchor_without_its_slot_takes_its_blocks_back():
     router = Router(slots=1)
     first, second = [*range(100)], [*range(500, 600)]
     router.compute(first)
@@ -138,7 +138,7 @@ def test_blocks_before_another_anchor_stay_announced():
     assert (router.found(first), router.found(second), router.usable(shared)) == (4, 8, 4)
 
 
-def test_a_trial_that_made_room_takes_back_no_block():
+def test_trial_that_made_room_takes_back_no_block():
     """Its prompt is announced up to the anchor at its end; the engine continues at most a trial's distance before."""
     router = Router(slots=8, pages=100)
     prompt = [*range(700)]
@@ -164,7 +164,7 @@ def test_eviction_takes_back_what_was_announced():
     assert router.known == router.leading_to_anchors()
 
 
-def test_a_replay_names_what_is_announced_and_nothing_else():
+def test_replay_names_what_is_announced_and_nothing_else():
     router = Router()
     router.compute([*range(200)])
     router.read_events()
@@ -178,7 +178,7 @@ def test_a_replay_names_what_is_announced_and_nothing_else():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_a_router_knows_what_leads_to_anchors_at_any_time(seed):
+def test_router_knows_what_leads_to_anchors_at_any_time(seed):
     """Prompts that share beginnings, with too few slots and pages for all."""
     rng = random.Random(seed)
     router = Router(slots=rng.choice([1, 2, 5, 12]), pages=rng.choice([32, 40, 80]))

@@ -27,14 +27,14 @@ def test_merged_layers_keep_all_tokens_in_one_group() -> None:
 
 
 @pytest.mark.parametrize("windows", [(None, None, None), (4, 4, 4), (4, None, 4)])
-def test_a_page_of_the_merged_group_is_that_of_one_shape(windows: tuple[int | None, ...]) -> None:
+def test_page_of_the_merged_group_is_that_of_one_shape(windows: tuple[int | None, ...]) -> None:
     [group] = CacheLayout.merged(specs(*windows)).groups
     pool = KvPool.of_group(group, num_pages=3, page_size=4, dtype=torch.float32, device="cpu")
     assert pool.data.shape == (3, 3, 2, 2, 4, 8)
     assert pool.page_bytes == group.page_bytes(4, itemsize=4) == 3 * 2 * 2 * 4 * 8 * 4
 
 
-def test_a_group_takes_the_scales_of_its_layers() -> None:
+def test_group_takes_the_scales_of_its_layers() -> None:
     scales = torch.arange(1.0, 13.0).view(3, 2, 2)
     group = CacheLayout.of(specs(4, None, 4)).groups[1]
     pool = KvPool.of_group(group, num_pages=2, page_size=4, dtype=torch.float8_e4m3fn, device="cpu", scales=scales)

@@ -37,7 +37,7 @@ def test_every_page_is_counted_in_one_set(memory: KvMemory, kv: RequestKv) -> No
     assert report.requests == 1
 
 
-def test_a_leaked_page_is_named(memory: KvMemory, kv: RequestKv) -> None:
+def test_leaked_page_is_named(memory: KvMemory, kv: RequestKv) -> None:
     (page,) = memory.allocator.alloc(1)
     assert audit(memory, kv).problems == (f"page {page} leaked: no set has it",)
 
@@ -47,12 +47,12 @@ def test_only_the_first_of_many_pages_are_named(memory: KvMemory) -> None:
     assert audit(memory).problems == ("page 1, 2, 3, 4, 5 and 3 more leaked: no set has it",)
 
 
-def test_a_page_with_two_owners_is_named_with_both(memory: KvMemory, kv: RequestKv) -> None:  # [page-conservation]
+def test_page_with_two_owners_is_named_with_both(memory: KvMemory, kv: RequestKv) -> None:  # [page-conservation]
     page = kv.private_pages[0]
     assert audit(memory, kv, held=(page,)).problems == (f"page {page} has 2 owners: a request and a transfer hold",)
 
 
-def test_a_page_in_two_tree_nodes_is_found(memory: KvMemory, kv: RequestKv) -> None:  # [page-conservation]
+def test_page_in_two_tree_nodes_is_found(memory: KvMemory, kv: RequestKv) -> None:  # [page-conservation]
     page = kv.pages[0]
     memory.cache.unlock(memory.cache.insert([90, 91, 92, 93], [page]).lock)
     assert f"page {page} has 2 owners: the tree and the tree" in audit(memory, kv).problems
@@ -66,20 +66,20 @@ def test_sums_that_match_do_not_hide_a_swap(memory: KvMemory, kv: RequestKv) -> 
     assert f"page {doubled} has 2 owners: a request and a transfer hold" in problems
 
 
-def test_the_dummy_page_belongs_to_nobody(memory: KvMemory) -> None:  # [dummy-page]
+def test_dummy_page_belongs_to_nobody(memory: KvMemory) -> None:  # [dummy-page]
     assert audit(memory, held=(DUMMY_PAGE,)).problems == ("page 0 has 2 owners: a transfer hold and the dummy",)
 
 
-def test_a_page_outside_the_pool_is_named(memory: KvMemory) -> None:
+def test_page_outside_the_pool_is_named(memory: KvMemory) -> None:
     assert audit(memory, held=(PageId(17),)).problems == ("page 17 outside the pool of 17",)
 
 
-def test_a_leaked_row_is_named(memory: KvMemory) -> None:  # [admission-unwinds]
+def test_leaked_row_is_named(memory: KvMemory) -> None:  # [admission-unwinds]
     row = memory.rows.alloc()
     assert audit(memory).problems == (f"row {row} leaked: no request or hold has it",)
 
 
-def test_a_freed_row_still_in_use_is_named(memory: KvMemory, kv: RequestKv) -> None:
+def test_freed_row_still_in_use_is_named(memory: KvMemory, kv: RequestKv) -> None:
     memory.rows.free(kv.row)
     assert audit(memory, kv).problems == (
         f"row {kv.row} free but still used by a request or hold",
@@ -87,26 +87,26 @@ def test_a_freed_row_still_in_use_is_named(memory: KvMemory, kv: RequestKv) -> N
     )
 
 
-def test_a_row_of_two_requests_is_named(memory: KvMemory) -> None:
+def test_row_of_two_requests_is_named(memory: KvMemory) -> None:
     kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=0)
     assert kv is not None
     twin = RequestKv(row=kv.row, space=BASE_SPACE, page_size=4)
     assert audit(memory, kv, twin).problems == (f"row {kv.row} used by more than one request or hold",)
 
 
-def test_a_written_padding_row_is_reported(memory: KvMemory) -> None:
+def test_written_padding_row_is_reported(memory: KvMemory) -> None:
     memory.rows.table[PADDING_ROW, 0] = 3
     assert audit(memory).problems == ("the padding row was written to",)
 
 
-def test_a_row_that_names_other_pages_is_reported(memory: KvMemory, kv: RequestKv) -> None:
+def test_row_that_names_other_pages_is_reported(memory: KvMemory, kv: RequestKv) -> None:
     memory.rows.table[kv.row, 1] = 9
     assert audit(memory, kv).problems == (
         f"row {kv.row}: the table does not list exactly the pages that the request holds",
     )
 
 
-def test_a_borrowed_page_that_left_the_tree_is_named(memory: KvMemory) -> None:  # [lock-covers-node]
+def test_borrowed_page_that_left_the_tree_is_named(memory: KvMemory) -> None:  # [lock-covers-node]
     kv = start_request(memory, PROMPT)
     kv.cache_protected_len = 8
     borrowed = f"page {kv.pages[0]}, {kv.pages[1]}"
@@ -121,7 +121,7 @@ def test_cursors_out_of_order_are_reported(memory: KvMemory) -> None:
     )
 
 
-def test_a_lock_without_a_request_is_reported(memory: KvMemory) -> None:  # [lock-released-once]
+def test_lock_without_a_request_is_reported(memory: KvMemory) -> None:  # [lock-released-once]
     pages = memory.allocator.alloc(1)
     memory.cache.insert(PROMPT[:4], pages)
     assert audit(memory).problems == (

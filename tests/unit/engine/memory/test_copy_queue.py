@@ -50,7 +50,7 @@ def test_copies_are_acked_in_order_and_from_poll_alone(copies, executor):
     assert copies.idle
 
 
-def test_the_copy_before_the_first_has_passed(copies):
+def test_copy_before_the_first_has_passed(copies):
     assert copies.passed(0)
     assert copies.passed(copies.newest_load)
 
@@ -63,7 +63,7 @@ def test_loads_are_remembered_apart(copies, kind):
     assert copies.newest_load == load
 
 
-def test_a_copy_that_raises_ends_the_loop(copies, executor):
+def test_copy_that_raises_ends_the_loop(copies, executor):
     launch(copies)
     executor.futures[0].set_exception(MemoryError("no more"))
     with pytest.raises(MemoryError):
@@ -93,7 +93,7 @@ def test_fence_waits_for_the_newest_earlier_copy(copies, executor):  # [copy-ack
     assert [*fence] == ["c"]
 
 
-def test_the_stream_may_have_what_is_fenced_at_once(copies):  # [page-fence]
+def test_stream_may_have_what_is_fenced_at_once(copies):  # [page-fence]
     fence: CopyFence[str] = CopyFence(copies=copies)
     launch(copies)
     fence.hold(["a", "b", "c"])
@@ -102,7 +102,7 @@ def test_the_stream_may_have_what_is_fenced_at_once(copies):  # [page-fence]
     assert len(fence) == 0
 
 
-def test_a_copy_is_acked_when_it_is_done_on_every_rank_and_counts_as_the_slowest():  # [copy-acked]
+def test_copy_is_acked_when_it_is_done_on_every_rank_and_counts_as_the_slowest():  # [copy-acked]
     def work(parallel: Parallel) -> list[tuple[int, float | None]]:
         executor = Executor()
         copies = CopyQueue(submit=executor, least=Agreement(parallel.schedule).least)

@@ -15,7 +15,7 @@ def test_pages_have_the_dtype_of_the_model_unless_told_otherwise():
     assert kv_dtype(KvCacheDtype.FP8_E5M2, torch.float32) is torch.float8_e5m2
 
 
-def test_a_cpu_reads_all_but_float16():
+def test_cpu_reads_all_but_float16():
     for kind in set(KvCacheDtype) - {KvCacheDtype.FLOAT16}:
         require_kv_dtype(kind, "cpu")
     with pytest.raises(ConfigError, match="--kv-cache-dtype float16 needs a GPU"):

@@ -28,18 +28,18 @@ def row_of(memory: KvMemory, kv: RequestKv) -> list[int]:
 
 
 @pytest.mark.parametrize(("tokens", "pages"), [(0, 0), (1, 1), (4, 1), (5, 2), (8, 2)])
-def test_a_started_page_is_a_page(memory: KvMemory, tokens: int, pages: int) -> None:
+def test_started_page_is_a_page(memory: KvMemory, tokens: int, pages: int) -> None:
     assert memory.pages_for(tokens) == pages
 
 
-def test_a_fresh_request_borrows_nothing(memory: KvMemory) -> None:
+def test_fresh_request_borrows_nothing(memory: KvMemory) -> None:
     kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert (kv.cache_protected_len, kv.committed_len, kv.allocated_len) == (0, 0, 0)
     assert_conserved(memory, [kv])
 
 
-def test_a_second_turn_computes_only_its_new_tokens(memory: KvMemory) -> None:
+def test_second_turn_computes_only_its_new_tokens(memory: KvMemory) -> None:
     first = start_request(memory, PROMPT)
     finish(memory, first, PROMPT)
     longer = [*PROMPT, 50, 51, 52]
@@ -51,7 +51,7 @@ def test_a_second_turn_computes_only_its_new_tokens(memory: KvMemory) -> None:
     assert_conserved(memory, [second])
 
 
-def test_a_prompt_that_is_cached_whole_still_computes_its_last_token(memory: KvMemory) -> None:  # [one-token-computed]
+def test_prompt_that_is_cached_whole_still_computes_its_last_token(memory: KvMemory) -> None:  # [one-token-computed]
     prompt = PROMPT[:8]
     finish(memory, start_request(memory, prompt), prompt)
     kv = memory.begin(prompt, space=BASE_SPACE, max_match=len(prompt) - 1)
@@ -83,14 +83,14 @@ class BrokenMatch(RadixCache):
         raise RuntimeError("broken")
 
 
-def test_a_match_that_fails_gives_the_row_back() -> None:  # [admission-unwinds]
+def test_match_that_fails_gives_the_row_back() -> None:  # [admission-unwinds]
     memory = make_memory(cache=BrokenMatch(4))
     with pytest.raises(RuntimeError, match="broken"):
         memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert memory.rows.available == 4
 
 
-def test_a_row_that_cannot_be_filled_gives_row_and_lock_back() -> None:  # [admission-unwinds]
+def test_row_that_cannot_be_filled_gives_row_and_lock_back() -> None:  # [admission-unwinds]
     memory = make_memory(max_pages=1)
     pages = memory.allocator.alloc(2)
     memory.cache.unlock(memory.cache.insert(PROMPT[:8], pages).lock)
@@ -167,7 +167,7 @@ def test_commit_only_moves_forward_within_what_is_allocated(memory: KvMemory, le
         memory.commit(kv, length)
 
 
-def test_a_checkpoint_shares_whole_settled_pages_and_keeps_the_rest_private(memory: KvMemory) -> None:
+def test_checkpoint_shares_whole_settled_pages_and_keeps_the_rest_private(memory: KvMemory) -> None:
     kv = start_request(memory, PROMPT)
     memory.checkpoint(kv, PROMPT)
     assert kv.cache_protected_len == 8
@@ -196,7 +196,7 @@ def test_checkpoints_grow_the_same_path(memory: KvMemory) -> None:
         assert_conserved(memory, [kv])
 
 
-def test_a_checkpointed_prefix_cannot_be_evicted_under_its_request(memory: KvMemory) -> None:  # [lock-covers-node]
+def test_checkpointed_prefix_cannot_be_evicted_under_its_request(memory: KvMemory) -> None:  # [lock-covers-node]
     kv = start_request(memory, PROMPT)
     memory.checkpoint(kv, PROMPT)
     assert memory.clear_cache() == 0
@@ -214,7 +214,7 @@ def test_later_of_two_equal_prompts_adopts_cached_pages(memory: KvMemory) -> Non
     assert_conserved(memory, [first, second])
 
 
-def test_a_replaced_duplicate_waits_for_the_step_that_still_reads_it(memory: KvMemory) -> None:  # [page-fence]
+def test_replaced_duplicate_waits_for_the_step_that_still_reads_it(memory: KvMemory) -> None:  # [page-fence]
     first, second = start_request(memory, PROMPT), start_request(memory, PROMPT)
     memory.checkpoint(first, PROMPT)
     memory.checkpoint(second, PROMPT, after_step=7)
@@ -236,7 +236,7 @@ def test_release_without_a_checkpoint_keeps_nothing(memory: KvMemory) -> None:
 
 
 @pytest.mark.parametrize("checkpoint", [True, False])
-def test_an_overshoot_write_finds_its_page_unused(memory: KvMemory, checkpoint: bool) -> None:  # [page-fence]
+def test_overshoot_write_finds_its_page_unused(memory: KvMemory, checkpoint: bool) -> None:  # [page-fence]
     kv = start_request(memory, PROMPT)
     overshoot = kv.pages[2]
     memory.release(kv, PROMPT, checkpoint=checkpoint, after_step=9)
@@ -299,7 +299,7 @@ def test_tenants_do_not_see_each_others_prefixes(memory: KvMemory) -> None:
 
 
 @pytest.mark.parametrize("make_cache", [lambda: RadixCache(4), NoPrefixCache], ids=["radix", "none"])
-def test_the_same_life_works_with_and_without_a_cache(make_cache: Callable[[], PrefixCache]) -> None:
+def test_same_life_works_with_and_without_a_cache(make_cache: Callable[[], PrefixCache]) -> None:
     memory = make_memory(page_size=4, usable_pages=8, cache=make_cache())
     for _ in range(5):
         kv = start_request(memory, PROMPT)
@@ -311,7 +311,7 @@ def test_the_same_life_works_with_and_without_a_cache(make_cache: Callable[[], P
     assert memory.available_pages() == 8
 
 
-def test_a_row_holds_the_longest_request_and_no_more() -> None:
+def test_row_holds_the_longest_request_and_no_more() -> None:
     memory = make_memory(max_pages=2)
     kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
@@ -320,7 +320,7 @@ def test_a_row_holds_the_longest_request_and_no_more() -> None:
         memory.ensure(kv, 9)
 
 
-def test_the_allocator_is_never_asked_for_more_than_it_has(memory: KvMemory) -> None:
+def test_allocator_is_never_asked_for_more_than_it_has(memory: KvMemory) -> None:
     kv = memory.begin([], space=BASE_SPACE, max_match=0)
     assert kv is not None
     assert memory.ensure(kv, 16 * 4)

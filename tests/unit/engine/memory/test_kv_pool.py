@@ -9,14 +9,14 @@ def make_pool(dtype: torch.dtype = torch.float32) -> KvPool:
     return KvPool(num_pages=5, num_layers=3, num_kv_heads=2, head_dim=8, page_size=4, dtype=dtype, device="cpu")
 
 
-def test_the_layout_is_page_first_and_contiguous() -> None:
+def test_layout_is_page_first_and_contiguous() -> None:
     pool = make_pool()
     assert pool.data.shape == (5, 3, 2, 2, 4, 8)
     assert pool.data.is_contiguous()
 
 
 @pytest.mark.parametrize(("dtype", "itemsize"), [(torch.float32, 4), (torch.bfloat16, 2), (torch.float16, 2)])
-def test_a_page_is_one_run_of_bytes(dtype: torch.dtype, itemsize: int) -> None:
+def test_page_is_one_run_of_bytes(dtype: torch.dtype, itemsize: int) -> None:
     pool = make_pool(dtype)
     assert pool.page_bytes == 3 * 2 * 2 * 4 * 8 * itemsize
     assert pool.total_bytes == 5 * pool.page_bytes
@@ -24,7 +24,7 @@ def test_a_page_is_one_run_of_bytes(dtype: torch.dtype, itemsize: int) -> None:
     assert pool.page_view(PageId(2)).data_ptr() == pool.address + 2 * pool.page_bytes
 
 
-def test_the_dummy_page_holds_finite_numbers() -> None:  # [finite-padding]
+def test_dummy_page_holds_finite_numbers() -> None:  # [finite-padding]
     assert not make_pool().data[DUMMY_PAGE].any()
 
 
@@ -79,7 +79,7 @@ FLOAT8 = [torch.float8_e4m3fn, torch.float8_e5m2]
 
 
 @pytest.mark.parametrize("dtype", FLOAT8)
-def test_a_page_of_float8_has_a_byte_for_each_number(dtype: torch.dtype) -> None:
+def test_page_of_float8_has_a_byte_for_each_number(dtype: torch.dtype) -> None:
     assert make_pool(dtype).page_bytes == 3 * 2 * 2 * 4 * 8
     assert make_pool().scales is None
 
@@ -116,7 +116,7 @@ def test_pages_of_float8_are_copied_with_the_others() -> None:
     assert pool.page_view(PageId(3)).any()
 
 
-def test_a_page_of_latents_holds_each_once() -> None:
+def test_page_of_latents_holds_each_once() -> None:
     pool = KvPool(
         num_pages=5,
         num_layers=3,

@@ -5,7 +5,7 @@ from tandem_engine.memory.prefix_cache import NoPrefixCache
 from tandem_engine.messages.kv_events import AllCleared
 
 
-def test_an_insert_adopts_nothing_and_nothing_is_ever_matched() -> None:
+def test_insert_adopts_nothing_and_nothing_is_ever_matched() -> None:
     cache = NoPrefixCache()
     result = cache.insert([1, 2, 3, 4], [PageId(1), PageId(2)])
     assert (result.pages, result.duplicates) == ((), ())

@@ -13,7 +13,7 @@ def allocator() -> PageAllocator:
     return PageAllocator(num_pages=6)
 
 
-def test_the_dummy_page_is_never_given_out(allocator: PageAllocator) -> None:  # [dummy-page]
+def test_dummy_page_is_never_given_out(allocator: PageAllocator) -> None:  # [dummy-page]
     assert sorted(allocator.alloc(5)) == [1, 2, 3, 4, 5]
 
 
@@ -29,7 +29,7 @@ def test_nothing_asked_for_is_nothing_given(allocator: PageAllocator) -> None:
     assert allocator.available == 5
 
 
-def test_a_light_load_stays_on_few_pages(allocator: PageAllocator) -> None:
+def test_light_load_stays_on_few_pages(allocator: PageAllocator) -> None:
     used = set()
     for _ in range(4):
         pages = allocator.alloc(2)
@@ -38,20 +38,20 @@ def test_a_light_load_stays_on_few_pages(allocator: PageAllocator) -> None:
     assert used == {1, 2}
 
 
-def test_a_page_freed_twice_is_named(allocator: PageAllocator) -> None:
+def test_page_freed_twice_is_named(allocator: PageAllocator) -> None:
     (page,) = allocator.alloc(1)
     allocator.free([page])
     with pytest.raises(AssertionError, match=f"page {page} given back while free"):
         allocator.free([page])
 
 
-def test_a_page_twice_in_one_call_is_named(allocator: PageAllocator) -> None:
+def test_page_twice_in_one_call_is_named(allocator: PageAllocator) -> None:
     (page,) = allocator.alloc(1)
     with pytest.raises(AssertionError, match=f"page {page} given back while free"):
         allocator.free([page, page])
 
 
-def test_a_fenced_page_freed_again_is_named(allocator: PageAllocator) -> None:
+def test_fenced_page_freed_again_is_named(allocator: PageAllocator) -> None:
     (page,) = allocator.alloc(1)
     allocator.free_after(1, [page])
     with pytest.raises(AssertionError, match=f"page {page} given back while fenced"):
@@ -65,7 +65,7 @@ def test_neither_dummy_nor_sentinel_can_be_freed(allocator: PageAllocator, page:
         allocator.free([page])
 
 
-def test_a_late_write_cannot_reach_a_page_of_another_request(allocator: PageAllocator) -> None:  # [page-fence]
+def test_late_write_cannot_reach_a_page_of_another_request(allocator: PageAllocator) -> None:  # [page-fence]
     written_by_step_3 = allocator.alloc(2)
     allocator.free_after(3, written_by_step_3)
     others = allocator.alloc(3)
@@ -82,13 +82,13 @@ def test_fenced_pages_count_apart_and_are_still_free_for_the_audit(allocator: Pa
     assert sorted(allocator.free_page_ids()) == [1, 2, 3, 4, 5]
 
 
-def test_a_step_that_settled_does_not_fence(allocator: PageAllocator) -> None:
+def test_step_that_settled_does_not_fence(allocator: PageAllocator) -> None:
     allocator.settled(3)
     allocator.free_after(3, allocator.alloc(2))
     assert (allocator.available, allocator.fenced_pages) == (5, 0)
 
 
-def test_a_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -> None:  # [copy-acked] [page-fence]
+def test_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -> None:  # [copy-acked] [page-fence]
     done: Future[CopyReport] = Future()
     copies = CopyQueue(submit=lambda _copy: done)
     allocator = PageAllocator(3, copies)
@@ -105,7 +105,7 @@ def test_a_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -
     assert allocator.alloc(1, Writer.PEER) == pages[1:]
 
 
-def test_a_page_behind_a_step_and_a_copy_waits_for_both() -> None:  # [page-fence]
+def test_page_behind_a_step_and_a_copy_waits_for_both() -> None:  # [page-fence]
     copies = CopyQueue(submit=lambda _copy: Future())
     allocator = PageAllocator(2, copies)
     pages = allocator.alloc(1)

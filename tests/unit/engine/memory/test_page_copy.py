@@ -45,7 +45,7 @@ def test_sources_and_targets_are_as_many(device):
         copy(CopyKind.DEVICE_TO_HOST, [1, 2], [3])
 
 
-def test_an_executor_without_a_copier_says_so():
+def test_executor_without_a_copier_says_so():
     with pytest.raises(AssertionError, match="has no copier"):
         refuse_copies(copy(CopyKind.DEVICE_TO_HOST, [1], [2]))
 
@@ -55,7 +55,7 @@ SPEC = StateSpec(layers=2, history=3, channels=20, heads=2, key_size=6, value_si
 
 
 @pytest.mark.parametrize("page_bytes", [1024, 300, 4096])
-def test_a_state_goes_to_pages_of_any_size_and_back(device, page_bytes):
+def test_state_goes_to_pages_of_any_size_and_back(device, page_bytes):
     states = StatePool(SPEC, rows=3, device="cpu")
     states.bytes_view().copy_(torch.arange(4 * 1024).view(4, 1024) % 251)
     before, parts = states.bytes_view().clone(), parts_of_state(1024, page_bytes)
@@ -69,6 +69,6 @@ def test_a_state_goes_to_pages_of_any_size_and_back(device, page_bytes):
     assert bool((states.bytes_view()[[0, 2, 3]] == 0xFF).all())
 
 
-def test_a_model_without_states_copies_none(device, host):
+def test_model_without_states_copies_none(device, host):
     with pytest.raises(AssertionError, match="state_to_host of a model without states"):
         PageCopier(device, host)(copy(CopyKind.STATE_TO_HOST, [1], [2]))

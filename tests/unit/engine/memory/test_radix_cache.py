@@ -54,7 +54,7 @@ def cache(size: int) -> RadixCache:
     return RadixCache(size)
 
 
-def test_an_empty_cache_matches_nothing(cache: RadixCache, size: int) -> None:
+def test_empty_cache_matches_nothing(cache: RadixCache, size: int) -> None:
     match = cache.match(run(size, 1, 2))
     assert match.pages == ()
     assert cache.audit([match.lock]) == []
@@ -66,7 +66,7 @@ def test_inserted_prefix_is_matched(cache: RadixCache, size: int) -> None:
     assert cached(cache, run(size, 1, 2, 3, 4)) == (1, 2, 3)
 
 
-def test_a_partial_match_ends_at_a_page_boundary_inside_a_node(cache: RadixCache, size: int) -> None:
+def test_partial_match_ends_at_a_page_boundary_inside_a_node(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2, 3), pages(1, 3))
     assert cached(cache, run(size, 1, 2, 9)) == (1, 2)
     assert cached(cache, run(size, 1)) == (1,)
@@ -74,14 +74,14 @@ def test_a_partial_match_ends_at_a_page_boundary_inside_a_node(cache: RadixCache
     assert cached(cache, run(size, 1, 2, 3)) == (1, 2, 3)
 
 
-def test_a_partial_page_is_not_matched() -> None:  # [whole-pages]
+def test_partial_page_is_not_matched() -> None:  # [whole-pages]
     cache = RadixCache(4)
     store(cache, run(4, 1, 2), pages(1, 2))
     assert cached(cache, run(4, 1, 2)[:7]) == (1,)
     assert cached(cache, run(4, 1, 2)[:3]) == ()
 
 
-def test_the_match_is_capped_in_tokens_and_rounded_down_to_pages() -> None:  # [one-token-computed]
+def test_match_is_capped_in_tokens_and_rounded_down_to_pages() -> None:  # [one-token-computed]
     cache = RadixCache(4)
     tokens = run(4, 1, 2, 3)
     store(cache, tokens, pages(1, 3))
@@ -92,7 +92,7 @@ def test_the_match_is_capped_in_tokens_and_rounded_down_to_pages() -> None:  # [
         assert cache.peek(tokens, max_tokens=cap) == expected
 
 
-def test_a_negative_cap_is_a_bug_and_not_a_slice(cache: RadixCache, size: int) -> None:
+def test_negative_cap_is_a_bug_and_not_a_slice(cache: RadixCache, size: int) -> None:
     with pytest.raises(AssertionError, match="at most -1 tokens"):
         cache.match(run(size, 1), max_tokens=-1)
 
@@ -115,7 +115,7 @@ def test_pages_for_tokens_the_tree_has_come_back_as_duplicates(cache: RadixCache
     assert sorted(cache.pages()) == [1, 2, 7]
 
 
-def test_the_borrowed_prefix_is_no_duplicate(cache: RadixCache, size: int) -> None:
+def test_borrowed_prefix_is_no_duplicate(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     result = store(cache, run(size, 1, 2, 3), [PageId(1), PageId(6), PageId(7)])
     assert result.duplicates == (6,)
@@ -151,7 +151,7 @@ def test_salts_share_nothing(cache: RadixCache, size: int) -> None:
     assert cached(cache, run(size, 1, 2), space=CacheSpace("b")) == (5, 6)
 
 
-def test_a_salt_without_content_leaves_nothing_behind(cache: RadixCache, size: int) -> None:
+def test_salt_without_content_leaves_nothing_behind(cache: RadixCache, size: int) -> None:
     for tenant in range(5):
         cached(cache, run(size, 1), space=CacheSpace(str(tenant)))
         store(cache, run(size, 1), [PageId(tenant + 1)], space=CacheSpace(str(tenant)))
@@ -159,7 +159,7 @@ def test_a_salt_without_content_leaves_nothing_behind(cache: RadixCache, size: i
     assert cache._roots == {}
 
 
-def test_a_locked_path_survives_any_eviction(cache: RadixCache, size: int) -> None:  # [lock-covers-node]
+def test_locked_path_survives_any_eviction(cache: RadixCache, size: int) -> None:  # [lock-covers-node]
     store(cache, run(size, 1, 2, 3), pages(1, 3))
     match = cache.match(run(size, 1, 2))
     assert cache.evict(sys.maxsize) == [3]
@@ -168,14 +168,14 @@ def test_a_locked_path_survives_any_eviction(cache: RadixCache, size: int) -> No
     assert sorted(cache.evict(sys.maxsize)) == [1, 2]
 
 
-def test_an_insert_is_locked_from_the_start(cache: RadixCache, size: int) -> None:  # [lock-covers-node]
+def test_insert_is_locked_from_the_start(cache: RadixCache, size: int) -> None:  # [lock-covers-node]
     result = cache.insert(run(size, 1, 2), pages(1, 2))
     assert cache.evict(sys.maxsize) == []
     cache.unlock(result.lock)
     assert cache.evictable_pages() == 2
 
 
-def test_a_lock_given_back_twice_is_a_bug(cache: RadixCache, size: int) -> None:  # [lock-released-once]
+def test_lock_given_back_twice_is_a_bug(cache: RadixCache, size: int) -> None:  # [lock-released-once]
     match = cache.match(run(size, 1))
     cache.unlock(match.lock)
     assert match.lock.released
@@ -193,7 +193,7 @@ def test_two_locks_on_one_path_are_two_locks(cache: RadixCache, size: int) -> No
     assert cache.evictable_pages() == 2
 
 
-def test_a_lock_taken_before_a_split_still_covers_its_whole_path(cache: RadixCache, size: int) -> None:
+def test_lock_taken_before_a_split_still_covers_its_whole_path(cache: RadixCache, size: int) -> None:
     result = cache.insert(run(size, 1, 2, 3), pages(1, 3))
     store(cache, run(size, 1, 9), [PageId(1), PageId(8)])
     assert cache.audit([result.lock]) == []
@@ -203,7 +203,7 @@ def test_a_lock_taken_before_a_split_still_covers_its_whole_path(cache: RadixCac
     assert cache.audit([]) == []
 
 
-def test_the_least_recently_used_leaf_goes_first(cache: RadixCache, size: int) -> None:
+def test_least_recently_used_leaf_goes_first(cache: RadixCache, size: int) -> None:
     for block in (1, 2, 3):
         store(cache, run(size, block), [PageId(block)])
     cached(cache, run(size, 1))
@@ -218,7 +218,7 @@ def test_peeking_does_not_count_as_use(cache: RadixCache, size: int) -> None:
     assert cache.evict(1) == [1]
 
 
-def test_a_parent_goes_after_its_last_child_in_its_own_turn(cache: RadixCache, size: int) -> None:
+def test_parent_goes_after_its_last_child_in_its_own_turn(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     store(cache, run(size, 5), [PageId(5)])
     store(cache, run(size, 1, 3), [PageId(1), PageId(3)])
@@ -235,7 +235,7 @@ def test_eviction_gives_what_was_asked_or_all_there_is(wanted: int) -> None:  # 
     assert cache.audit([]) == []
 
 
-def test_a_leaf_is_evicted_from_its_end(cache: RadixCache, size: int) -> None:
+def test_leaf_is_evicted_from_its_end(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2, 3), pages(1, 3))
     assert cache.evict(1) == [3]
     assert cached(cache, run(size, 1, 2, 3)) == (1, 2)
@@ -272,7 +272,7 @@ def test_chunks_of_one_request_make_one_node(cache: RadixCache, size: int) -> No
     assert cache.evictable_pages() == 4
 
 
-def test_a_node_that_others_have_locked_does_not_grow(cache: RadixCache, size: int) -> None:
+def test_node_that_others_have_locked_does_not_grow(cache: RadixCache, size: int) -> None:
     first = cache.insert(run(size, 1), [PageId(1)]).lock
     other = cache.match(run(size, 1)).lock
     longer = cache.extend(first, run(size, 2), [PageId(2)]).lock
@@ -347,14 +347,14 @@ def test_evicted_blocks_are_withdrawn(cache: RadixCache, size: int) -> None:
     assert cache.take_events() == [BlockRemoved(hashes=tuple(chain[1:]))]
 
 
-def test_a_match_that_splits_a_node_announces_nothing(cache: RadixCache, size: int) -> None:
+def test_match_that_splits_a_node_announces_nothing(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2, 3), pages(1, 3))
     cache.take_events()
     cached(cache, run(size, 1))
     assert cache.take_events() == []
 
 
-def test_a_snapshot_starts_over_and_names_parents_before_children(cache: RadixCache, size: int) -> None:
+def test_snapshot_starts_over_and_names_parents_before_children(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     store(cache, run(size, 1, 3), [PageId(1), PageId(3)])
     first, *rest = cache.snapshot_events()
@@ -367,7 +367,7 @@ def test_a_snapshot_starts_over_and_names_parents_before_children(cache: RadixCa
     assert {*named[1:]} == {left, right}
 
 
-def test_a_silent_cache_emits_nothing_and_can_still_be_replayed(size: int) -> None:
+def test_silent_cache_emits_nothing_and_can_still_be_replayed(size: int) -> None:
     cache = RadixCache(size, emit_events=False)
     for length in (1, 2, 3):
         store(cache, run(size, *range(length)), pages(1, length))
@@ -377,7 +377,7 @@ def test_a_silent_cache_emits_nothing_and_can_still_be_replayed(size: int) -> No
     assert replayed(cache.snapshot_events()) == {*expected}
 
 
-def test_a_spent_path_is_evicted_before_what_is_older(cache: RadixCache, size: int) -> None:
+def test_spent_path_is_evicted_before_what_is_older(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     store(cache, run(size, 5, 6), pages(5, 2))
     cache.unlock(cache.match(run(size, 5, 6)).lock, spent=True)
@@ -396,7 +396,7 @@ def test_shared_part_of_a_spent_path_stays(cache: RadixCache, size: int) -> None
     assert cache.audit([]) == []
 
 
-def test_a_spent_path_that_somebody_holds_is_as_young_as_its_last_use(cache: RadixCache, size: int) -> None:
+def test_spent_path_that_somebody_holds_is_as_young_as_its_last_use(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     store(cache, run(size, 7), pages(7, 1))
     held = cache.match(run(size, 1, 2)).lock
@@ -435,7 +435,7 @@ def test_replaying_the_events_gives_the_snapshot(size: int, seed: int) -> None:
             assert known == replayed(cache.snapshot_events())
 
 
-def test_the_audit_names_a_lock_that_nobody_holds(cache: RadixCache, size: int) -> None:
+def test_audit_names_a_lock_that_nobody_holds(cache: RadixCache, size: int) -> None:
     root_and_leaf = cache.insert(run(size, 1), pages(1, 1)).lock
     assert cache.audit([root_and_leaf]) == []
     assert cache.audit([]) == [
@@ -444,12 +444,12 @@ def test_the_audit_names_a_lock_that_nobody_holds(cache: RadixCache, size: int) 
     ]
 
 
-def test_the_audit_sees_a_lock_on_an_empty_match(cache: RadixCache, size: int) -> None:  # [lock-released-once]
+def test_audit_sees_a_lock_on_an_empty_match(cache: RadixCache, size: int) -> None:  # [lock-released-once]
     cache.match(run(size, 1))
     assert cache.audit([]) == ["tree node with pages [] counts 1 locks, requests hold 0"]
 
 
-def test_the_audit_sees_a_wrong_evictable_count(cache: RadixCache, size: int) -> None:
+def test_audit_sees_a_wrong_evictable_count(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1), pages(1, 1))
     cache._evictable += 1
     assert cache.audit([]) == ["1 tree pages are evictable, the counter is 2"]

@@ -36,7 +36,7 @@ def test_shared_blocks_counts_whole_equal_blocks(prefix: bytes, one: bytes, othe
     assert shared_blocks(one, other, size) == expected
 
 
-def test_a_split_keeps_pages_with_their_blocks_and_locks_with_the_path() -> None:
+def test_split_keeps_pages_with_their_blocks_and_locks_with_the_path() -> None:
     root = make_root()
     lower = make_leaf(root, TOKENS)
     lower.lock_count = 2
@@ -60,7 +60,7 @@ def test_hashes_are_the_shared_chain_whether_asked_before_or_after_a_split(split
     assert [*upper.chain(), *lower.chain()] == chain_hashes(TOKENS, 4, parent=chain_seed("tenant"))
 
 
-def test_a_leaf_grows_at_its_end_and_hashes_only_what_is_new() -> None:
+def test_leaf_grows_at_its_end_and_hashes_only_what_is_new() -> None:
     leaf = make_leaf(make_root(), TOKENS[:4])
     before = leaf.chain()[0]
     leaf.grow(pack_tokens(TOKENS[4:]), [PageId(7), PageId(9)])
@@ -84,14 +84,14 @@ def test_truncating_to_nothing_removes_the_leaf() -> None:
     assert root.children == {}
 
 
-def test_a_parent_cannot_be_truncated() -> None:
+def test_parent_cannot_be_truncated() -> None:
     parent = make_leaf(make_root(), TOKENS)
     make_leaf(parent, [1, 2, 3, 4], first_page=9)
     with pytest.raises(AssertionError, match="1 children would lose their prefix"):
         parent.truncate(0)
 
 
-def test_a_parent_cannot_grow() -> None:
+def test_parent_cannot_grow() -> None:
     parent = make_leaf(make_root(), TOKENS)
     make_leaf(parent, [1, 2, 3, 4], first_page=9)
     with pytest.raises(AssertionError, match="1 children would change their prefix"):
@@ -99,7 +99,7 @@ def test_a_parent_cannot_grow() -> None:
 
 
 @pytest.mark.parametrize("at", [0, 3])
-def test_a_split_leaves_no_empty_node(at: int) -> None:  # [one-length-unit]
+def test_split_leaves_no_empty_node(at: int) -> None:  # [one-length-unit]
     leaf = make_leaf(make_root(), TOKENS)
     with pytest.raises(AssertionError, match=f"at {at}"):
         leaf.split(at)

@@ -20,7 +20,7 @@ def pages(*ids: int) -> list[PageId]:
     return [PageId(i) for i in ids]
 
 
-def test_the_padding_row_is_never_given_out(rows: ReqToTokenPool) -> None:  # [dummy-page]
+def test_padding_row_is_never_given_out(rows: ReqToTokenPool) -> None:  # [dummy-page]
     given = [alloc(rows), alloc(rows)]
     assert sorted(given) == [1, 2]
     assert rows.alloc() is None
@@ -40,14 +40,14 @@ def test_written_pages_show_in_the_table_and_the_rest_is_the_dummy_page(rows: Re
     assert rows.table[row].tolist() == [7, 8, 9, 0]
 
 
-def test_a_rewrite_in_the_middle_keeps_what_follows(rows: ReqToTokenPool) -> None:
+def test_rewrite_in_the_middle_keeps_what_follows(rows: ReqToTokenPool) -> None:
     row = alloc(rows)
     rows.write(row, 0, pages(7, 8, 9))
     rows.write(row, 0, pages(5, 6))
     assert rows.table[row].tolist() == [5, 6, 9, 0]
 
 
-def test_a_recycled_row_shows_nothing_of_its_last_request(rows: ReqToTokenPool) -> None:
+def test_recycled_row_shows_nothing_of_its_last_request(rows: ReqToTokenPool) -> None:
     first = alloc(rows)
     rows.write(first, 0, pages(7, 8, 9))
     rows.free(first)
@@ -57,14 +57,14 @@ def test_a_recycled_row_shows_nothing_of_its_last_request(rows: ReqToTokenPool) 
     assert rows.table[second].tolist() == [5, 0, 0, 0]
 
 
-def test_a_freed_row_is_zero_before_anybody_takes_it(rows: ReqToTokenPool) -> None:
+def test_freed_row_is_zero_before_anybody_takes_it(rows: ReqToTokenPool) -> None:
     row = alloc(rows)
     rows.write(row, 0, pages(7, 8))
     rows.free_after(1, row)
     assert not rows.table.any()
 
 
-def test_a_fenced_row_is_given_out_only_after_its_step(rows: ReqToTokenPool) -> None:
+def test_fenced_row_is_given_out_only_after_its_step(rows: ReqToTokenPool) -> None:
     fenced, other = alloc(rows), alloc(rows)
     rows.free_after(5, fenced)
     assert rows.alloc() is None
@@ -75,7 +75,7 @@ def test_a_fenced_row_is_given_out_only_after_its_step(rows: ReqToTokenPool) -> 
     assert {*rows.in_use()} == {fenced, other}
 
 
-def test_a_step_that_settled_does_not_fence_a_row(rows: ReqToTokenPool) -> None:
+def test_step_that_settled_does_not_fence_a_row(rows: ReqToTokenPool) -> None:
     row = alloc(rows)
     rows.settled(5)
     rows.free_after(5, row)
@@ -83,7 +83,7 @@ def test_a_step_that_settled_does_not_fence_a_row(rows: ReqToTokenPool) -> None:
 
 
 @pytest.mark.parametrize("step", [None, 3])
-def test_a_row_freed_twice_is_a_bug(rows: ReqToTokenPool, step: int | None) -> None:  # [single-release]
+def test_row_freed_twice_is_a_bug(rows: ReqToTokenPool, step: int | None) -> None:  # [single-release]
     row = alloc(rows)
     if step is None:
         rows.free(row)
@@ -93,7 +93,7 @@ def test_a_row_freed_twice_is_a_bug(rows: ReqToTokenPool, step: int | None) -> N
         rows.free(row)
 
 
-def test_the_padding_row_cannot_be_freed(rows: ReqToTokenPool) -> None:
+def test_padding_row_cannot_be_freed(rows: ReqToTokenPool) -> None:
     with pytest.raises(AssertionError, match="row 0"):
         rows.free(PADDING_ROW)
 
@@ -111,7 +111,7 @@ def test_writing_past_the_end_of_a_row_is_a_bug(rows: ReqToTokenPool) -> None:
         rows.write(row, 0, pages(1, 2, 3, 4, 5))
 
 
-def test_a_free_row_cannot_be_written(rows: ReqToTokenPool) -> None:
+def test_free_row_cannot_be_written(rows: ReqToTokenPool) -> None:
     row = alloc(rows)
     rows.free(row)
     with pytest.raises(AssertionError, match="is free"):

@@ -57,7 +57,7 @@ def test_host_memory_of_another_device_leaves_the_pool_alone():
     assert str(made).endswith("free 6.00 GiB; of host memory: host cache 7.00 GiB, swap space 0.00 GiB")
 
 
-def test_a_draft_that_is_yet_to_be_loaded_is_counted():
+def test_draft_that_is_yet_to_be_loaded_is_counted():
     drafting = replace(facts(), draft=GIB // 2)
     made = plan(CacheConfig(mem_fraction_static=0.5), drafting)
     assert made.pages == plan(CacheConfig(mem_fraction_static=0.5), facts()).pages - 512
@@ -92,7 +92,7 @@ def test_one_line_says_what_went_where():
         (0.98, facts(used=9 * GIB), "free memory of this machine, or serve a smaller model"),
     ],
 )
-def test_a_share_without_room_for_one_request_is_refused_with_what_would_fit(fraction, measured, advice):
+def test_share_without_room_for_one_request_is_refused_with_what_would_fit(fraction, measured, advice):
     with pytest.raises(ConfigError) as refused:
         plan(CacheConfig(mem_fraction_static=fraction), measured)
     text = str(refused.value)
@@ -112,12 +112,12 @@ def test_proposed_sizes_are_accepted():
         (CacheConfig(kv_cache_bytes=20 * GIB), r"--kv-cache-gib 20 needs 20\.00 GiB .* at most 9\.00"),
     ],
 )
-def test_a_pool_that_the_memory_cannot_hold_is_refused_at_start(cache, text):
+def test_pool_that_the_memory_cannot_hold_is_refused_at_start(cache, text):
     with pytest.raises(ConfigError, match=text):
         plan(cache, facts(activations=None))
 
 
-def test_a_given_size_is_taken_as_it_is():
+def test_given_size_is_taken_as_it_is():
     assert plan(CacheConfig(num_pages=7), facts(activations=None)).pages == 7
     assert plan(CacheConfig(kv_cache_bytes=GIB), facts(activations=None)).pages == 1024
     assert "activations not measured" in str(plan(CacheConfig(), facts(activations=None)))

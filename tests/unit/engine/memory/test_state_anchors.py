@@ -71,14 +71,14 @@ def audited(memory: KvMemory, *kvs: RequestKv) -> None:
 @pytest.mark.parametrize(
     ("length", "usable"), [(63, 0), (64, 0), (65, 64), (127, 64), (128, 64), (129, 128), (200, 192)]
 )
-def test_the_same_prompt_again_computes_at_most_a_grain(length, usable):
+def test_same_prompt_again_computes_at_most_a_grain(length, usable):
     memory, tokens = make(), [*range(length)]
     end(memory, compute(memory, tokens), tokens)
     assert found(memory, tokens) == usable
     audited(memory)
 
 
-def test_an_anchor_inside_a_step_is_a_snapshot_of_its_run():
+def test_anchor_inside_a_step_is_a_snapshot_of_its_run():
     memory, tokens = make(), [*range(100)]
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
     assert kv is not None
@@ -87,7 +87,7 @@ def test_an_anchor_inside_a_step_is_a_snapshot_of_its_run():
     audited(memory, kv)
 
 
-def test_a_chunk_that_ends_at_an_anchor_is_copied_by_the_next():
+def test_chunk_that_ends_at_an_anchor_is_copied_by_the_next():
     memory, tokens = make(), [*range(100)]
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
     assert kv is not None
@@ -95,7 +95,7 @@ def test_a_chunk_that_ends_at_an_anchor_is_copied_by_the_next():
     assert launch(memory, kv, 64, 100) == (((kv.row, 5),), ())
 
 
-def test_an_anchor_of_the_step_before_waits_for_no_further_page():
+def test_anchor_of_the_step_before_waits_for_no_further_page():
     memory, tokens = make(), [*range(70)]
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=69)
     assert kv is not None
@@ -108,7 +108,7 @@ def test_an_anchor_of_the_step_before_waits_for_no_further_page():
     audited(memory, kv)
 
 
-def test_a_request_with_an_anchor_begins_with_a_copy_of_it():
+def test_request_with_an_anchor_begins_with_a_copy_of_it():
     memory, tokens = make(), [*range(100)]
     end(memory, compute(memory, tokens), tokens)
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
@@ -119,7 +119,7 @@ def test_a_request_with_an_anchor_begins_with_a_copy_of_it():
     audited(memory, kv)
 
 
-def test_the_next_turn_continues_where_the_answer_passed_a_grain():
+def test_next_turn_continues_where_the_answer_passed_a_grain():
     memory, tokens = make(), [*range(100)]
     kv = compute(memory, tokens, decodes=100)
     answered = [*tokens, *range(1000, 1101)]
@@ -128,7 +128,7 @@ def test_the_next_turn_continues_where_the_answer_passed_a_grain():
     assert found(memory, [*answered, *range(50)]) == 192
 
 
-def test_a_prompt_that_leaves_a_cached_one_marks_where_it_does():
+def test_prompt_that_leaves_a_cached_one_marks_where_it_does():
     """The first with this beginning could not know where another would leave it; the third continues there."""
     memory = make()
     shared = [*range(150)]
@@ -166,7 +166,7 @@ def test_trials_within_a_prompt_are_snapshots_in_order():
     audited(memory, kv)
 
 
-def test_a_trial_where_a_chunk_ends_is_copied_by_the_next():
+def test_trial_where_a_chunk_ends_is_copied_by_the_next():
     memory = make(range(5, 37), pages=200)
     kv = memory.begin(LONG, space=BASE_SPACE, max_match=1023)
     assert kv is not None
@@ -180,7 +180,7 @@ def test_a_trial_where_a_chunk_ends_is_copied_by_the_next():
 
 
 @pytest.mark.parametrize(("shared", "usable"), [(1000, 960), (900, 768), (767, 640), (512, 512), (300, 256), (100, 0)])
-def test_the_second_prompt_continues_before_it_parts(shared, usable):
+def test_second_prompt_continues_before_it_parts(shared, usable):
     memory = make(range(5, 37), pages=200)
     end(memory, compute(memory, LONG), LONG)
     assert on_trial(memory) == len(TRIALS)
@@ -211,7 +211,7 @@ def test_trials_make_room_and_take_none_of_others():
     audited(memory)
 
 
-def test_the_oldest_trial_makes_room_for_another():
+def test_oldest_trial_makes_room_for_another():
     memory = make(range(5, 12), pages=400)
     prompts = [[*range(first, first + 300)] for first in range(1000, 6000, 1000)]
     for tokens in prompts:
@@ -222,7 +222,7 @@ def test_the_oldest_trial_makes_room_for_another():
     audited(memory)
 
 
-def test_a_trial_that_a_request_used_is_one_no_longer():
+def test_trial_that_a_request_used_is_one_no_longer():
     memory = make(range(5, 37), pages=200)
     end(memory, compute(memory, LONG), LONG)
     kv = memory.begin(branched(600), space=BASE_SPACE, max_match=1023)
@@ -233,7 +233,7 @@ def test_a_trial_that_a_request_used_is_one_no_longer():
     audited(memory, kv)
 
 
-def test_a_request_that_is_not_admitted_leaves_a_trial():
+def test_request_that_is_not_admitted_leaves_a_trial():
     memory = make(range(5, 13), pages=400)
     end(memory, compute(memory, LONG), LONG)
     trials = on_trial(memory)
@@ -248,7 +248,7 @@ def test_a_request_that_is_not_admitted_leaves_a_trial():
     audited(memory)
 
 
-def test_a_trial_does_not_count_as_kept_while_swapped():
+def test_trial_does_not_count_as_kept_while_swapped():
     """Swapped KV begins where the cache is expected to end, and trials make room before the request returns."""
     memory = make(range(5, 37), pages=200)
     kv = compute(memory, LONG)
@@ -259,7 +259,7 @@ def test_a_trial_does_not_count_as_kept_while_swapped():
     assert memory.kept_blocks(kv) == 512 // PAGE
 
 
-def test_a_prompt_that_ends_at_a_trial_makes_it_an_anchor():
+def test_prompt_that_ends_at_a_trial_makes_it_an_anchor():
     memory = make(range(5, 37), pages=200)
     end(memory, compute(memory, LONG), LONG)
     same = branched(513)[:513]
@@ -272,7 +272,7 @@ def test_a_prompt_that_ends_at_a_trial_makes_it_an_anchor():
     audited(memory)
 
 
-def test_an_aborted_prompt_gives_back_its_trials():
+def test_aborted_prompt_gives_back_its_trials():
     memory = make(range(5, 37), pages=200)
     kv = memory.begin(LONG, space=BASE_SPACE, max_match=1023)
     assert kv is not None
@@ -283,13 +283,13 @@ def test_an_aborted_prompt_gives_back_its_trials():
     assert on_trial(memory) == len(TRIALS)
 
 
-def test_a_model_that_computes_states_by_token_has_no_trials():
+def test_model_that_computes_states_by_token_has_no_trials():
     memory = make(range(5, 37), pages=200, trials=False)
     end(memory, compute(memory, LONG), LONG)
     assert (on_trial(memory), found(memory, LONG), found(memory, branched(900))) == (0, 960, 0)
 
 
-def test_the_anchor_used_longest_ago_gives_its_slot():
+def test_anchor_used_longest_ago_gives_its_slot():
     memory = make(range(5, 7))
     prompts = [[*range(first, first + 70)] for first in (0, 1000, 2000)]
     for tokens in prompts[:2]:
@@ -303,7 +303,7 @@ def test_the_anchor_used_longest_ago_gives_its_slot():
     audited(memory)
 
 
-def test_an_anchor_that_a_request_begins_with_keeps_its_slot():
+def test_anchor_that_a_request_begins_with_keeps_its_slot():
     memory = make(range(5, 6))
     first, second = [*range(70)], [*range(1000, 1070)]
     end(memory, compute(memory, first), first)
@@ -323,7 +323,7 @@ def test_pages_that_the_cache_drops_take_their_anchor_along():
     assert found(memory, tokens) == 0
 
 
-def test_an_aborted_request_gives_back_what_it_never_attached():
+def test_aborted_request_gives_back_what_it_never_attached():
     memory, tokens = make(), [*range(100)]
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
     assert kv is not None
@@ -333,7 +333,7 @@ def test_an_aborted_request_gives_back_what_it_never_attached():
     assert found(memory, tokens) == 0
 
 
-def test_a_request_that_begins_again_continues_at_its_last_anchor():
+def test_request_that_begins_again_continues_at_its_last_anchor():
     memory, tokens = make(), [*range(200)]
     kv = compute(memory, tokens[:150])
     again = memory.begin_again(kv, tokens, max_match=199)
@@ -341,7 +341,7 @@ def test_a_request_that_begins_again_continues_at_its_last_anchor():
     audited(memory, again)
 
 
-def test_a_copy_of_a_step_in_flight_is_no_anchor_yet():
+def test_copy_of_a_step_in_flight_is_no_anchor_yet():
     """The request ends with what the step before sampled, and the step that copies its state may still raise."""
     memory, tokens = make(), [*range(64)]
     kv = compute(memory, tokens)
@@ -361,7 +361,7 @@ def test_copies_of_steps_that_raised_are_no_anchors():
     audited(memory, again)
 
 
-def test_the_audit_names_a_slot_without_an_owner():
+def test_audit_names_a_slot_without_an_owner():
     anchors = StateAnchors(SLOTS, page_size=PAGE, slot_bytes=SLOT_BYTES)
     anchors.take()
     assert anchors.problems(tree=[], pending=[], pins=Counter()) == [
@@ -370,11 +370,11 @@ def test_the_audit_names_a_slot_without_an_owner():
 
 
 @pytest.mark.parametrize(("page_size", "grain"), [(1, 64), (16, 64), (64, 64), (48, 192)])
-def test_the_grain_holds_whole_blocks_and_whole_chunks(page_size, grain):
+def test_grain_holds_whole_blocks_and_whole_chunks(page_size, grain):
     assert StateAnchors((), page_size=page_size, slot_bytes=SLOT_BYTES).grain == grain
 
 
-def test_a_received_state_continues_from_no_anchor():
+def test_received_state_continues_from_no_anchor():
     """Nothing pins what it would have continued from, and none of its steps has the states before."""
     memory, tokens = make(), [*range(150)]
     end(memory, compute(memory, tokens), tokens)
@@ -391,7 +391,7 @@ def test_a_received_state_continues_from_no_anchor():
     assert check_conservation(memory, [], ()).problems == ()
 
 
-def test_a_row_that_a_peer_may_write_is_no_other_requests():
+def test_row_that_a_peer_may_write_is_no_other_requests():
     memory = make()
     kv = memory.begin([*range(20)], space=BASE_SPACE, max_match=19)
     assert kv is not None
@@ -405,7 +405,7 @@ def test_a_row_that_a_peer_may_write_is_no_other_requests():
     assert memory.rows.available == 4
 
 
-def test_a_slot_for_a_peer_waits_for_steps_that_had_it():  # [page-fence]
+def test_slot_for_a_peer_waits_for_steps_that_had_it():  # [page-fence]
     memory, tokens = make(range(5, 6)), [*range(100)]
     end(memory, compute(memory, tokens), tokens)
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
@@ -422,7 +422,7 @@ def test_a_slot_for_a_peer_waits_for_steps_that_had_it():  # [page-fence]
     audited(memory, kv)
 
 
-def test_a_state_that_a_peer_has_written_becomes_an_anchor():
+def test_state_that_a_peer_has_written_becomes_an_anchor():
     memory, tokens = make(range(5, 6)), [*range(64)]
     reserved, pages = memory.reserve_state(), memory.reserve_pages(4)
     assert reserved is not None

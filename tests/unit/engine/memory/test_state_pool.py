@@ -31,7 +31,7 @@ def step(rows: list[int], lens: list[int], totals: list[int], *, num_extend: int
     )
 
 
-def test_a_slot_is_one_run_of_bytes_of_all_layers(pool):
+def test_slot_is_one_run_of_bytes_of_all_layers(pool):
     pool.bytes_view().zero_()
     pool.matrices[3] = 1.0
     pool.inputs[3] = 1.0
@@ -51,7 +51,7 @@ def test_runs_come_first_and_decodes_after_them(pool):
     assert (states.fresh.tolist(), states.first_decode) == ([False], 5)
 
 
-def test_a_run_is_cut_where_a_copy_is_within_a_chunk(pool):
+def test_run_is_cut_where_a_copy_is_within_a_chunk(pool):
     made = step([2, 4], [6, 5], [6, 9], num_extend=2)
     states = StepStates.of(pool, replace(made, snapshots=(Snapshot(0, 2, 3), Snapshot(0, 4, 1), Snapshot(1, 8, 3))))
     assert states.runs == (
@@ -63,7 +63,7 @@ def test_a_run_is_cut_where_a_copy_is_within_a_chunk(pool):
     )
 
 
-def test_a_run_is_whole_where_copies_are_after_whole_chunks(pool):
+def test_run_is_whole_where_copies_are_after_whole_chunks(pool):
     made = step([2, 4], [200, 190], [200, 250], num_extend=2)
     copies = (Snapshot(0, 64, 3), Snapshot(0, 192, 1), Snapshot(1, 64, 3), Snapshot(1, 192, 1))
     states = StepStates.of(pool, replace(made, snapshots=copies))
@@ -91,7 +91,7 @@ def test_copies_are_made_one_after_the_other(pool):
     assert pool.matrices[:, 0, 0, 0, 0][1:4].tolist() == [2.0, 2.0, 1.0]
 
 
-def test_a_sequence_that_begins_reads_nothing_of_its_slot(pool):
+def test_sequence_that_begins_reads_nothing_of_its_slot(pool):
     states = StepStates.of(pool, step([2], [3], [3], num_extend=1))
     inputs, matrices = states.of_run(0, states.runs[0])
     assert not inputs.any()
@@ -106,7 +106,7 @@ def test_rows_of_padding_begin_and_others_continue(pool):
     assert inputs[:, 0, 0].tolist() == [2.0, 0.0]
 
 
-def test_a_step_writes_the_slots_of_its_rows_alone(pool):
+def test_step_writes_the_slots_of_its_rows_alone(pool):
     states = StepStates.of(pool, step([2, 4], [3, 1], [3, 9], num_extend=1))
     assert states.decodes is not None
     for layer in range(2):

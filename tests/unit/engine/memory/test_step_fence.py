@@ -1,7 +1,7 @@
 from tandem_engine.memory.allocator import StepFence
 
 
-def test_an_item_waits_until_its_step_settles() -> None:
+def test_item_waits_until_its_step_settles() -> None:
     fence: StepFence[str] = StepFence()
     fence.hold(3, ["a", "b"])
     assert fence.settled(2) == []
@@ -9,7 +9,7 @@ def test_an_item_waits_until_its_step_settles() -> None:
     assert fence.settled(3) == []
 
 
-def test_a_later_step_settles_all_before_it() -> None:
+def test_later_step_settles_all_before_it() -> None:
     fence: StepFence[str] = StepFence()
     fence.hold(3, ["a"])
     fence.hold(4, ["b"])
@@ -18,7 +18,7 @@ def test_a_later_step_settles_all_before_it() -> None:
     assert list(fence) == ["c"]
 
 
-def test_a_step_that_settled_never_makes_anybody_wait() -> None:
+def test_step_that_settled_never_makes_anybody_wait() -> None:
     fence: StepFence[str] = StepFence()
     assert not fence.passed(0)
     fence.settled(7)

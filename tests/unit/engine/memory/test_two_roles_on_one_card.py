@@ -108,7 +108,7 @@ def test_both_have_their_share_in_whatever_order_they_start(monkeypatch, caplog)
     assert sizes == {(POOL, POOL)}
 
 
-def test_the_second_of_two_that_want_all_of_the_card_is_refused(monkeypatch):
+def test_second_of_two_that_want_all_of_the_card_is_refused(monkeypatch):
     monkeypatch.setattr(memory_profile, "_measure", lambda *_: ACTIVATIONS)
     card: list[Process] = []
     first, second = Process(card, share=0.88), Process(card, share=0.88)
@@ -117,7 +117,7 @@ def test_the_second_of_two_that_want_all_of_the_card_is_refused(monkeypatch):
         second.start(monkeypatch)
 
 
-def test_a_pool_that_another_process_took_the_memory_of_says_what_to_do(monkeypatch):
+def test_pool_that_another_process_took_the_memory_of_says_what_to_do(monkeypatch):
     """Both measured before either took its pool."""
 
     def none_left(*_, **__):

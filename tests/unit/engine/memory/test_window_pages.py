@@ -50,7 +50,7 @@ def held(window: WindowPages) -> int:
 
 
 @pytest.mark.parametrize(("page_size", "most"), [(1, 33), (16, 3), (64, 2)])
-def test_a_long_output_holds_the_pages_of_its_window(page_size: int, most: int) -> None:
+def test_long_output_holds_the_pages_of_its_window(page_size: int, most: int) -> None:
     """With a token launched that is not committed, as when steps overlap."""
     window = make_window(32, pages=most, page_size=page_size, page_ids=2100)
     memory = with_windows(window, usable_pages=2099, page_size=page_size)
@@ -65,7 +65,7 @@ def test_a_long_output_holds_the_pages_of_its_window(page_size: int, most: int) 
     assert len(kv.pages) == memory.pages_for(2001)
 
 
-def test_a_passed_page_of_a_request_is_free_at_once() -> None:
+def test_passed_page_of_a_request_is_free_at_once() -> None:
     window = make_window(5)
     memory = with_windows(window)
     kv = begin(memory, range(20))
@@ -77,7 +77,7 @@ def test_a_passed_page_of_a_request_is_free_at_once() -> None:
     assert held(window) == 1
 
 
-def test_a_passed_page_of_the_tree_stays_while_there_is_room() -> None:
+def test_passed_page_of_the_tree_stays_while_there_is_room() -> None:
     window = make_window(5, pages=6)
     memory = with_windows(window)
     kv = compute(memory, range(20))
@@ -89,7 +89,7 @@ def test_a_passed_page_of_the_tree_stays_while_there_is_room() -> None:
     assert_conserved(memory, [kv, other])
 
 
-def test_a_hit_ends_where_the_window_is_whole() -> None:
+def test_hit_ends_where_the_window_is_whole() -> None:
     window = make_window(9)
     memory = with_windows(window)
     tokens = [*range(40)]
@@ -101,7 +101,7 @@ def test_a_hit_ends_where_the_window_is_whole() -> None:
     assert [usable_blocks([window], path[:blocks]) for blocks in range(11)] == [0, 1, 2, 3, 4, 5, 5, 5, 8, 9, 10]
 
 
-def test_a_hit_ends_where_the_chunk_is_whole() -> None:
+def test_hit_ends_where_the_chunk_is_whole() -> None:
     window = WindowPages(Reach(chunk=12), page_size=PAGE, num_pages=17, page_ids=65)
     memory = with_windows(window)
     tokens = [*range(40)]
@@ -112,7 +112,7 @@ def test_a_hit_ends_where_the_chunk_is_whole() -> None:
     assert [usable_blocks([window], path[:blocks]) for blocks in range(11)] == [0, 1, 2, 3, 4, 4, 6, 7, 8, 9, 10]
 
 
-def test_a_hit_is_one_for_all_windows() -> None:
+def test_hit_is_one_for_all_windows() -> None:
     near, far = make_window(5), make_window(9)
     pages = [PageId(page) for page in range(1, 11)]
     for window in (near, far):
@@ -126,7 +126,7 @@ def test_a_hit_is_one_for_all_windows() -> None:
     assert usable_blocks([near, far], pages) == 6
 
 
-def test_a_request_that_offers_a_page_fills_the_hole() -> None:
+def test_request_that_offers_a_page_fills_the_hole() -> None:
     window = make_window(9)
     memory = with_windows(window)
     tokens = [*range(24)]
@@ -169,7 +169,7 @@ def test_passed_window_pages_are_evicted_before_conversations() -> None:
     assert_conserved(memory, [kv])
 
 
-def test_the_next_turn_keeps_its_window_while_it_is_pinned() -> None:
+def test_next_turn_keeps_its_window_while_it_is_pinned() -> None:
     window = make_window(9, pages=8)
     memory = with_windows(window)
     tokens = [*range(24)]
@@ -185,7 +185,7 @@ def test_the_next_turn_keeps_its_window_while_it_is_pinned() -> None:
     assert_conserved(memory, [kv])
 
 
-def test_a_step_is_located_in_the_pages_of_the_window() -> None:
+def test_step_is_located_in_the_pages_of_the_window() -> None:
     window = make_window(5)
     window.attach([PageId(7), PageId(3)])
     here = [int(window.page_of[page]) for page in (7, 3)]

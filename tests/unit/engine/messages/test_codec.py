@@ -47,7 +47,7 @@ def test_anything_else_is_refused(codec, data) -> None:
         codec.decode(data)
 
 
-def test_a_message_over_the_size_limit_is_refused_before_it_is_parsed(codec) -> None:
+def test_message_over_the_size_limit_is_refused_before_it_is_parsed(codec) -> None:
     with pytest.raises(WireError, match="over the limit"):
         codec.decode(bytes(MAX_MESSAGE_BYTES + 1))
 
@@ -60,14 +60,14 @@ def test_random_bytes_never_raise_anything_else(data) -> None:
 
 
 @pytest.mark.parametrize("field", [b"generate", b"rid", b"r"])
-def test_a_string_that_is_no_utf8_is_refused_like_any_other_bytes(codec, field) -> None:  # [wire-refused]
+def test_string_that_is_no_utf8_is_refused_like_any_other_bytes(codec, field) -> None:  # [wire-refused]
     data = codec.encode(GenerateRequest(rid="r", input_ids=(1,), sampling=SamplingParams(max_tokens=1)))
     with pytest.raises(WireError):
         codec.decode(data.replace(field, b"\xff" * len(field), 1))
 
 
 @given(st.lists(st.tuples(st.integers(1, 200), st.integers(0, 255)), min_size=1, max_size=4))
-def test_a_damaged_message_decodes_or_is_refused(changes) -> None:  # [wire-refused]
+def test_damaged_message_decodes_or_is_refused(changes) -> None:  # [wire-refused]
     codec: Codec[EngineRequest] = Codec(EngineRequest)
     data = bytearray(codec.encode(REQUEST))
     for at, byte in changes:

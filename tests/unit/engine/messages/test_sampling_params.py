@@ -79,7 +79,7 @@ def test_parameters_within_their_limits_pass() -> None:
         ("bad_words", ((1,),) * (MAX_BAD_WORDS + 1)),
     ],
 )
-def test_a_parameter_out_of_range_is_refused_by_name(field, value) -> None:
+def test_parameter_out_of_range_is_refused_by_name(field, value) -> None:
     with pytest.raises(InvalidRequestError) as refused:
         msgspec.structs.replace(GOOD, **{field: value}).check(vocab_size=VOCAB)
     assert refused.value.param == field
@@ -127,7 +127,7 @@ def test_nothing_may_forbid_the_end_of_the_reasoning(field, fields) -> None:
     "fields",
     [{"tokens": -1}, {"tokens": 2**31}, {"begin": ()}, {"end": ()}, {"end": (1,) * 17}, {"begin": (VOCAB,)}],
 )
-def test_a_budget_out_of_range_is_refused_by_name(fields) -> None:
+def test_budget_out_of_range_is_refused_by_name(fields) -> None:
     bad = msgspec.structs.replace(BUDGET, **fields)
     with pytest.raises(InvalidRequestError, match="thinking_token_budget") as refused:
         SamplingParams(max_tokens=9, reasoning_budget=bad).check(vocab_size=VOCAB)
@@ -152,7 +152,7 @@ def test_prompt_logprobs_fit_the_prompt_and_the_message() -> None:  # [logprobs-
         msgspec.structs.replace(wanted, logprob_start=5).check_prompt(5)
 
 
-def test_a_request_says_what_it_costs_the_sampler() -> None:
+def test_request_says_what_it_costs_the_sampler() -> None:
     plain = SamplingParams(max_tokens=1, min_tokens=1, stop_token_ids=(4,), logprobs=1, prompt_logprobs=0)
     assert (plain.penalised, plain.recalls_tokens, plain.edits_logits) == (False, False, False)
     words = SamplingParams(max_tokens=1, bad_words=((1,),))

@@ -32,7 +32,7 @@ def refusal(parse, tmp_path):
     return refusal_of
 
 
-def test_a_llama_config_is_understood(parse):
+def test_llama_config_is_understood(parse):
     assert parse() == ModelConfig(
         family="llama",
         vocab_size=20,
@@ -82,13 +82,13 @@ def test_remote_code_is_ignored(parse):
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", "5", "[" * 100_000, '{"hidden_size": Infinity}'])
-def test_a_config_that_is_no_json_object_is_refused(tmp_path, text):
+def test_config_that_is_no_json_object_is_refused(tmp_path, text):
     (tmp_path / "config.json").write_text(text)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         parse_config(open_directory(tmp_path))
 
 
-def test_a_huge_config_is_not_read(tmp_path):
+def test_huge_config_is_not_read(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"x": "y" * (1 << 20)}))
     with pytest.raises(CheckpointError, match="at most"):
         parse_config(open_directory(tmp_path))
@@ -106,20 +106,20 @@ def test_a_huge_config_is_not_read(tmp_path):
     ],
 )
 @pytest.mark.parametrize("value", [0, -1, 10**12, 2**70, 1.5, "16", True, [16]])
-def test_a_size_out_of_bounds_or_of_another_type_is_refused(refusal, name, value):
+def test_size_out_of_bounds_or_of_another_type_is_refused(refusal, name, value):
     message = refusal(**{name: value})
     assert name in message
     assert repr(value) in message
 
 
-def test_a_deeply_nested_value_is_refused_in_few_words(refusal):
+def test_deeply_nested_value_is_refused_in_few_words(refusal):
     nested: object = 1
     for _ in range(300):
         nested = [nested]
     assert len(refusal(hidden_size=nested)) < 500
 
 
-def test_a_missing_size_is_refused(refusal):
+def test_missing_size_is_refused(refusal):
     assert "hidden_size is missing" in refusal(without=("hidden_size",))
 
 
@@ -145,7 +145,7 @@ def test_a_missing_size_is_refused(refusal):
         ({"architectures": [{"x": 1}]}, "architectures"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused_by_name(refusal, changes, name):
+def test_value_that_cannot_work_is_refused_by_name(refusal, changes, name):
     assert name in refusal(**changes)
 
 
@@ -157,7 +157,7 @@ def test_both_spellings_of_rotary_parameters_mean_the_same(parse):
     assert before.rope == RopeConfig(rope_type="llama3", theta=5e5, factor=8.0, original_max_position=32)
 
 
-def test_the_oldest_spelling_calls_the_kind_type(parse):
+def test_oldest_spelling_calls_the_kind_type(parse):
     assert parse(rope_scaling={"type": "linear", "factor": 2}).rope.rope_type == "linear"
 
 
@@ -167,7 +167,7 @@ def test_dynamic_context_ends_where_scaling_begins(parse):
     assert parse(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 8.0}).max_position == 64
 
 
-def test_a_scaling_extends_the_context_as_its_kind_defines(parse):
+def test_scaling_extends_the_context_as_its_kind_defines(parse):
     llama3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 16}
     assert parse(rope_scaling={"type": "linear", "factor": 2.5}).max_position == 160
     assert parse(rope_scaling={"type": "llama3", "factor": 8.0, **llama3}).max_position == 64
@@ -212,7 +212,7 @@ def test_rotary_parameters_that_are_unknown_or_out_of_bounds_are_refused(refusal
 
 
 @pytest.mark.parametrize("family", [QWEN2, QWEN3])
-def test_a_sliding_window_is_read_for_the_layers_that_have_one(parse, family):
+def test_sliding_window_is_read_for_the_layers_that_have_one(parse, family):
     assert parse(**family, use_sliding_window=True, sliding_window=32, max_window_layers=1).windows == (None, 32)
     kinds = ["sliding_attention", "full_attention"]
     assert parse(**family, use_sliding_window=True, sliding_window=32, layer_types=kinds).windows == (32, None)
@@ -228,7 +228,7 @@ def test_a_sliding_window_is_read_for_the_layers_that_have_one(parse, family):
         {"use_sliding_window": True, "sliding_window": 32, "layer_types": ["full_attention"] * 2},
     ],
 )
-def test_a_sliding_window_that_never_binds_costs_nothing(parse, changes):
+def test_sliding_window_that_never_binds_costs_nothing(parse, changes):
     assert parse(**QWEN2, **changes).windows == ()
 
 

@@ -15,20 +15,20 @@ def refusal(path) -> str:
     return str(caught.value)
 
 
-def test_an_absent_directory_is_refused(tmp_path):
+def test_absent_directory_is_refused(tmp_path):
     assert f"{tmp_path}/nowhere does not exist" in refusal(tmp_path / "nowhere")
 
 
-def test_a_file_in_place_of_the_directory_is_refused(tmp_path):
+def test_file_in_place_of_the_directory_is_refused(tmp_path):
     (tmp_path / "model.safetensors").touch()
     assert "is a file" in refusal(tmp_path / "model.safetensors")
 
 
-def test_an_empty_directory_is_refused(tmp_path):
+def test_empty_directory_is_refused(tmp_path):
     assert f"no config.json in {tmp_path}" in refusal(tmp_path)
 
 
-def test_a_link_out_of_the_directory_is_refused(tmp_path):
+def test_link_out_of_the_directory_is_refused(tmp_path):
     model, elsewhere = tmp_path / "model", tmp_path / "elsewhere"
     model.mkdir()
     elsewhere.mkdir()
@@ -38,12 +38,12 @@ def test_a_link_out_of_the_directory_is_refused(tmp_path):
     assert "link out of the model directory" in refusal(model)
 
 
-def test_a_dangling_link_counts_as_absent(tmp_path):
+def test_dangling_link_counts_as_absent(tmp_path):
     os.symlink(tmp_path / "nothing", tmp_path / "config.json")
     assert "no config.json" in refusal(tmp_path)
 
 
-def test_a_directory_in_place_of_a_file_is_refused(tmp_path):
+def test_directory_in_place_of_a_file_is_refused(tmp_path):
     (tmp_path / "config.json").mkdir()
     assert "not a regular file" in refusal(tmp_path)
 
@@ -58,7 +58,7 @@ def test_links_within_the_directory_are_followed(tmp_path):
     assert read_model_config(tmp_path).num_layers == 2
 
 
-def test_a_snapshot_of_a_hugging_face_cache_may_link_to_its_blobs(tmp_path):
+def test_snapshot_of_a_hugging_face_cache_may_link_to_its_blobs(tmp_path):
     blobs, snapshot = tmp_path / "models--a--b" / "blobs", tmp_path / "models--a--b" / "snapshots" / "abc"
     blobs.mkdir(parents=True)
     snapshot.mkdir(parents=True)
@@ -71,7 +71,7 @@ def test_a_snapshot_of_a_hugging_face_cache_may_link_to_its_blobs(tmp_path):
     assert "link out of the model directory" in refusal(snapshot)
 
 
-def test_a_snapshot_may_link_to_blobs_that_its_cache_shares(tmp_path):
+def test_snapshot_may_link_to_blobs_that_its_cache_shares(tmp_path):
     """huggingface_hub keeps files of several repositories once: snapshot -> blobs of the repository -> shared blobs."""
     repository, shared = tmp_path / "models--a--b", tmp_path / "blobs"
     blobs, snapshot = repository / "blobs", repository / "snapshots" / "abc"

@@ -37,14 +37,14 @@ def test_no_end_token_at_all_is_allowed(eos):
 
 
 @pytest.mark.parametrize("value", [20, -1, 10**30, "2", 1.0, True, [1, None], [[1]], list(range(20)) * 4])
-def test_an_id_outside_the_vocabulary_is_refused(eos, value):
+def test_id_outside_the_vocabulary_is_refused(eos, value):
     with pytest.raises(CheckpointError, match=r"generation_config\.json: eos_token_id"):
         eos(config=3, generation={"eos_token_id": value})
     with pytest.raises(CheckpointError, match=r"/config\.json: eos_token_id"):
         eos(config=value, generation={})
 
 
-def test_a_broken_generation_config_is_refused(eos, tmp_path):
+def test_broken_generation_config_is_refused(eos, tmp_path):
     (tmp_path / "generation_config.json").write_text("{")
     with pytest.raises(CheckpointError, match=r"generation_config\.json is not valid JSON"):
         eos(config=3)

@@ -19,7 +19,7 @@ def fingerprint(directory) -> str:
     return read_model_config(directory).fingerprint
 
 
-def test_the_same_weights_have_the_same_fingerprint_wherever_they_lie(tmp_path):
+def test_same_weights_have_the_same_fingerprint_wherever_they_lie(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         write_checkpoint(tmp_path / name)
@@ -42,21 +42,21 @@ def test_other_weights_of_the_same_shapes_change_it(tmp_path):
 
 
 @pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.1.mlp.down_proj.weight", "lm_head.weight"])
-def test_a_change_in_any_one_tensor_changes_it(tmp_path, name):
+def test_change_in_any_one_tensor_changes_it(tmp_path, name):
     tensors = write_checkpoint(tmp_path)
     before = fingerprint(tmp_path)
     save_file({**tensors, name: tensors[name] + 1}, tmp_path / "model.safetensors")
     assert fingerprint(tmp_path) != before
 
 
-def test_a_change_in_the_config_alone_changes_it(tmp_path):
+def test_change_in_the_config_alone_changes_it(tmp_path):
     write_checkpoint(tmp_path)
     before = fingerprint(tmp_path)
     write_config(tmp_path, rope_theta=5e5)
     assert fingerprint(tmp_path) != before
 
 
-def test_the_dtype_of_the_files_changes_it(tmp_path):
+def test_dtype_of_the_files_changes_it(tmp_path):
     tensors = {name: torch.ones_like(tensor) for name, tensor in write_checkpoint(tmp_path).items()}
     prints = set()
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -65,7 +65,7 @@ def test_the_dtype_of_the_files_changes_it(tmp_path):
     assert len(prints) == 3
 
 
-def test_a_large_tensor_is_sampled_at_both_ends_and_between(tmp_path, monkeypatch):
+def test_large_tensor_is_sampled_at_both_ends_and_between(tmp_path, monkeypatch):
     monkeypatch.setattr(fingerprint_module, "BLOCK_BYTES", 16)
     tensors = write_checkpoint(tmp_path)
     prints = {fingerprint(tmp_path)}

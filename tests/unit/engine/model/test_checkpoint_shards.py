@@ -31,13 +31,13 @@ def test_shards_are_read_as_one(tmp_path, tensors):
     }
 
 
-def test_a_single_file_wins_over_an_index(tmp_path, tensors):
+def test_single_file_wins_over_an_index(tmp_path, tensors):
     write_sharded(tmp_path, tensors)
     save_file({"single": torch.ones(1)}, tmp_path / "model.safetensors")
     assert list(open_tensors(open_directory(tmp_path))) == ["single"]
 
 
-def test_an_absent_shard_is_refused(tmp_path, tensors):
+def test_absent_shard_is_refused(tmp_path, tensors):
     write_sharded(tmp_path, tensors)
     (tmp_path / "model-1.safetensors").unlink()
     message = refusal(tmp_path)
@@ -45,7 +45,7 @@ def test_an_absent_shard_is_refused(tmp_path, tensors):
     assert INDEX in message
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path, tensors):
+def test_tensor_in_two_shards_is_refused(tmp_path, tensors):
     write_sharded(tmp_path, tensors)
     for first, second in (("0", "1"), ("1", "0")):
         write_sharded(tmp_path, tensors)
@@ -58,19 +58,19 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path, tensors):
         assert "model-1.safetensors" in message
 
 
-def test_a_tensor_the_index_promises_in_vain_is_refused(tmp_path, tensors):
+def test_tensor_the_index_promises_in_vain_is_refused(tmp_path, tensors):
     weight_map = write_sharded(tmp_path, tensors)
     write_index(tmp_path, {**weight_map, "ghost": "model-0.safetensors"})
     assert "'ghost' into 'model-0.safetensors', which lacks it" in refusal(tmp_path)
 
 
-def test_a_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path, tensors):
+def test_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path, tensors):
     weight_map = write_sharded(tmp_path, tensors)
     write_index(tmp_path, {**weight_map, "a": "model-1.safetensors"})
     assert "'a' into 'model-1.safetensors', which lacks it" in refusal(tmp_path)
 
 
-def test_a_tensor_the_index_does_not_know_is_refused(tmp_path, tensors):
+def test_tensor_the_index_does_not_know_is_refused(tmp_path, tensors):
     weight_map = write_sharded(tmp_path, tensors)
     del weight_map["c"]
     write_index(tmp_path, weight_map)
@@ -78,7 +78,7 @@ def test_a_tensor_the_index_does_not_know_is_refused(tmp_path, tensors):
 
 
 @pytest.mark.parametrize("name", ["../secret.safetensors", "/etc/passwd", "sub/x.safetensors", "..", "", "a\0b"])
-def test_an_index_cannot_lead_out_of_the_directory(tmp_path, tensors, name):
+def test_index_cannot_lead_out_of_the_directory(tmp_path, tensors, name):
     model = tmp_path / "model"
     model.mkdir()
     save_file(tensors, tmp_path / "secret.safetensors")
@@ -89,12 +89,12 @@ def test_an_index_cannot_lead_out_of_the_directory(tmp_path, tensors, name):
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, "x", {"a": 5}, {"a": None}])
-def test_a_weight_map_of_another_shape_is_refused(tmp_path, weight_map):
+def test_weight_map_of_another_shape_is_refused(tmp_path, weight_map):
     write_index(tmp_path, weight_map)
     assert INDEX in refusal(tmp_path)
 
 
-def test_an_index_that_names_a_tensor_twice_is_refused(tmp_path):
+def test_index_that_names_a_tensor_twice_is_refused(tmp_path):
     (tmp_path / INDEX).write_text('{"weight_map": {"a": "x", "a": "y"}}')
     assert "'a' stands twice" in refusal(tmp_path)
 
@@ -107,5 +107,5 @@ def test_pickled_weights_are_never_read(tmp_path, name):
     assert "safetensors" in message
 
 
-def test_a_directory_without_weights_is_refused(tmp_path):
+def test_directory_without_weights_is_refused(tmp_path):
     assert f"in {tmp_path}" in refusal(tmp_path)

@@ -104,7 +104,7 @@ def test_deepseek_v2_has_groups_only_if_its_method_does(parse):
     assert (limited.shared, limited.dense_layers) == (SharedExpert(intermediate_size=20), ())
 
 
-def test_a_null_query_rank_is_a_whole_query(parse):
+def test_null_query_rank_is_a_whole_query(parse):
     assert parse(**{**V2, "q_lora_rank": None}).latent.query_rank is None
     assert parse(**V2, without=("q_lora_rank",)).latent.query_rank == 1536
 
@@ -159,7 +159,7 @@ def test_kimi_k2_is_a_deepseek_v3(parse):
         (GLM, {"first_k_dense_replace": 2}, "first_k_dense_replace"),
     ],
 )
-def test_a_config_that_fits_no_model_is_refused_by_field(parse, base, changes, field):
+def test_config_that_fits_no_model_is_refused_by_field(parse, base, changes, field):
     with pytest.raises(CheckpointError, match=f"config.json: {field} "):
         parse(**{**base, **changes})
 
@@ -175,7 +175,7 @@ def test_a_config_that_fits_no_model_is_refused_by_field(parse, base, changes, f
         (V2, {"mlp_bias": True}, "mlp_bias"),
     ],
 )
-def test_a_variant_that_is_not_ours_is_deferred_by_field(parse, base, changes, field):
+def test_variant_that_is_not_ours_is_deferred_by_field(parse, base, changes, field):
     with pytest.raises(UnsupportedVariantError, match=field):
         parse(**{**base, **changes})
 
@@ -193,7 +193,7 @@ def test_layers_that_predict_ahead_are_left_out(tmp_path):
     assert read_model_config(tmp_path).num_layers == 2
 
 
-def test_a_layer_too_many_is_refused(tmp_path):
+def test_layer_too_many_is_refused(tmp_path):
     """Nothing distinguishes it from one that config.json has forgotten."""
     tensors = random_tensors(write_config(tmp_path, **V3))
     save_file(tensors | layer_behind(tensors), tmp_path / "model.safetensors")
@@ -201,7 +201,7 @@ def test_a_layer_too_many_is_refused(tmp_path):
         read_model_config(tmp_path)
 
 
-def test_the_router_is_float32_in_a_model_of_bfloat16(tmp_path):
+def test_router_is_float32_in_a_model_of_bfloat16(tmp_path):
     tensors = random_tensors(write_config(tmp_path, **V3, first_k_dense_replace=0))
     save_file(tensors, tmp_path / "model.safetensors")
     block, *_ = load_model(tmp_path, read_model_config(tmp_path), torch.bfloat16, progress=False).blocks
@@ -244,7 +244,7 @@ def experts_of(**fields) -> list[list[int]]:
     return router(PRODUCTS).experts.tolist()
 
 
-def test_a_group_is_worth_its_best_experts():
+def test_group_is_worth_its_best_experts():
     assert experts_of(kept_groups=1, group_top=2) == [[3, 2]]
     assert experts_of(kept_groups=1, group_top=1) == [[0, 1]]
     assert experts_of(kept_groups=2, group_top=2) == [[5, 3]]

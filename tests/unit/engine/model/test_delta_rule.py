@@ -33,7 +33,7 @@ def by_token(*tokens: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
 
 @pytest.mark.parametrize("length", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 200])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_a_run_in_chunks_is_the_recurrence(length, dtype):
+def test_run_in_chunks_is_the_recurrence(length, dtype):
     *tokens, state = drawn(length, dtype)
     outputs, [after] = prompt(*tokens, state)
     expected, last = by_token(*tokens, state=state)
@@ -42,7 +42,7 @@ def test_a_run_in_chunks_is_the_recurrence(length, dtype):
     torch.testing.assert_close(after, last, atol=atol, rtol=0)
 
 
-def test_a_run_cut_at_chunks_has_the_bits_of_the_whole():
+def test_run_cut_at_chunks_has_the_bits_of_the_whole():
     *tokens, state = drawn(3 * CHUNK + 7)
     outputs, [after] = prompt(*tokens, state)
     parts, start = [], 0
@@ -74,7 +74,7 @@ def test_next_token_changes_the_states_of_its_sequences():
 
 
 @pytest.mark.parametrize("taps", [2, 4])
-def test_the_convolution_sees_the_inputs_kept_before_it(taps):
+def test_convolution_sees_the_inputs_kept_before_it(taps):
     draw = torch.Generator().manual_seed(taps)
     inputs, weight = torch.randn(1, 20, 6, generator=draw), torch.randn(taps, 6, generator=draw)
     padded = F.pad(inputs.mT, (taps - 1, 0))

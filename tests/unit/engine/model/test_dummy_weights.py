@@ -45,7 +45,7 @@ def test_each_rank_has_its_part(name, split, shape):
     assert not torch.equal(first, second)
 
 
-def test_an_engine_without_weight_files_generates(tmp_path):
+def test_engine_without_weight_files_generates(tmp_path):
     write_config(tmp_path, **COMPUTED)
     options = {"load_format": "dummy", "num_pages": 16, "page_size": 4}
     outputs = []

@@ -63,12 +63,12 @@ def test_rows_that_only_fill_a_panel_are_no_tokens(shares_all, row):
         table(torch.tensor([3, row]))
 
 
-def test_a_scale_is_a_factor_of_rows(shares_all):
+def test_scale_is_a_factor_of_rows(shares_all):
     table, weight = shared_table(torch.float32)
     assert torch.equal(Embedding(table=table, scale=torch.tensor(3.0))(torch.tensor([9]))[0], weight[9] * 3.0)
 
 
-def test_a_small_table_and_one_that_no_scores_share_stay_rows():
+def test_small_table_and_one_that_no_scores_share_stay_rows():
     weight = torch.randn(VOCABULARY, HIDDEN)
     for scores in (None, projection(weight), Linear(weight=weight, bias=None)):
         assert isinstance(table_of(weight, scores), DenseTable)

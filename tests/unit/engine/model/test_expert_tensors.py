@@ -54,7 +54,7 @@ def test_every_naming_gives_the_same_tensors_and_the_same_fingerprint(tmp_path, 
     assert read_model_config(tmp_path).fingerprint == fingerprint
 
 
-def test_a_missing_expert_is_refused_by_name(tmp_path, ours):
+def test_missing_expert_is_refused_by_name(tmp_path, ours):
     del ours["model.layers.1.mlp.experts.2.up_proj.weight"]
     save_file(ours, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=r"lack tensor model\.layers\.1\.mlp\.experts\.2\.up_proj\.weight"):
@@ -62,7 +62,7 @@ def test_a_missing_expert_is_refused_by_name(tmp_path, ours):
 
 
 @pytest.mark.parametrize("shape", [(3, 47, 16), (3, 48), (1 << 20, 0, 16)])
-def test_a_stack_of_an_odd_shape_is_refused_by_its_own_name(tmp_path, ours, shape):
+def test_stack_of_an_odd_shape_is_refused_by_its_own_name(tmp_path, ours, shape):
     odd = {**stacked(ours), "model.layers.0.mlp.experts.gate_up_proj": torch.zeros(shape)}
     save_file(odd, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="experts"):

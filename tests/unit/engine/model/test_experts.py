@@ -57,14 +57,14 @@ def test_no_tokens_make_no_work():
     assert layer()(torch.empty(0, HIDDEN)).shape == (0, HIDDEN)
 
 
-def test_the_input_is_left_alone():
+def test_input_is_left_alone():
     moe, hidden = layer(), weight(6, HIDDEN, seed=1)
     before = hidden.clone()
     moe(hidden)
     assert torch.equal(hidden, before)
 
 
-def test_an_expert_that_nobody_chose_is_not_computed():
+def test_expert_that_nobody_chose_is_not_computed():
     moe, hidden = layer(chosen=1), weight(1, HIDDEN, seed=3)
     best = int(moe.router(hidden).experts[0, 0])
 
@@ -81,7 +81,7 @@ def router(**fields) -> Router:
     return Router(weight=gate, experts_per_token=2, normalise=True, **fields)
 
 
-def test_a_bias_chooses_experts_and_does_not_weigh_them():
+def test_bias_chooses_experts_and_does_not_weigh_them():
     x = weight(5, HIDDEN, seed=4)
     bias = torch.zeros(8)
     bias[6] = 10.0
@@ -118,7 +118,7 @@ def test_weights_of_no_sum_are_divided_by_the_least_sum():
     assert chosen.weights.isfinite().all()
 
 
-def test_the_gate_of_a_shared_block_multiplies_its_result():
+def test_gate_of_a_shared_block_multiplies_its_result():
     def linear(rows: int, columns: int, seed: int) -> Linear:
         return Linear(weight=weight(rows, columns, seed=seed), bias=None)
 

@@ -111,7 +111,7 @@ def test_qwen3_moe_slides_in_all_layers_or_in_none(parse):
         ),
     ],
 )
-def test_a_value_that_cannot_work_is_refused_by_name(refusal, changes, name):
+def test_value_that_cannot_work_is_refused_by_name(refusal, changes, name):
     assert name in refusal(**changes)
 
 

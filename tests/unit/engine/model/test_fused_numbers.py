@@ -29,7 +29,7 @@ def test_every_value_is_rounded_as_torch_rounds_it():
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF])
-def test_a_nan_stays_one(bits):
+def test_nan_stays_one(bits):
     value = np.array([bits], np.uint32).view(np.float32)[0]
     assert np.isnan(round_off(value, np.empty(1, np.uint16)))
 

@@ -37,7 +37,7 @@ def apart(dtype: torch.dtype) -> dict[str, float]:
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_product_of_any_shape_is_that_of_float64(dtype, rows, inputs, outputs, biased, seed):
+def test_product_of_any_shape_is_that_of_float64(dtype, rows, inputs, outputs, biased, seed):
     x, weight = operands(rows, 2 * inputs, outputs, dtype, seed)
     bias = torch.randn(outputs) if biased else None
     offsets = None if bias is None else bias.numpy()
@@ -47,7 +47,7 @@ def test_a_product_of_any_shape_is_that_of_float64(dtype, rows, inputs, outputs,
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("inputs", [BLOCK - 2, 2 * BLOCK, 4 * BLOCK + 6])
-def test_a_row_has_the_same_bits_in_any_batch(dtype, inputs):
+def test_row_has_the_same_bits_in_any_batch(dtype, inputs):
     x, weight = operands(21, inputs, OUTPUTS + 5, dtype)
     packed = pack(weight)
     alone = torch.cat([multiply(row[None], packed, None) for row in x])
@@ -87,7 +87,7 @@ def test_pairs_are_multiplied_alike_without_an_instruction_for_them(monkeypatch)
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(300, 256), (64, 1024), (97, 700), (1000, 130)])
-def test_the_memory_of_onednn_is_read_where_it_lies(dtype, shape):
+def test_memory_of_onednn_is_read_where_it_lies(dtype, shape):
     _, weight = operands(0, shape[1], shape[0], dtype)
     found = in_place(reordered(weight), weight)
     assert found is not None
@@ -112,7 +112,7 @@ def test_memory_of_another_size_is_not(monkeypatch):
     assert in_place(packed, weight) is None
 
 
-def test_an_odd_number_of_inputs_has_no_pairs():
+def test_odd_number_of_inputs_has_no_pairs():
     with pytest.raises(AssertionError, match="multiple"):
         pack(torch.zeros(8, 33, dtype=torch.bfloat16))
 

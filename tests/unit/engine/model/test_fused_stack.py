@@ -135,7 +135,7 @@ def test_every_size_of_batch_computes_the_same(count):
 
 
 @pytest.mark.parametrize("length", [CHUNK, CHUNK + 1, 2 * CHUNK + 77])
-def test_a_long_context_computes_the_same(length):
+def test_long_context_computes_the_same(length):
     model = build(small_config())
     dealer = dealer_of(model)
     assert_same(model, 16, [dealer.decode(length), dealer.decode(3)])
@@ -147,7 +147,7 @@ def test_tokens_on_a_cached_prefix_compute_the_same():
     assert_same(model, 16, [dealer.seq(40 + SHORT_EXTEND, SHORT_EXTEND), dealer.seq(33, 2), dealer.decode(20)])
 
 
-def test_a_sequence_has_the_same_bits_in_any_batch():
+def test_sequence_has_the_same_bits_in_any_batch():
     model = build(small_config(qk_norm=QkNorm.HEADS))
     dealer = dealer_of(model)
     sequences = with_ids([dealer.decode(length) for length in (5, 40, 17, 64, 33, 2, 9, 21, 50)])
@@ -167,7 +167,7 @@ def test_wanted_tokens_come_in_the_order_asked_for():
 
 
 @pytest.mark.parametrize("gate", [-200.0, -90.0, 90.0, 200.0])
-def test_a_gate_of_any_size_neither_overflows_nor_lingers(gate):
+def test_gate_of_any_size_neither_overflows_nor_lingers(gate):
     model = build(small_config(**BIASED))
     for block in model.blocks:
         # The kernels read the same memory.
@@ -204,18 +204,18 @@ def test_index_outside_of_a_table_is_rejected(ids, positions):
     ],
     ids=lambda fields: next(iter(fields)),
 )
-def test_a_model_with_anything_else_keeps_its_layers(fields):
+def test_model_with_anything_else_keeps_its_layers(fields):
     assert build(small_config(**fields)).fused is None
 
 
 @pytest.mark.parametrize(
     ("fields", "dtype"), [({}, torch.float16), ({"intermediate_size": 33}, torch.bfloat16)], ids=["float16", "odd"]
 )
-def test_a_model_of_other_numbers_keeps_its_layers(fields, dtype):
+def test_model_of_other_numbers_keeps_its_layers(fields, dtype):
     assert build(small_config(**fields), dtype).fused is None
 
 
-def test_a_large_model_whose_weights_would_be_there_twice_keeps_its_layers(monkeypatch):
+def test_large_model_whose_weights_would_be_there_twice_keeps_its_layers(monkeypatch):
     monkeypatch.setattr(arrays, "MAX_COPIED_BYTES", 4 * 2 * (64 * 128 + 64 * 64 + 64 * 192 + 64 * 96))
     assert build(small_config()).fused is not None
     monkeypatch.setattr(arrays, "MAX_COPIED_BYTES", arrays.MAX_COPIED_BYTES - 1)
@@ -232,7 +232,7 @@ def test_weights_in_panels_are_not_copied(monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_tied_table_is_read_from_the_panels_of_the_scores(dtype, monkeypatch):
+def test_tied_table_is_read_from_the_panels_of_the_scores(dtype, monkeypatch):
     monkeypatch.setattr(linear, "MIN_SHARED_BYTES", 0)
     config = small_config(hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=32, vocab_size=200)
     model = build(config, dtype)
@@ -273,7 +273,7 @@ def test_small_steps_are_large_until_their_kernel_is_there():
     assert_same(late, 16, decodes)
 
 
-def test_a_prompt_takes_a_large_step():
+def test_prompt_takes_a_large_step():
     model = build(small_config())
     dealer, pool = dealer_of(model), filled_pool(model.config)
     assert isinstance(step_of(model, pool, make_batch([dealer.seq(20, 20), dealer.decode(4)])), LargeStep)
@@ -358,7 +358,7 @@ def test_some_tokens_of_a_large_step_come_in_the_order_asked_for():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 5, 36, 64])
-def test_a_step_is_asked_for_more_tokens_than_it_has(count, dtype):
+def test_step_is_asked_for_more_tokens_than_it_has(count, dtype):
     """Whoever samples after a token may pool it too. What a large step's gate gave was written behind its memory."""
     model = build(small_config(), dtype)
     batch = make_batch(with_ids([dealer_of(model).seq(count, count)]))

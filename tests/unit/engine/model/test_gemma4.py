@@ -57,7 +57,7 @@ def test_rotations_without_parameters_are_those_of_gemma4():
     assert config.second_rope == RopeConfig(rope_type="proportional", theta=1e6, turning_pairs=2)
 
 
-def test_a_proportional_rotation_turns_the_first_pairs():
+def test_proportional_rotation_turns_the_first_pairs():
     found = inverse_frequencies(
         RopeConfig(rope_type="proportional", theta=100.0, factor=2.0, turning_pairs=2), head_dim=8
     )
@@ -119,7 +119,7 @@ def test_keys_and_values_of_readers_are_skipped():
     assert "model.layers.2.self_attn.v_proj.weight" not in shapes
 
 
-def test_a_checkpoint_of_the_expected_tensors_is_read(tmp_path):
+def test_checkpoint_of_the_expected_tensors_is_read(tmp_path):
     from safetensors.torch import save_file
 
     write_config(tmp_path, **VALUES)
@@ -133,7 +133,7 @@ def test_ranks_must_divide_the_kv_heads_of_all_layers():
     assert [size for size in range(1, 9) if can_share(parse(num_global_key_value_heads=8), size)] == [1, 2, 4, 8]
 
 
-def test_a_common_row_is_a_whole_number_of_each():
+def test_common_row_is_a_whole_number_of_each():
     assert common_row([KvRow(8, 256), KvRow(2, 512)]) == KvRow(8, 256)
     assert common_row([KvRow(1, 256), KvRow(1, 512)]) == KvRow(2, 256)
     assert common_row([KvRow(3, 64), KvRow(1, 128)]) == KvRow(6, 64)
@@ -161,6 +161,6 @@ def test_rows_of_two_sizes_share_pages_and_no_memory(pools):
     assert not pools.first.data[[0, 2]].any()
 
 
-def test_a_geometry_names_rows_that_differ():
+def test_geometry_names_rows_that_differ():
     assert rows_name([KvRow(1, 4)] * 2, 2) == ""
     assert rows_name([KvRow(1, 4), KvRow(2, 8)], 2) == "1x4 2x8, 1 of 2 ranks"

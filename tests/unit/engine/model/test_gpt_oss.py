@@ -67,7 +67,7 @@ def parse(tmp_path):
     return parse_with
 
 
-def test_a_published_config_means_what_the_model_card_states(parse):
+def test_published_config_means_what_the_model_card_states(parse):
     config = parse(**PUBLISHED)
     assert config.moe == MoeConfig(
         num_experts=32, experts_per_token=4, intermediate_size=2880, normalise=True, bias=True, interleaved=True
@@ -100,7 +100,7 @@ def test_absent_fields_are_the_defaults_of_transformers(parse):
         ({"quantization_config": {**SCHEME, "block_size": 16}}, "block_size"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused_by_name(parse, changes, named):
+def test_value_that_cannot_work_is_refused_by_name(parse, changes, named):
     with pytest.raises(CheckpointError, match=named):
         parse(**{**GPT_OSS, **changes})
 
@@ -172,7 +172,7 @@ def test_blocks_and_scales_that_do_not_fit_are_refused(packed, tmp_path, changes
         read_model_config(tmp_path)
 
 
-def test_an_exponent_without_a_value_is_refused(packed, tmp_path):
+def test_exponent_without_a_value_is_refused(packed, tmp_path):
     from tandem_engine.model.loader import load_model
 
     tensors = load_file(packed / "model.safetensors")

@@ -28,7 +28,7 @@ def operands(rows: int, inputs: int, outputs: int, dtype: torch.dtype, seed: int
     biased=st.booleans(),
     seed=st.integers(0, 99),
 )
-def test_a_product_of_any_shape_is_that_of_float64(dtype, rows, inputs, outputs, biased, seed):
+def test_product_of_any_shape_is_that_of_float64(dtype, rows, inputs, outputs, biased, seed):
     x, levels = operands(rows, 2 * inputs, outputs, dtype, seed)
     bias = torch.randn(outputs).to(dtype) if biased else None
     offsets = None if bias is None else bias.double().numpy()
@@ -48,7 +48,7 @@ def test_every_number_of_eight_bits_is_multiplied_as_itself(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_row_has_the_same_bits_in_any_batch(dtype):
+def test_row_has_the_same_bits_in_any_batch(dtype):
     x, levels = operands(21, 5 * INT8_BLOCK - 2, OUTPUTS + 5, dtype)
     linear = Int8Linear.of(levels, None, dtype)
     alone = torch.cat([linear(row[None]) for row in x])

@@ -87,7 +87,7 @@ def family(request):
     return request.param
 
 
-def test_a_family_reads_only_fields_of_its_table(family):
+def test_family_reads_only_fields_of_its_table(family):
     windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 0}
     kind = "chunked_attention" if "attention_chunk_size" in family.fields.implemented else "sliding_attention"
     kinds = ["linear_attention", "full_attention"] if family in RECURRENT_FAMILIES else [kind] * 2
@@ -107,7 +107,7 @@ def test_tables_name_each_field_once(family):
 
 
 @pytest.mark.parametrize("field", ["qk_layernorm", "logit_scale", "some_new_field", "attention_chunk_size"])
-def test_an_unknown_field_is_deferred_by_name(family, field):
+def test_unknown_field_is_deferred_by_name(family, field):
     if field in family.fields.implemented:
         field = "some_other_new_field"
     fields = ConfigFields(path=Path("config.json"), values={**config_of(family), field: 2})
@@ -188,7 +188,7 @@ def test_numbers_of_experts_that_differ_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize("same", [True, False])
-def test_a_stored_head_is_used_if_it_is_not_the_embedding(tmp_path, same):
+def test_stored_head_is_used_if_it_is_not_the_embedding(tmp_path, same):
     write_config(tmp_path, tie_word_embeddings=True)
     tensors = random_tensors(tmp_path)
     table = tensors["model.embed_tokens.weight"]
@@ -197,7 +197,7 @@ def test_a_stored_head_is_used_if_it_is_not_the_embedding(tmp_path, same):
     assert read_model_config(tmp_path).tie_embeddings is same
 
 
-def test_an_unknown_tensor_is_refused_by_name(tmp_path):
+def test_unknown_tensor_is_refused_by_name(tmp_path):
     write_config(tmp_path)
     tensors = random_tensors(tmp_path) | {"model.layers.0.self_attn.sinks": torch.ones(4)}
     save_file(tensors, tmp_path / "model.safetensors")

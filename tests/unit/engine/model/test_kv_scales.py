@@ -30,13 +30,13 @@ def scales(directory, added, *, load_format=LoadFormat.AUTO, **config):
         ("k_proj.output_scale", "v_proj.output_scale"),
     ],
 )
-def test_a_layer_may_have_one_scale_for_k_and_one_for_v(tmp_path, names):
+def test_layer_may_have_one_scale_for_k_and_one_for_v(tmp_path, names):
     k, v = (f"{ATTENTION}.{name}" for name in names)
     found = scales(tmp_path, {k: torch.tensor(0.5), v: torch.tensor([0.25], dtype=torch.bfloat16)})
     assert found.tolist() == [[[1.0, 1.0], [1.0, 1.0]], [[0.5, 0.5], [0.25, 0.25]]]
 
 
-def test_a_scale_may_be_one_for_each_head_or_one_for_both_sides(tmp_path):
+def test_scale_may_be_one_for_each_head_or_one_for_both_sides(tmp_path):
     by_head = {f"{ATTENTION}.k_scale": torch.tensor([[0.5], [2.0]])}
     assert scales(tmp_path, by_head)[1, 0].tolist() == [0.5, 2.0]
     assert scales(tmp_path, {f"{ATTENTION}.kv_scale": torch.tensor(3.0)})[1].tolist() == [[3.0, 3.0], [3.0, 3.0]]
@@ -47,7 +47,7 @@ def test_scales_of_queries_and_weights_are_passed_over(tmp_path):
     assert scales(tmp_path, added)[1].tolist() == [[2.0, 2.0], [1.0, 1.0]]
 
 
-def test_a_checkpoint_without_scales_has_none(tmp_path):
+def test_checkpoint_without_scales_has_none(tmp_path):
     assert scales(tmp_path, {}) is None
     assert scales(tmp_path, {}, load_format=LoadFormat.DUMMY) is None
 
@@ -64,12 +64,12 @@ def test_scales_of_integers_are_not_taken_for_those_of_float8(tmp_path):
 @pytest.mark.parametrize(
     "value", [torch.tensor(0.0), torch.tensor(-1.0), torch.tensor(torch.nan), torch.ones(3), torch.tensor(1)]
 )
-def test_a_scale_that_is_none_is_refused_by_name(tmp_path, value):
+def test_scale_that_is_none_is_refused_by_name(tmp_path, value):
     with pytest.raises(CheckpointError, match=r"self_attn.k_scale must be one positive number or one for each of 2 KV"):
         scales(tmp_path, {f"{ATTENTION}.k_scale": value})
 
 
-def test_a_scale_of_a_layer_that_is_not_there_is_refused(tmp_path):
+def test_scale_of_a_layer_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match=r"model.layers.2.self_attn.k_scale is of none of 2 layers"):
         scales(tmp_path, {"model.layers.2.self_attn.k_scale": torch.tensor(1.0)})
 

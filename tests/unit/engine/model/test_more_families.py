@@ -185,7 +185,7 @@ def test_ministral3_scales_queries_by_their_position(parse):
     assert (config.rope.rope_type, config.max_position) == ("yarn", 64)
 
 
-def test_a_head_dim_of_null_is_derived_as_in_transformers(parse):
+def test_head_dim_of_null_is_derived_as_in_transformers(parse):
     assert parse(architectures=["Ernie4_5ForCausalLM"]).head_dim == 128
     assert parse(architectures=["Ernie4_5ForCausalLM"], head_dim=None).head_dim == 4
 
@@ -214,7 +214,7 @@ def test_a_head_dim_of_null_is_derived_as_in_transformers(parse):
         ({**MINISTRAL3, "rope_parameters": YARN}, "llama_4_scaling_beta"),
     ],
 )
-def test_a_value_that_cannot_work_is_refused_by_name(parse, changes, name):
+def test_value_that_cannot_work_is_refused_by_name(parse, changes, name):
     with pytest.raises(CheckpointError, match=name) as caught:
         parse(**changes)
     assert not isinstance(caught.value, UnsupportedVariantError)
@@ -238,11 +238,11 @@ def test_a_value_that_cannot_work_is_refused_by_name(parse, changes, name):
         ({"architectures": ["Ernie4_5ForCausalLM"], "use_bias": True}, "use_bias"),
     ],
 )
-def test_a_variant_of_another_model_is_deferred_by_name(parse, changes, name):
+def test_variant_of_another_model_is_deferred_by_name(parse, changes, name):
     with pytest.raises(UnsupportedVariantError, match=name):
         parse(**changes)
 
 
-def test_a_default_of_longrope_scales_by_the_ratio_of_contexts(parse):
+def test_default_of_longrope_scales_by_the_ratio_of_contexts(parse):
     rope = parse(**PHI3, rope_scaling=LONGROPE, original_max_position_embeddings=16).rope
     assert attention_scale(rope) == pytest.approx(math.sqrt(1 + math.log(4) / math.log(16)))

@@ -26,7 +26,7 @@ def packs() -> None:
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("tokens", [0, 1, 5, FEW_TOKENS, FEW_TOKENS + 1, 64, 200])
-def test_a_packed_projection_equals_the_plain_one(packs, tokens, bias):
+def test_packed_projection_equals_the_plain_one(packs, tokens, bias):
     weight, offset = torch.randn(LARGE) / 16, torch.randn(LARGE[0]) if bias else None
     x = torch.randn(tokens, LARGE[1])
     packed = projection(weight, offset)
@@ -35,7 +35,7 @@ def test_a_packed_projection_equals_the_plain_one(packs, tokens, bias):
         torch.testing.assert_close(packed(x), Linear(weight=weight, bias=offset)(x), atol=1e-5, rtol=0)
 
 
-def test_a_packed_bfloat16_projection_accumulates_in_float32(packs):
+def test_packed_bfloat16_projection_accumulates_in_float32(packs):
     weight, x = (torch.randn(LARGE) / 16).bfloat16(), torch.randn(5, LARGE[1]).bfloat16()
     exact = x.double() @ weight.double().T
     torch.testing.assert_close(projection(weight)(x).double(), exact, atol=1e-2, rtol=1 / 128)
@@ -47,7 +47,7 @@ def test_inputs_need_not_be_contiguous(packs):
     torch.testing.assert_close(projection(weight)(x), x @ weight.T, atol=1e-5, rtol=0)
 
 
-def test_a_small_weight_stays_as_it_is():
+def test_small_weight_stays_as_it_is():
     weight = torch.randn(SMALL)
     assert weight.numel() < MIN_PACKED_ELEMENTS
     assert projection(weight) == Linear(weight=weight, bias=None)
@@ -66,7 +66,7 @@ def test_packing_keeps_no_hold_on_the_caller_s_weight(packs):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_few_tokens_have_the_same_bits_in_any_batch(packs, dtype):
+def test_few_tokens_have_the_same_bits_in_any_batch(packs, dtype):
     if dtype is torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
         pytest.skip("oneDNN multiplies no bfloat16 on this CPU")
     weight, offset = (torch.randn(LARGE) / 16).to(dtype), torch.randn(LARGE[0]).to(dtype)
@@ -79,7 +79,7 @@ def test_a_few_tokens_have_the_same_bits_in_any_batch(packs, dtype):
     torch.testing.assert_close(together, Linear(weight=weight, bias=offset)(x), atol=2**-7, rtol=2**-7)
 
 
-def test_a_layout_that_is_not_panels_is_left_to_onednn(packs, monkeypatch):
+def test_layout_that_is_not_panels_is_left_to_onednn(packs, monkeypatch):
     monkeypatch.setattr(fused_projection, "in_place", lambda *_: None)
     weight, x = torch.randn(LARGE) / 16, torch.randn(3, LARGE[1])
     packed = projection(weight)

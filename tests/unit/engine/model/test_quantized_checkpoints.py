@@ -50,7 +50,7 @@ def test_ranks_read_columns_of_a_matrix(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "pack-quantized", "fp8"])
-def test_an_engine_generates_what_it_does_with_the_plain_numbers(tmp_path, kind):
+def test_engine_generates_what_it_does_with_the_plain_numbers(tmp_path, kind):
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     plain.mkdir()
     quantized.mkdir()
@@ -138,7 +138,7 @@ def test_blocks_of_compressed_tensors_are_refused_unless_they_are_two_sizes(tmp_
 @pytest.mark.parametrize(
     ("kind", "suffix"), [("awq", "qzeros"), ("gptq", "scales"), ("pack-quantized", "weight_scale"), ("fp8", "weight")]
 )
-def test_a_missing_part_is_named(tmp_path, kind, suffix):
+def test_missing_part_is_named(tmp_path, kind, suffix):
     held, _ = write_quantized(tmp_path, kind)
     del held[f"{Q_PROJ}.{suffix}"]
     save_file(held, tmp_path / "model.safetensors")

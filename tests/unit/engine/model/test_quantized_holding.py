@@ -66,7 +66,7 @@ def test_merged_matrices_stay_what_their_parts_stand_for(tmp_path, kind):
 
 @pytest.mark.parametrize("kind", KERNEL_KINDS)
 @pytest.mark.parametrize("rank", [0, 1])
-def test_a_rank_has_its_part_with_its_scales(tmp_path, kind, rank):
+def test_rank_has_its_part_with_its_scales(tmp_path, kind, rank):
     _, worths = write_quantized(tmp_path, kind, kinds=KERNEL_KINDS, **SIZES)
     with kernels_on("cpu"):
         held = reader(tmp_path, Holding.PACKED, Rank(rank))
@@ -94,7 +94,7 @@ def test_groups_that_ranks_cut_become_smaller(rank):
         assert can_multiply(part, CPU)
 
 
-def test_the_last_group_may_be_cut_where_it_ends():
+def test_last_group_may_be_cut_where_it_ends():
     whole = int8_levels(torch.randn(3, 100, generator=torch.Generator().manual_seed(2)))
     scales, zeros = whole.scales.repeat(1, 2) * torch.tensor([1.0, 2.0]), whole.zeros.repeat(1, 2)
     whole = replace(whole, scales=scales, zeros=zeros, group_size=64)
@@ -103,7 +103,7 @@ def test_the_last_group_may_be_cut_where_it_ends():
 
 
 @pytest.mark.parametrize("kind", ["pack-quantized", "int-quantized", "float-quantized"])
-def test_an_output_matrix_stays_as_the_checkpoint_has_it(tmp_path, kind):
+def test_output_matrix_stays_as_the_checkpoint_has_it(tmp_path, kind):
     """On ranks too, whose last one has outputs that no token has."""
     sizes = SIZES | {"vocab_size": 33}
     _, worths = write_quantized(tmp_path, kind, kinds=KERNEL_KINDS, head=True, **sizes)
@@ -163,7 +163,7 @@ def test_experts_are_int8_and_the_scores_of_tokens_are_not(tmp_path):
     torch.testing.assert_close(moe.experts[2].gate_up(x)[:, 128:], x @ rounded.T, rtol=1e-5, atol=1e-5)
 
 
-def test_an_output_matrix_of_int8_is_multiplied_as_it_is(tmp_path):
+def test_output_matrix_of_int8_is_multiplied_as_it_is(tmp_path):
     write_quantized(tmp_path, "int-quantized", kinds=KERNEL_KINDS, head=True, **SIZES)
     config = read_model_config(tmp_path, quantization=Quantization.INT8)
     model = load_model(tmp_path, config, torch.float32, progress=False, quantization=Quantization.INT8)
@@ -171,7 +171,7 @@ def test_an_output_matrix_of_int8_is_multiplied_as_it_is(tmp_path):
     assert isinstance(model.lm_head, Int8Linear)
 
 
-def test_an_odd_number_of_inputs_is_not_packed_on_a_cpu():
+def test_odd_number_of_inputs_is_not_packed_on_a_cpu():
     """In bfloat16 they go in pairs: loading such a model ended in an assertion."""
     assert can_multiply(int8_levels(torch.ones(3, 6)), CPU)
     assert not can_multiply(int8_levels(torch.ones(3, 7)), CPU)
@@ -244,7 +244,7 @@ def test_zero_points_of_float8_are_refused_unless_they_are_zero(tmp_path):
         reader(tmp_path, Holding.DTYPE).matrix(DOWN)
 
 
-def test_the_flag_reaches_the_engine():
+def test_flag_reaches_the_engine():
     parser = argparse.ArgumentParser()
     add_engine_flags(parser)
     parser.set_defaults(model="m", role="both")

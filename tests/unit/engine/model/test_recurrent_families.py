@@ -143,7 +143,7 @@ def test_layers_of_full_attention_alone_keep_no_state():
         ({"num_experts": 0}, "num_experts"),
     ],
 )
-def test_a_field_out_of_bounds_is_refused_by_its_name(changed, message):
+def test_field_out_of_bounds_is_refused_by_its_name(changed, message):
     with pytest.raises(CheckpointError, match=message):
         parse(QWEN3_NEXT, **changed)
 

@@ -20,12 +20,12 @@ def table(rope: RopeConfig, *, positions: int = 128, dtype: torch.dtype = torch.
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
-def test_a_longer_table_agrees_with_a_shorter_one(rope):
+def test_longer_table_agrees_with_a_shorter_one(rope):
     assert torch.equal(table(rope, positions=128).angles[:40], table(rope, positions=40).angles)
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
-def test_a_token_is_rotated_alike_in_any_company(rope):
+def test_token_is_rotated_alike_in_any_company(rope):
     rotary, x = table(rope), torch.randn(6, 3, 16)
     positions = torch.tensor([0, 31, 32, 33, 100, 127])
     together = rotary.at(positions).apply(x)
@@ -59,6 +59,6 @@ def test_angles_are_computed_in_float32_and_rounded_once():
     assert torch.equal(table(RopeConfig(), dtype=torch.bfloat16).angles, table(RopeConfig()).angles.bfloat16())
 
 
-def test_a_position_beyond_the_table_is_an_error_not_garbage():
+def test_position_beyond_the_table_is_an_error_not_garbage():
     with pytest.raises(IndexError):
         table(RopeConfig(), positions=8).at(torch.tensor([8]))

@@ -40,7 +40,7 @@ def test_tensors_are_read_bit_for_bit(path, dtype):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_part_of_any_dimension_is_read_bit_for_bit(path, dtype):
+def test_part_of_any_dimension_is_read_bit_for_bit(path, dtype):
     tensor = torch.randn(4, 6, 5).to(dtype)
     save_file({"before": torch.randn(3), "a": tensor}, path)
     stored = read_header(path)["a"]
@@ -48,7 +48,7 @@ def test_a_part_of_any_dimension_is_read_bit_for_bit(path, dtype):
         assert torch.equal(stored.read_part(dim, start, stop), tensor.narrow(dim, start, stop - start))
 
 
-def test_a_part_beyond_the_end_of_a_truncated_file_is_an_error(path):
+def test_part_beyond_the_end_of_a_truncated_file_is_an_error(path):
     save_file({"a": torch.randn(8, 8)}, path)
     stored = read_header(path)["a"]
     os.truncate(path, path.stat().st_size - 100)
@@ -58,18 +58,18 @@ def test_a_part_beyond_the_end_of_a_truncated_file_is_an_error(path):
 
 
 @pytest.mark.parametrize("content", [b"", b"\x02\x00\x00"])
-def test_an_empty_or_cut_file_is_refused(path, content):
+def test_empty_or_cut_file_is_refused(path, content):
     path.write_bytes(content)
     assert "empty or truncated" in refusal(path)
 
 
 @pytest.mark.parametrize("length", [1000, 2**63, 2**64 - 1])
-def test_a_header_longer_than_the_file_is_refused(path, length):
+def test_header_longer_than_the_file_is_refused(path, length):
     write_raw_safetensors(path, {}, b"", header_length=length)
     assert f"claims {length} bytes" in refusal(path)
 
 
-def test_a_huge_header_is_refused_without_reading_it(path):
+def test_huge_header_is_refused_without_reading_it(path):
     write_raw_safetensors(path, b"", b"", header_length=100_000_001)
     os.truncate(path, 100_000_100)  # sparse: takes no space
     assert "exceeds the bound" in refusal(path)
@@ -78,18 +78,18 @@ def test_a_huge_header_is_refused_without_reading_it(path):
 @pytest.mark.parametrize(
     "header", [b"not json", b"\xff\xfe\x00", b"[" * 100_000, b'{"a": NaN}', b'{"a": 1' + b"0" * 5000]
 )
-def test_a_header_that_is_not_json_is_refused(path, header):
+def test_header_that_is_not_json_is_refused(path, header):
     write_raw_safetensors(path, header, b"")
     assert "not valid JSON" in refusal(path)
 
 
 @pytest.mark.parametrize("header", [[], "text", 5])
-def test_a_header_that_is_no_object_is_refused(path, header):
+def test_header_that_is_no_object_is_refused(path, header):
     write_raw_safetensors(path, header, b"")
     assert "JSON object" in refusal(path)
 
 
-def test_a_name_that_stands_twice_is_refused(path):
+def test_name_that_stands_twice_is_refused(path):
     one = json.dumps(entry(0, 8))
     write_raw_safetensors(path, f'{{"twin": {one}, "twin": {one}}}'.encode(), bytes(8))
     assert "'twin' stands twice" in refusal(path)
@@ -118,7 +118,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize(("description", "complaint"), BROKEN.values(), ids=BROKEN)
-def test_a_broken_entry_is_refused_by_name(path, description, complaint):
+def test_broken_entry_is_refused_by_name(path, description, complaint):
     write_raw_safetensors(path, {"layer.weight": description}, bytes(8))
     message = refusal(path)
     assert "'layer.weight'" in message
@@ -137,7 +137,7 @@ def test_bytes_that_belong_to_no_tensor_are_refused(path):
     assert "12 bytes that belong to no tensor" in refusal(path)
 
 
-def test_a_file_cut_short_is_refused_before_anything_is_read(path):
+def test_file_cut_short_is_refused_before_anything_is_read(path):
     save_file({"a": torch.ones(100), "b": torch.ones(100)}, path)
     os.truncate(path, path.stat().st_size - 4)
     assert "'b' ends at byte 800 of 796" in refusal(path)
@@ -152,7 +152,7 @@ def test_claims_of_terabytes_allocate_nothing(path, monkeypatch):
     assert "'a'" in refusal(path)
 
 
-def test_a_file_truncated_after_the_checks_is_an_error_not_a_crash(path):
+def test_file_truncated_after_the_checks_is_an_error_not_a_crash(path):
     save_file({"a": torch.ones(100_000)}, path)
     stored = read_header(path)["a"]
     os.truncate(path, 1000)
@@ -160,7 +160,7 @@ def test_a_file_truncated_after_the_checks_is_an_error_not_a_crash(path):
         stored.read()
 
 
-def test_a_file_removed_after_the_checks_is_a_checkpoint_error(path):
+def test_file_removed_after_the_checks_is_a_checkpoint_error(path):
     save_file({"a": torch.ones(10)}, path)
     stored = read_header(path)["a"]
     path.unlink()
@@ -168,7 +168,7 @@ def test_a_file_removed_after_the_checks_is_a_checkpoint_error(path):
         stored.read()
 
 
-def test_a_file_changed_after_reading_does_not_change_the_tensor(path):
+def test_file_changed_after_reading_does_not_change_the_tensor(path):
     save_file({"a": torch.ones(1000)}, path)
     tensor = read_header(path)["a"].read()
     with path.open("r+b") as file:

@@ -46,7 +46,7 @@ def test_joined_projections_are_read_as_ranges_of_rows(tmp_path):
     assert sum(tensor.size for tensor in found.values()) == sum(tensor.nbytes for tensor in tensors.values())
 
 
-def test_a_joined_matrix_of_other_rows_keeps_its_name(tmp_path):
+def test_joined_matrix_of_other_rows_keeps_its_name(tmp_path):
     write_config(tmp_path, architectures=["Phi3ForCausalLM"])
     tensors = joined(random_tensors(tmp_path))
     name = f"{LAYER}self_attn.qkv_proj.weight"

@@ -46,7 +46,7 @@ def parts(path, *names: str, split: Split, size: int) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("size", [1, 2, 4])
 @pytest.mark.parametrize(("name", "split"), [(GATE, OUTPUTS), (DOWN, INPUTS), (Q, Split(dim=0, unit=HEAD_DIM))])
-def test_the_parts_of_all_ranks_are_the_tensor(tensors, tmp_path, name, split, size):
+def test_parts_of_all_ranks_are_the_tensor(tensors, tmp_path, name, split, size):
     assert torch.equal(torch.cat(parts(tmp_path, name, split=split, size=size), dim=split.dim), tensors[name])
 
 
@@ -63,19 +63,19 @@ def test_with_fewer_kv_heads_than_ranks_neighbours_hold_the_same_head(tensors, t
         assert torch.equal(part, torch.cat((query, kv)))
 
 
-def test_a_vocabulary_that_does_not_divide_ends_in_zero_rows(tensors, tmp_path):
+def test_vocabulary_that_does_not_divide_ends_in_zero_rows(tensors, tmp_path):
     whole = torch.cat(parts(tmp_path, TABLE, split=VOCABULARY, size=3))
     assert whole.shape == (21, 16)
     assert torch.equal(whole[:20], tensors[TABLE])
     assert not whole[20:].any()
 
 
-def test_a_rank_whose_token_ids_are_all_padding_is_no_damaged_checkpoint(tmp_path):
+def test_rank_whose_token_ids_are_all_padding_is_no_damaged_checkpoint(tmp_path):
     write_checkpoint(tmp_path, vocab_size=5)
     assert [len(part) for part in parts(tmp_path, TABLE, split=VOCABULARY, size=4)] == [2, 2, 2, 2]
 
 
-def test_a_bias_behind_shared_inputs_is_added_once(tensors, tmp_path):
+def test_bias_behind_shared_inputs_is_added_once(tensors, tmp_path):
     name = "model.layers.0.self_attn.o_proj"
     x = torch.randn(3, 16)
 
@@ -88,7 +88,7 @@ def test_a_bias_behind_shared_inputs_is_added_once(tensors, tmp_path):
         torch.testing.assert_close(result, expected)
 
 
-def test_the_partial_products_of_all_ranks_add_up():
+def test_partial_products_of_all_ranks_add_up():
     weight, x = torch.randn(6, 8), torch.randn(5, 8)
 
     def work(parallel: Parallel) -> torch.Tensor:
@@ -133,12 +133,12 @@ def test_heads_are_divided_and_few_kv_heads_repeated(tmp_path):
         ({"intermediate_size": 25}, 2, "does not divide the intermediate size of 25; it can be 1"),
     ],
 )
-def test_a_size_that_cannot_work_is_refused_with_those_that_can(tmp_path, changes, size, complaint):
+def test_size_that_cannot_work_is_refused_with_those_that_can(tmp_path, changes, size, complaint):
     with pytest.raises(ConfigError, match=f"--tensor-parallel-size {size} does not fit this model: it {complaint}"):
         require_shareable(config(tmp_path, **changes), size)
 
 
-def test_a_mixture_is_shared_by_the_inner_size_of_its_experts(tmp_path):
+def test_mixture_is_shared_by_the_inner_size_of_its_experts(tmp_path):
     moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=6, normalise=True)
     model = dataclasses.replace(config(tmp_path), intermediate_size=25, moe=moe)
     require_shareable(model, 2)
@@ -148,7 +148,7 @@ def test_a_mixture_is_shared_by_the_inner_size_of_its_experts(tmp_path):
         require_shareable(dataclasses.replace(model, moe=dataclasses.replace(moe, dense_layers=(0,))), 2)
 
 
-def test_a_model_of_transformers_is_not_shared(tmp_path):
+def test_model_of_transformers_is_not_shared(tmp_path):
     model = dataclasses.replace(config(tmp_path), impl=ModelImpl.TRANSFORMERS)
     require_shareable(model, 1)
     with pytest.raises(ConfigError, match="code of transformers computes it, which cannot be shared; it can be 1"):

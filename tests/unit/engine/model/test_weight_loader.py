@@ -91,7 +91,7 @@ def test_leftovers_of_older_exporters_are_skipped(tmp_path):
     assert logits(load(tmp_path)).isfinite().all()
 
 
-def test_a_missing_tensor_is_refused_by_name(tmp_path):
+def test_missing_tensor_is_refused_by_name(tmp_path):
     tensors = write_checkpoint(tmp_path, **COMPUTED)
     del tensors["model.layers.1.mlp.up_proj.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -99,7 +99,7 @@ def test_a_missing_tensor_is_refused_by_name(tmp_path):
         read_model_config(tmp_path)
 
 
-def test_a_missing_output_head_hints_at_tied_embeddings(tmp_path):
+def test_missing_output_head_hints_at_tied_embeddings(tmp_path):
     tensors = write_checkpoint(tmp_path, **COMPUTED)
     del tensors["lm_head.weight"]
     save_file(tensors, tmp_path / "model.safetensors")
@@ -110,14 +110,14 @@ def test_a_missing_output_head_hints_at_tied_embeddings(tmp_path):
 @pytest.mark.parametrize(
     "name", ["model.layers.2.mlp.up_proj.weight", "model.layers.0.self_attn.q_proj.bias", "lora_A"]
 )
-def test_a_tensor_with_no_place_in_the_model_is_refused_by_name(tmp_path, name):
+def test_tensor_with_no_place_in_the_model_is_refused_by_name(tmp_path, name):
     tensors = write_checkpoint(tmp_path, **COMPUTED)
     save_file({**tensors, name: torch.ones(16)}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=rf"model\.safetensors: tensor '{name}'"):
         read_model_config(tmp_path)
 
 
-def test_a_shape_that_contradicts_the_config_is_refused_before_loading(tmp_path):
+def test_shape_that_contradicts_the_config_is_refused_before_loading(tmp_path):
     write_checkpoint(tmp_path, **COMPUTED)
     write_config(tmp_path, **COMPUTED, vocab_size=21)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight has shape \[20, 16\]; config\.json implies \[21"):
@@ -133,7 +133,7 @@ def test_weights_replaced_since_the_config_was_read_are_refused(tmp_path):
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
 @pytest.mark.parametrize("name", ["model.layers.1.self_attn.k_proj.weight", "model.norm.weight"])
-def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, name, value):
+def test_weight_that_is_not_finite_is_refused_by_name(tmp_path, name, value):
     tensors = write_checkpoint(tmp_path, **COMPUTED)
     tensors[name].view(-1)[-1] = value
     save_file(tensors, tmp_path / "model.safetensors")
@@ -141,7 +141,7 @@ def test_a_weight_that_is_not_finite_is_refused_by_name(tmp_path, name, value):
         load(tmp_path)
 
 
-def test_a_weight_that_overflows_the_target_dtype_is_refused(tmp_path):
+def test_weight_that_overflows_the_target_dtype_is_refused(tmp_path):
     tensors = write_checkpoint(tmp_path, **COMPUTED)
     tensors["model.norm.weight"][0] = 1e6
     save_file(tensors, tmp_path / "model.safetensors")
@@ -157,7 +157,7 @@ def test_weights_that_were_never_written_are_refused(tmp_path):
         load(tmp_path)
 
 
-def test_a_shorter_context_gives_the_same_logits(tmp_path):
+def test_shorter_context_gives_the_same_logits(tmp_path):
     write_checkpoint(tmp_path, **COMPUTED)
     assert torch.equal(logits(load(tmp_path, context_length=3)), logits(load(tmp_path)))
 

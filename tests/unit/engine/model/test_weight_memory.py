@@ -25,7 +25,7 @@ def test_all_of_a_model(fields, dtype):
     assert sum(found.values()) >= matrices * dtype.itemsize
 
 
-def test_a_packed_weight_lies_where_its_panels_do():
+def test_packed_weight_lies_where_its_panels_do():
     packed = projection(torch.randn(300, 256))
     found = weight_memory(packed)
     few = getattr(packed, "few", None)
@@ -34,6 +34,6 @@ def test_a_packed_weight_lies_where_its_panels_do():
     assert (few.panels.address, few.panels.count * few.panels.bytes_each) in found
 
 
-def test_a_view_counts_with_all_that_it_is_a_view_of():
+def test_view_counts_with_all_that_it_is_a_view_of():
     whole = torch.zeros(100)
     assert weight_memory((whole[10:20], [whole])) == 2 * [(whole.data_ptr(), 400)]

@@ -26,7 +26,7 @@ def test_all_ranks_get_rank_0s_inputs_in_order_and_its_time():
     assert turns((12.5, inputs), (99.0, [Abort(rid="other")])) == [expected, expected]
 
 
-def test_a_prompt_longer_than_the_first_message_arrives_whole():
+def test_prompt_longer_than_the_first_message_arrives_whole():
     message = make_message("long", range(3 * INLINE_BYTES))
     first, second = turns((0.0, [Add(message=message, client=b"")]), (0.0, []))
     assert first == second
@@ -49,12 +49,12 @@ def test_drafts_are_rank_0s():  # [rank-zero-drafts]
     assert on_ranks(2, lambda p: Agreement(p.schedule).share(proposals[p.rank], StepDrafts)) == [proposals[0]] * 2
 
 
-def test_a_rank_that_is_alone_shares_with_itself():
+def test_rank_that_is_alone_shares_with_itself():
     drafts = StepDrafts(chains=((1,),))
     assert Agreement(SingleRank()).share(drafts, StepDrafts) is drafts
 
 
-def test_a_fact_counts_when_it_holds_on_every_rank():  # [least-of-ranks] [record-after-writes]
+def test_fact_counts_when_it_holds_on_every_rank():  # [least-of-ranks] [record-after-writes]
     progress = ((1, 3), (0, 7), (1, 5))
     assert on_ranks(3, lambda p: Agreement(p.schedule).least(progress[p.rank])) == [[0, 3]] * 3
 
@@ -72,7 +72,7 @@ def test_rank_0s_tokens_and_time_are_everybodys():  # [rank-zero-tokens]
     assert on_ranks(2, work) == [([5, 6, 7], 0.25)] * 2
 
 
-def test_a_step_that_samples_nothing_agrees_on_its_time():
+def test_step_that_samples_nothing_agrees_on_its_time():
     facts = on_ranks(2, lambda p: agree_on_step(p.forward, torch.empty(0, dtype=torch.int64), 1.0 + p.rank))
     assert [(len(fact.token_ids), fact.compute_s) for fact in facts] == [(0, 1.0)] * 2
 
@@ -87,6 +87,6 @@ def test_everybody_hears_what_each_rank_has_to_say():
     assert on_ranks(3, work) == [[[*said.values()], ["0", "1", "2"]]] * 3
 
 
-def test_a_rank_that_is_alone_hears_itself():
+def test_rank_that_is_alone_hears_itself():
     value = object()
     assert Agreement(SingleRank()).gather(value, object) == [value]

@@ -18,11 +18,11 @@ def test_each_rank_has_a_gpu_of_its_own(device, rank, own):
     assert device_of_rank(own, -rank) == device_of_rank(device, 0)
 
 
-def test_a_cpu_is_always_there():
+def test_cpu_is_always_there():
     require_device("cpu", ranks=8)
 
 
-def test_a_build_without_cuda_is_named(monkeypatch):
+def test_build_without_cuda_is_named(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", None)
     with pytest.raises(ConfigError, match=r"--device cuda:1 needs a build of torch with CUDA.*--device cpu"):
         require_device("cuda:1")
@@ -52,7 +52,7 @@ def test_too_few_gpus_are_counted(monkeypatch, device, ranks, message):
 
 
 @pytest.mark.parametrize(("device", "used"), [("cpu", []), ("cuda", [0]), ("cuda:3", [3])])
-def test_a_thread_s_kernels_run_on_its_gpu(monkeypatch, device, used):
+def test_thread_s_kernels_run_on_its_gpu(monkeypatch, device, used):
     chosen = []
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
     use_device(device)

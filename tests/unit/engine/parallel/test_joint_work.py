@@ -24,7 +24,7 @@ def total(parallel: Parallel) -> int:
 
 @pytest.mark.parametrize("collectives_before", [0, 1, 3])
 @pytest.mark.parametrize("guilty", [(0,), (2,), (0, 1, 2)])
-def test_a_fault_is_everybodys_and_nobody_is_lost(guilty, collectives_before):
+def test_fault_is_everybodys_and_nobody_is_lost(guilty, collectives_before):
     def work(parallel: Parallel) -> list[str | int]:
         def faulty() -> int:
             for count in range(3):
@@ -50,7 +50,7 @@ def test_a_fault_is_everybodys_and_nobody_is_lost(guilty, collectives_before):
         assert outcomes == [3, error, error, 3]
 
 
-def test_a_rank_that_does_not_come_back_is_lost(monkeypatch):
+def test_rank_that_does_not_come_back_is_lost(monkeypatch):
     passed = threading.Event()
 
     def monotonic() -> float:
@@ -73,7 +73,7 @@ def test_a_rank_that_does_not_come_back_is_lost(monkeypatch):
     on_ranks(2, work, timeout_s=300.0)
 
 
-def test_the_known_end_of_a_rank_cuts_the_wait_for_it_short():
+def test_known_end_of_a_rank_cuts_the_wait_for_it_short():
     def work(parallel: Parallel) -> None:
         together = joint(parallel)
         with pytest.raises((ValueError, OtherRankFailedError)):
@@ -101,5 +101,5 @@ def test_fault_ends_engine_if_other_ranks_cannot_be_freed():
         failure.raise_if_any()
 
 
-def test_a_rank_that_is_alone_just_works():
+def test_rank_that_is_alone_just_works():
     assert JointWork(group=SingleRank(), failure=FirstFailure()).run(lambda: 7) == 7

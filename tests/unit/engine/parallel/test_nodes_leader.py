@@ -90,18 +90,18 @@ def test_it_begins_when_all_are_here_at_the_same_time(leader, time):
         ({"unheard_of": "1"}, "unheard_of is 1 there and nothing on node 0"),
     ],
 )
-def test_a_node_that_would_compute_something_else_is_refused_before_anything_is_loaded(leader, settings, clause):
+def test_node_that_would_compute_something_else_is_refused_before_anything_is_loaded(leader, settings, clause):
     answer = join(leader, 1, **settings)
     assert clause in answer.refused
     assert (answer.begin, leader.missing()) == (False, [1, 2])
 
 
 @pytest.mark.parametrize("node_rank", [0, 3, -1, 2**40])
-def test_a_node_that_the_engine_does_not_have_is_refused(leader, node_rank):
+def test_node_that_the_engine_does_not_have_is_refused(leader, node_rank):
     assert "the other nodes are 1 to 2, not" in join(leader, node_rank).refused
 
 
-def test_a_node_that_starts_again_before_all_are_here_takes_its_own_place(leader):
+def test_node_that_starts_again_before_all_are_here_takes_its_own_place(leader):
     join(leader, 1, member="first")
     assert not join(leader, 1, member="second").refused
     assert join(leader, 2).begin
@@ -109,7 +109,7 @@ def test_a_node_that_starts_again_before_all_are_here_takes_its_own_place(leader
     assert not beat(leader, 1, member="second").ended
 
 
-def test_a_node_that_starts_again_later_is_the_end_of_the_engine(running):
+def test_node_that_starts_again_later_is_the_end_of_the_engine(running):
     assert "part of a running engine" in join(running, 1, member="second").refused
     with pytest.raises(RankLostError, match="node 1 has started again"):
         running.failure.raise_if_any()
@@ -132,7 +132,7 @@ def test_silence_is_the_end_and_rank_0_has_a_bound_to_leave(running, time):
     assert not running.look()
 
 
-def test_the_words_of_a_lost_node_are_told_to_the_others(running):
+def test_words_of_a_lost_node_are_told_to_the_others(running):
     assert running.answer(NodeLost(session="another", node_rank=1, reason="old")) is None
     assert running.failure.error is None
     running.answer(NodeLost(session=running.session, node_rank=1, reason="rank 2 was ended by signal 9"))
@@ -142,7 +142,7 @@ def test_the_words_of_a_lost_node_are_told_to_the_others(running):
     assert running.everybody_told
 
 
-def test_a_node_of_another_start_of_the_leader_is_told_that_its_engine_is_over(running):
+def test_node_of_another_start_of_the_leader_is_told_that_its_engine_is_over(running):
     assert beat(running, 1, session="another").ended
     call = StoreCall(session="another", nonce=7, action=StoreAction.SET, keys=("k",), value=b"v")
     answer = running.answer(call)
@@ -150,14 +150,14 @@ def test_a_node_of_another_start_of_the_leader_is_told_that_its_engine_is_over(r
     assert not running.store.check(["k"])
 
 
-def test_a_node_serves_when_all_of_its_ranks_follow(running):
+def test_node_serves_when_all_of_its_ranks_follow(running):
     running.store.set(follows_key(2), "1")
     assert not beat(running, 1).serving
     running.store.set(follows_key(3), "1")
     assert (beat(running, 1).serving, beat(running, 2).serving) == (True, False)
 
 
-def test_a_node_that_is_to_leave_has_the_engine_drained_and_not_ended(running):
+def test_node_that_is_to_leave_has_the_engine_drained_and_not_ended(running):
     assert not beat(running, 1, leaving=True).ended
     assert running.departure.reason == "node 1 is to leave"
     running.over.set()

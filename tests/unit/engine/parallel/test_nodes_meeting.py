@@ -86,7 +86,7 @@ def test_ranks_on_two_addresses_form_groups_and_form_them_anew(desk, keys):
         assert list(threads.map(work, range(2))) == [[3.0, 3.0, 3.0, 9.0]] * 2
 
 
-def test_the_remote_store_does_what_torchs_own_does(desk, keys):
+def test_remote_store_does_what_torchs_own_does(desk, keys):
     context, store = remote_store(desk, keys)
     with closing(context):
         for one in (store, HashStore()):
@@ -100,7 +100,7 @@ def test_the_remote_store_does_what_torchs_own_does(desk, keys):
         assert store.get("bytes") == b"\x00\xff"
 
 
-def test_a_rank_of_another_engine_reads_and_writes_nothing(desk, keys):
+def test_rank_of_another_engine_reads_and_writes_nothing(desk, keys):
     context, store = remote_store(desk, keys, session="of yesterday")
     with closing(context), pytest.raises(RankLostError, match="is over"):
         store.set("k", "v")
@@ -122,7 +122,7 @@ def test_off_loopback_nodes_have_keys_or_do_not_start(config):
         NodeAccess(host="10.0.0.7").open()
 
 
-def test_a_connection_to_somebody_else_is_no_group():
+def test_connection_to_somebody_else_is_no_group():
     def strange(output: torch.Tensor, mine: torch.Tensor) -> None:
         output.copy_(mine)  # as one who gives back what it gets
 
@@ -146,7 +146,7 @@ def test_proofs_of_the_right_ranks_are_taken():
         assert list(threads.map(work, range(2))) == [None, None]
 
 
-def test_an_interface_is_known_by_its_address():
+def test_interface_is_known_by_its_address():
     assert interface_of(LEADER) == interface_of("localhost") == "lo"
     with pytest.raises(ConfigError, match="--host 192.0.2.77 is no address of this machine"):
         interface_of("192.0.2.77")
@@ -198,18 +198,18 @@ def test_when_the_engine_is_over_the_node_ends_in_order(monkeypatch, desk, confi
     assert desk.leader.everybody_told
 
 
-def test_a_refusal_is_final_and_told(desk, config, keys):
+def test_refusal_is_final_and_told(desk, config, keys):
     with pytest.raises(ConfigError, match=r"node 0 at .* refuses this node: .*page_size"):
         follow(replace(config, cache=replace(config.cache, page_size=64)), keys).follow()
 
 
-def test_a_leader_that_does_not_come_is_waited_for_no_longer_than_the_timeout(config, keys):
+def test_leader_that_does_not_come_is_waited_for_no_longer_than_the_timeout(config, keys):
     hasty = replace(config, parallel=replace(config.parallel, init_timeout=0.2))
     with pytest.raises(RankLostError, match=r"node 1 waited 0.2 s for node 0 at .*, which does not answer"):
         follow(hasty, keys).follow()
 
 
-def test_a_leader_that_falls_silent_ends_the_node(monkeypatch, desk, config, keys):
+def test_leader_that_falls_silent_ends_the_node(monkeypatch, desk, config, keys):
     become(monkeypatch, "import sys; sys.stdin.read()")
     monkeypatch.setattr(follower_module, "SILENCE_S", 0.5)
     answer = desk.leader.answer
@@ -218,7 +218,7 @@ def test_a_leader_that_falls_silent_ends_the_node(monkeypatch, desk, config, key
         follow(config, keys).follow()
 
 
-def test_a_node_that_does_not_come_is_named(config, keys):
+def test_node_that_does_not_come_is_named(config, keys):
     parallel = replace(config.parallel, init_timeout=0.2)
     leader = Leader(parallel=parallel, settings={}, self_test=False, failure=FirstFailure(), departure=Departure())
     desk = LeaderDesk.open(leader, NodeAccess(host=LEADER, curve_keys=keys))

@@ -29,13 +29,13 @@ def become(monkeypatch, program: str) -> None:
     monkeypatch.setattr(rank_processes, "COMMAND", (sys.executable, "-c", program))
 
 
-def test_an_engine_that_is_alone_starts_nobody(monkeypatch):
+def test_engine_that_is_alone_starts_nobody(monkeypatch):
     monkeypatch.setattr(rank_processes, "COMMAND", ("/no/such/program",))
     with other_ranks(replace(CONFIG, parallel=ParallelConfig()), self_test=False) as parallel:
         assert (parallel.rank, parallel.size) == (0, 1)
 
 
-def test_a_rank_that_cannot_start_is_reported_with_its_own_words(monkeypatch):
+def test_rank_that_cannot_start_is_reported_with_its_own_words(monkeypatch):
     become(
         monkeypatch,
         READ_ORDER + "(folder / f\"rank-{order['rank']}.error\").write_text('no memory for 3 GiB'); sys.exit(3)",
@@ -47,7 +47,7 @@ def test_a_rank_that_cannot_start_is_reported_with_its_own_words(monkeypatch):
         pass
 
 
-def test_a_rank_that_was_killed_is_reported_by_its_signal(monkeypatch):
+def test_rank_that_was_killed_is_reported_by_its_signal(monkeypatch):
     become(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     with pytest.raises(RankLostError, match="rank 1 was ended by signal 9"), other_ranks(CONFIG, self_test=False):
         pass
@@ -66,7 +66,7 @@ def test_last_words_that_were_cut_off_are_reported_as_they_are(monkeypatch):
         pass
 
 
-def test_a_rank_that_has_ended_before_it_is_told_anything_is_reported(monkeypatch):
+def test_rank_that_has_ended_before_it_is_told_anything_is_reported(monkeypatch):
     """Its order could not be written, and closing the pipe failed over it: the engine waited for ever."""
     become(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     start_process = subprocess.Popen
@@ -82,7 +82,7 @@ def test_a_rank_that_has_ended_before_it_is_told_anything_is_reported(monkeypatc
         pass
 
 
-def test_a_rank_that_does_not_come_in_time_is_ended(monkeypatch):
+def test_rank_that_does_not_come_in_time_is_ended(monkeypatch):
     become(monkeypatch, READ_ORDER + "sys.stdin.read()")
     hasty = replace(CONFIG, parallel=ParallelConfig(tp_size=2, timeout=0.1))
     with (
@@ -111,7 +111,7 @@ def test_when_this_rank_fails_the_others_are_ended():
     others.ranks[0].process.stdout.close()
 
 
-def test_a_rank_that_leaves_after_stop_is_not_lost():
+def test_rank_that_leaves_after_stop_is_not_lost():
     failure = FirstFailure()
     others = start("pass", failure)
     others.ranks[0].process.wait()
@@ -131,7 +131,7 @@ def test_only_the_first_failure_counts():
         failure.raise_if_any()
 
 
-def test_an_order_reaches_the_rank_as_it_was_given(monkeypatch, capfd):
+def test_order_reaches_the_rank_as_it_was_given(monkeypatch, capfd):
     become(monkeypatch, READ_ORDER + "print(json.dumps(order), file=sys.stderr); sys.exit(5)")
     with pytest.raises(RankLostError), other_ranks(CONFIG, self_test=True):
         pass
@@ -140,7 +140,7 @@ def test_an_order_reaches_the_rank_as_it_was_given(monkeypatch, capfd):
 
 
 @pytest.mark.parametrize(("tp_size", "timeout"), [(0, 1.0), (2, 0.0), (2, float("inf")), (2, float("nan"))])
-def test_an_impossible_configuration_is_refused(tp_size, timeout):
+def test_impossible_configuration_is_refused(tp_size, timeout):
     with pytest.raises(ConfigError, match="--tensor-parallel-size|--dist-timeout"):
         ParallelConfig(tp_size=tp_size, timeout=timeout)
 

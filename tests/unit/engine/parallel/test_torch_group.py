@@ -9,7 +9,7 @@ from tandem_engine.parallel.torch_group import join_ranks
 from tandem_testing.rank_threads import on_ranks
 
 
-def test_a_sum_has_the_same_bits_on_every_rank():
+def test_sum_has_the_same_bits_on_every_rank():
     def work(parallel: Parallel) -> torch.Tensor:
         mine = torch.randn(257, generator=torch.Generator().manual_seed(parallel.rank))
         return parallel.forward.all_reduce(mine)
@@ -36,7 +36,7 @@ def test_gathering_no_rows_needs_no_exchange():
     assert on_ranks(2, lambda p: p.forward.all_gather(torch.empty(0, 4)).shape) == [(0, 8), (0, 8)]
 
 
-def test_the_least_and_rank_0s_values_reach_everybody():
+def test_least_and_rank_0s_values_reach_everybody():
     def work(parallel: Parallel) -> tuple[list[int], list[int]]:
         least = parallel.schedule.least(torch.tensor([parallel.rank, 5 - parallel.rank]))
         return least.tolist(), parallel.schedule.broadcast(torch.tensor([parallel.rank + 7])).tolist()
@@ -44,7 +44,7 @@ def test_the_least_and_rank_0s_values_reach_everybody():
     assert on_ranks(2, work) == [([0, 4], [7])] * 2
 
 
-def test_a_rank_that_left_is_noticed_inside_a_collective():
+def test_rank_that_left_is_noticed_inside_a_collective():
     def work(parallel: Parallel) -> None:
         if parallel.rank == 0:
             parallel.forward.all_reduce(torch.ones(4))
@@ -53,18 +53,18 @@ def test_a_rank_that_left_is_noticed_inside_a_collective():
         on_ranks(2, work)
 
 
-def test_a_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
+def test_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
     store = torch.distributed.HashStore()
     with pytest.raises(RankLostError, match="rank 0 of 2 did not meet the others"):
         join_ranks(store, rank=0, size=2, device=torch.device("cpu"), timeout_s=0.2)
 
 
-def test_a_device_without_a_backend_is_refused():
+def test_device_without_a_backend_is_refused():
     with pytest.raises(ConfigError, match="--tensor-parallel-size"):
         join_ranks(torch.distributed.HashStore(), rank=0, size=2, device=torch.device("meta"), timeout_s=1.0)
 
 
-def test_a_rank_that_is_alone_copies_nothing():
+def test_rank_that_is_alone_copies_nothing():
     group, tensor = SingleRank(), torch.ones(2, 3)
     assert (
         group.all_reduce(tensor) is group.all_gather(tensor) is group.broadcast(tensor) is group.least(tensor) is tensor

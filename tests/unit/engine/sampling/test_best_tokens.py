@@ -29,7 +29,7 @@ def test_zeros_of_both_signs_are_equal():
     assert best_tokens(torch.tensor([[-1.0, -0.0, 0.0], [-1.0, 0.0, -0.0]]))[1].tolist() == [1, 1]
 
 
-def test_a_row_of_which_all_is_forbidden_has_its_first_token():
+def test_row_of_which_all_is_forbidden_has_its_first_token():
     best, token_ids = best_tokens(torch.full((1, BLOCK + 3), -torch.inf))
     assert (best.tolist(), token_ids.tolist()) == ([-torch.inf], [0])
 

@@ -69,7 +69,7 @@ def test_every_row_is_edited_as_its_whole_history_says(wants, steps, suppressed)
     drafts=st.lists(st.lists(tokens, max_size=3), min_size=3, max_size=3),
     accepted=st.lists(st.integers(0, 3), min_size=3, max_size=3),
 )
-def test_a_run_of_positions_is_edited_as_one_token_after_the_other(wants, drafts, accepted):  # [every-accepted-token]
+def test_run_of_positions_is_edited_as_one_token_after_the_other(wants, drafts, accepted):  # [every-accepted-token]
     requests = [make_request(i + 1, p, outputs=out) for i, (p, out) in enumerate(wants)]
     drafts, longest = drafts[: len(requests)], 3
     lens = torch.tensor([len(run) + 1 for run in drafts])
@@ -113,13 +113,13 @@ def test_logits_are_left_as_they_are():
     assert torch.equal(logits, before)
 
 
-def test_a_bias_lifts_nothing_that_is_forbidden():
+def test_bias_lifts_nothing_that_is_forbidden():
     sampling = SamplingParams(max_tokens=1, logit_bias=((3, 100.0), (4, 100.0)), bad_words=((3,),))
     edited = edit_one(sampling, suppress=(4,))
     assert forbidden(edited) == {3, 4}
 
 
-def test_a_bias_counts_among_allowed_tokens():
+def test_bias_counts_among_allowed_tokens():
     edited = edit_one(SamplingParams(max_tokens=1, allowed_token_ids=(3, 5), logit_bias=((5, 2.0),)))
     assert forbidden(edited) == {*range(VOCAB)} - {3, 5}
     assert edited[[3, 5]].tolist() == [0.0, 2.0]
@@ -133,7 +133,7 @@ def test_only_the_last_token_of_a_bad_word_is_forbidden_and_only_after_the_other
     assert forbidden(edit_one(words, outputs=(2, 1))) == {9}
 
 
-def test_a_bad_word_does_not_begin_in_the_prompt():
+def test_bad_word_does_not_begin_in_the_prompt():
     sampling = SamplingParams(max_tokens=9, bad_words=((1, 2),))
     edits = make_edits([make_request(1, sampling, prompt=(5, 1))])
     assert forbidden(LogitEditor().edit(torch.zeros(1, VOCAB), edits)[0]) == set()

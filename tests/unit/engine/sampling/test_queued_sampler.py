@@ -15,11 +15,11 @@ from tandem_testing.queued_sampling import PARAMS, ROWS, VOCAB, both, random_log
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_the_same_tokens_and_logprobs(seed):
+def test_same_tokens_and_logprobs(seed):
     both(random_logits(seed), random_sampling(seed, logprobs=(0, 3, -1, 20, 1, VOCAB)), Sampler(), QueuedSampler())
 
 
-def test_the_same_edits_step_after_step():
+def test_same_edits_step_after_step():
     requests = [make_request(row + 1, params, prompt=[1, 2, 3], outputs=[3, 9]) for row, params in enumerate(PARAMS)]
     edits = make_edits(requests)
     host, queued = Sampler(), QueuedSampler()
@@ -36,7 +36,7 @@ def _without_histories(edits):
 
 @pytest.mark.parametrize("words", [9, 10, 12])
 @pytest.mark.parametrize("rows", [(1, 4), (*range(ROWS),)])
-def test_the_same_under_masks(words, rows):
+def test_same_under_masks(words, rows):
     masks = TokenMasks.open(rows, words)
     masks.bitmask.copy_(torch.randint(-(2**31), 2**31, masks.bitmask.shape, generator=torch.Generator().manual_seed(1)))
     masks.release()
@@ -55,7 +55,7 @@ def test_among_equals_the_lowest_ids_come_first(count):
         assert found == most_likely(logprobs[row], count)
 
 
-def test_the_same_scores_of_prompts():
+def test_same_scores_of_prompts():
     hidden = torch.randn(300, 8, generator=torch.Generator().manual_seed(3))
     head = torch.randn(8, VOCAB, generator=torch.Generator().manual_seed(4))
     wanted = [

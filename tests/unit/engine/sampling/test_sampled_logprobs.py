@@ -22,7 +22,7 @@ def test_zero_asks_for_the_sampled_token_alone():
     assert top(0) == ()
 
 
-def test_the_most_likely_come_first_and_equals_by_id():
+def test_most_likely_come_first_and_equals_by_id():
     assert [token for token, _ in top(1)] == [1]
     assert [token for token, _ in top(3)] == [1, 3, 2]
     assert [value for _, value in top(3)] == pytest.approx([LOGPROBS[1], LOGPROBS[3], LOGPROBS[2]])

@@ -53,7 +53,7 @@ def test_filters_renormalise_and_draw_nothing_else(params):
     assert chi_square(drawn, probabilities) < CRITICAL
 
 
-def test_an_unlikely_token_is_drawn_as_rarely_as_it_should_be():
+def test_unlikely_token_is_drawn_as_rarely_as_it_should_be():
     logits = torch.tensor([0.0, -9.0])
     rare = int(draw(logits, 400_000).sum())
     expected = 400_000 * logits.softmax(0)[1].item()  # 49.4
@@ -132,7 +132,7 @@ def test_suppressed_ids_are_never_chosen(temperature):
 
 
 @pytest.mark.parametrize("temperature", [1e-30, 1e-5])
-def test_a_tiny_temperature_is_greedy(temperature):
+def test_tiny_temperature_is_greedy(temperature):
     assert set(draw(LOGITS, 100, temperature=temperature).tolist()) == {0}
 
 
@@ -144,7 +144,7 @@ def test_extreme_logits_choose_the_largest(scale):
 
 
 @pytest.mark.parametrize("params", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
-def test_a_row_without_any_possible_token_still_gives_one(params):
+def test_row_without_any_possible_token_still_gives_one(params):
     assert set(draw(torch.full((9,), -torch.inf), 3, **params).tolist()) < set(range(9))
 
 
@@ -155,7 +155,7 @@ def test_logits_are_left_as_they_are():
     assert torch.equal(logits, before)
 
 
-def test_a_row_with_a_mask_draws_only_what_it_allows_and_others_draw_as_ever():  # [mask-per-row]
+def test_row_with_a_mask_draws_only_what_it_allows_and_others_draw_as_ever():  # [mask-per-row]
     logits = LOGITS.expand(3, -1)
     allowed = {2: {3, 4}, 0: {5}}
     draws = [
@@ -176,6 +176,6 @@ def test_logprobs_are_those_before_the_mask():
     assert output.logprobs[0].top[0][0] == 0
 
 
-def test_a_suppressed_token_stays_suppressed_under_a_mask():
+def test_suppressed_token_stays_suppressed_under_a_mask():
     sampling = make_sampling(temperature=[0.0], suppress=((0,),), masks=make_masks({0: {0, 4, 5}}, words=1))
     assert sample(LOGITS[None], sampling) == [4]

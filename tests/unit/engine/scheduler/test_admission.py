@@ -38,7 +38,7 @@ def test_no_row():
     assert why(engine) == "no_row"
 
 
-def test_the_budget_of_the_step_is_spent():
+def test_budget_of_the_step_is_spent():
     engine = make_engine(max_prefill_tokens=4)
     for rid in ("one", "two"):
         engine.add(make_message(rid, [len(rid), 2, 3, 4], max_tokens=4))
@@ -85,7 +85,7 @@ def test_alone_a_request_may_have_the_watermark_too():
     engine.assert_expected()
 
 
-def test_a_step_that_put_a_request_back_takes_in_no_new_one():
+def test_step_that_put_a_request_back_takes_in_no_new_one():
     engine = make_engine(
         usable_pages=9, page_size=2, enable_mixed_chunk=True, init_new_token_ratio=0.01, min_new_token_ratio=0.01
     )

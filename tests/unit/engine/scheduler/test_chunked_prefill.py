@@ -15,7 +15,7 @@ def prompt(length: int, start: int = 1) -> list[int]:
     return [(start * 31 + i * 7) % 90 + 1 for i in range(length)]
 
 
-def test_the_example_of_5000_500_and_1200_tokens_under_a_budget_of_2000():  # [step-budget]
+def test_example_of_5000_500_and_1200_tokens_under_a_budget_of_2000():  # [step-budget]
     engine = make_engine(
         page_size=16,
         usable_pages=500,
@@ -31,7 +31,7 @@ def test_the_example_of_5000_500_and_1200_tokens_under_a_budget_of_2000():  # [s
     engine.assert_expected()
 
 
-def test_a_chunk_that_is_not_the_last_yields_no_token():  # [chunk-keeps-place]
+def test_chunk_that_is_not_the_last_yields_no_token():  # [chunk-keeps-place]
     engine = make_engine(chunked_prefill_size=4, max_prefill_tokens=4)
     engine.add(make_message(prompt=prompt(10), max_tokens=1))
     engine.step(2)
@@ -41,7 +41,7 @@ def test_a_chunk_that_is_not_the_last_yields_no_token():  # [chunk-keeps-place]
     engine.assert_expected()
 
 
-def test_a_chunked_request_keeps_row_and_pages_between_chunks():  # [chunk-keeps-place]
+def test_chunked_request_keeps_row_and_pages_between_chunks():  # [chunk-keeps-place]
     engine = make_engine(chunked_prefill_size=4)
     engine.add(make_message(prompt=prompt(10)))
     engine.step()
@@ -51,7 +51,7 @@ def test_a_chunked_request_keeps_row_and_pages_between_chunks():  # [chunk-keeps
     assert kv.committed_len == 8
 
 
-def test_the_chunked_request_goes_first_and_its_computed_part_counts_as_prefix():  # [chunk-keeps-place]
+def test_chunked_request_goes_first_and_its_computed_part_counts_as_prefix():  # [chunk-keeps-place]
     engine = make_engine(chunked_prefill_size=4, max_prefill_tokens=6)
     engine.add(make_message("first", prompt(6), max_tokens=1))
     engine.add(make_message("second", prompt(4, 2), max_tokens=1))
@@ -60,7 +60,7 @@ def test_the_chunked_request_goes_first_and_its_computed_part_counts_as_prefix()
     assert engine.executor.batches[1].seq_lens.tolist() == [6, 4]
 
 
-def test_a_prompt_is_cut_so_that_short_ones_fit_beside_it():  # [long-prompt-cut]
+def test_prompt_is_cut_so_that_short_ones_fit_beside_it():  # [long-prompt-cut]
     engine = make_engine(chunked_prefill_size=8, max_prefill_tokens=32)
     engine.add(make_message("long", prompt(20), max_tokens=1))
     engine.add(make_message("short", prompt(5, 2), max_tokens=1))
@@ -88,7 +88,7 @@ def test_nobody_overtakes_the_first_request_that_does_not_fit():  # [no-overtaki
     assert ends.index("running") < ends.index("large")
 
 
-def test_the_whole_rest_of_a_prompt_is_reserved_not_only_its_chunk():  # [chunk-keeps-place]
+def test_whole_rest_of_a_prompt_is_reserved_not_only_its_chunk():  # [chunk-keeps-place]
     engine = make_engine(usable_pages=10, page_size=4, chunked_prefill_size=4, max_prefill_tokens=64)
     engine.add(make_message("long", prompt(32), max_tokens=4))
     engine.add(make_message("next", prompt(4, 2), max_tokens=12))
@@ -96,7 +96,7 @@ def test_the_whole_rest_of_a_prompt_is_reserved_not_only_its_chunk():  # [chunk-
     assert [req.rid for req in engine.scheduler.queues.waiting] == ["next"]
 
 
-def test_a_second_turn_computes_only_its_new_tokens():  # [turn-reuses-cache]
+def test_second_turn_computes_only_its_new_tokens():  # [turn-reuses-cache]
     engine = make_engine(page_size=4)
     first = make_message("one", prompt(8), max_tokens=9)
     engine.add(first)
@@ -110,7 +110,7 @@ def test_a_second_turn_computes_only_its_new_tokens():  # [turn-reuses-cache]
     engine.assert_expected()
 
 
-def test_a_fully_cached_prompt_still_computes_one_token():  # [resume-as-extend] [one-token-computed]
+def test_fully_cached_prompt_still_computes_one_token():  # [resume-as-extend] [one-token-computed]
     engine = make_engine(page_size=4)
     engine.add(make_message("one", prompt(8), max_tokens=1))
     engine.run()
@@ -127,7 +127,7 @@ def test_different_salts_share_nothing():
     assert extend_lens(engine) == [[9], [9]]
 
 
-def test_a_prompt_is_matched_before_its_tokens_are_counted():  # [match-then-count]
+def test_prompt_is_matched_before_its_tokens_are_counted():  # [match-then-count]
     engine = make_engine(page_size=4, max_prefill_tokens=8, chunked_prefill_size=8)
     engine.add(make_message("one", prompt(16), max_tokens=1))
     engine.run()

@@ -100,7 +100,7 @@ def test_whom_nobody_has_taken_in_time_is_computed_again_elsewhere(worker):
     worker.engine.assert_nothing_held()
 
 
-def test_the_time_for_leaving_begins_anew_when_it_is_wanted_again(worker):
+def test_time_for_leaving_begins_anew_when_it_is_wanted_again(worker):
     worker.begin("r")
     worker.engine.scheduler.decode_elsewhere(wanted=True, within_s=25.0)
     worker.engine.step()
@@ -114,7 +114,7 @@ def test_the_time_for_leaving_begins_anew_when_it_is_wanted_again(worker):
     worker.engine.assert_expected("r")
 
 
-def test_a_drain_ends_nobody_by_itself(worker):
+def test_drain_ends_nobody_by_itself(worker):
     """The worker service does, for all at once, when its time is over."""
     worker.begin("r")
     worker.engine.scheduler.drain()
@@ -123,7 +123,7 @@ def test_a_drain_ends_nobody_by_itself(worker):
     worker.engine.assert_expected("r")
 
 
-def test_an_output_that_is_nearly_complete_ends_where_it_is(worker):
+def test_output_that_is_nearly_complete_ends_where_it_is(worker):
     worker.begin("short", max_tokens=FEW_TOKENS + 1)
     worker.begin("long")
     worker.engine.scheduler.decode_elsewhere(wanted=True)
@@ -131,7 +131,7 @@ def test_an_output_that_is_nearly_complete_ends_where_it_is(worker):
     assert worker.asked() == ["long"]
 
 
-def test_a_conversation_that_is_kept_here_ends_its_turn_here():
+def test_conversation_that_is_kept_here_ends_its_turn_here():
     worker = Worker(make_engine(usable_pages=100, session_pages=50))
     worker.begin("turn", session=SessionRef(id="s"))
     worker.engine.scheduler.drain()
@@ -141,7 +141,7 @@ def test_a_conversation_that_is_kept_here_ends_its_turn_here():
     worker.engine.assert_expected("turn")
 
 
-def test_an_engine_that_cannot_send_asks_nobody():
+def test_engine_that_cannot_send_asks_nobody():
     engine = make_engine()
     engine.add(make_message("r", PROMPT, max_tokens=LONG))
     engine.step(2)
@@ -150,7 +150,7 @@ def test_an_engine_that_cannot_send_asks_nobody():
     assert [output.leaving for output in engine.received["r"].outputs] == [False] * len(engine.received["r"].outputs)
 
 
-def test_a_draining_worker_ends_what_it_has_not_begun_as_worth_another_attempt():
+def test_draining_worker_ends_what_it_has_not_begun_as_worth_another_attempt():
     worker = Worker(make_engine(max_running_requests=1))
     worker.begin("begun")
     worker.begin("queued", "queued too")
@@ -163,7 +163,7 @@ def test_a_draining_worker_ends_what_it_has_not_begun_as_worth_another_attempt()
     worker.engine.assert_nothing_held()
 
 
-def test_a_draining_worker_stays_one_whatever_role_it_is_given(worker):
+def test_draining_worker_stays_one_whatever_role_it_is_given(worker):
     worker.begin("r")
     worker.engine.scheduler.drain()
     worker.engine.scheduler.decode_elsewhere(wanted=False)

@@ -48,7 +48,7 @@ def test_bad_words_are_right_aligned_and_single_tokens_stand_apart():
     assert (words.recalled_index.tolist(), words.recalled_rows.tolist()) == ([1], [5])
 
 
-def test_a_history_is_sent_once_for_each_row_the_request_gets():  # [device-history]
+def test_history_is_sent_once_for_each_row_the_request_gets():  # [device-history]
     engine = make_engine(enable_overlap=True)
     engine.add(make_message(max_tokens=8, **PENALISED))
     engine.run()
@@ -65,7 +65,7 @@ def test_resumed_tokens_are_output_in_the_history():  # [history-rebuilt]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_retracted_request_brings_its_history_back(overlap):  # [history-rebuilt]
+def test_retracted_request_brings_its_history_back(overlap):  # [history-rebuilt]
     engine = make_engine(enable_overlap=overlap, force_retract_every=3, max_retractions=99)
     engine.add(make_message(max_tokens=12, **PENALISED))
     engine.run()
@@ -76,7 +76,7 @@ def test_a_retracted_request_brings_its_history_back(overlap):  # [history-rebui
     assert len(loads(engine)) == engine.scheduler.tally.retracted + 1
 
 
-def test_the_prompt_is_sent_only_to_those_who_penalise_it():
+def test_prompt_is_sent_only_to_those_who_penalise_it():
     engine = make_engine()
     engine.add(make_message(prompt=range(1, 50), max_tokens=2, presence_penalty=1.0))
     engine.run()
@@ -95,7 +95,7 @@ def test_slots_are_as_many_as_penalised_requests_run_at_once():
     assert sorted(slots.free) == [*range(slots.used)]
 
 
-def test_an_aborted_request_gives_its_slot_back():
+def test_aborted_request_gives_its_slot_back():
     engine = make_engine(enable_overlap=True)
     engine.add(make_message(max_tokens=50, **PENALISED))
     engine.step(4)

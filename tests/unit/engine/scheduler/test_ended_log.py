@@ -27,7 +27,7 @@ def only(engine: Engine) -> EndedRequest:
     return ended
 
 
-def test_a_request_is_reported_once_with_moments_in_their_order():
+def test_request_is_reported_once_with_moments_in_their_order():
     engine = watched(make_engine())
     engine.add(make_message("r-0-0", [1, 2, 3], max_tokens=4, trace=TRACE))
     engine.clock.time += 2.0
@@ -63,7 +63,7 @@ def test_nothing_is_kept_where_nobody_reports_it():
     assert engine.scheduler.ended.take() == []
 
 
-def test_an_abort_is_an_end():
+def test_abort_is_an_end():
     engine = watched(make_engine())
     engine.add(make_message("r", [1, 2, 3], max_tokens=9, trace=TRACE))
     engine.step()
@@ -72,7 +72,7 @@ def test_an_abort_is_an_end():
     assert only(engine).finish is FinishReason.ABORT
 
 
-def test_a_refusal_is_an_end_that_was_never_scheduled():
+def test_refusal_is_an_end_that_was_never_scheduled():
     engine = watched(make_engine())
     engine.add(make_message("r", [], trace=TRACE))
     engine.step()
@@ -93,7 +93,7 @@ def test_a_refusal_is_an_end_that_was_never_scheduled():
         TraceContext(traceparent=TRACE.traceparent, tracestate="k=\nforged"),
     ],
 )
-def test_a_context_that_is_none_refuses_its_request_and_reaches_nobody(trace):
+def test_context_that_is_none_refuses_its_request_and_reaches_nobody(trace):
     with pytest.raises(InvalidRequestError, match="trace"):
         trace.check()
     engine = watched(make_engine())
@@ -135,13 +135,13 @@ def test_both_engines_of_a_handoff_report_their_side_of_the_same_transfer():
     assert (sent.output_tokens, received.output_tokens) == (1, 5)
 
 
-def test_an_output_that_ends_with_its_first_token_was_not_transferred():
+def test_output_that_ends_with_its_first_token_was_not_transferred():
     _, sent, received = handed_over(max_tokens=1)
     assert (sent.finish, received.finish) == (FinishReason.LENGTH, None)
     assert sent.transfer is received.transfer is None
 
 
-def test_an_abort_before_the_transfer_is_the_end_of_the_receiving_side():
+def test_abort_before_the_transfer_is_the_end_of_the_receiving_side():
     pair = make_pair()
     watched(pair.decode.engine)
     pair.submit_decode("r", PROMPT, trace=TRACE)
@@ -152,7 +152,7 @@ def test_an_abort_before_the_transfer_is_the_end_of_the_receiving_side():
     assert (ended.finish, ended.transfer) == (FinishReason.ABORT, None)
 
 
-def test_a_prompt_that_nobody_takes_ends_without_a_transfer():
+def test_prompt_that_nobody_takes_ends_without_a_transfer():
     pair = make_pair()
     watched(pair.prefill.engine)
     pair.submit_prefill("r", PROMPT, max_tokens=3, trace=TRACE)
@@ -164,7 +164,7 @@ def test_a_prompt_that_nobody_takes_ends_without_a_transfer():
     assert (ended.side, ended.finish, ended.transfer) == (HandoffSide.SEND, None, None)
 
 
-def test_an_end_is_told_once_even_if_it_is_noted_twice():
+def test_end_is_told_once_even_if_it_is_noted_twice():
     engine = watched(make_engine())
     engine.add(make_message("r", [1, 2, 3], max_tokens=1, trace=TRACE))
     req = engine.scheduler.queues.requests[RequestId("r")]
@@ -174,11 +174,11 @@ def test_an_end_is_told_once_even_if_it_is_noted_twice():
 
 
 @pytest.mark.parametrize("request_id", ["a1", "a-1-2", "with\nline"])
-def test_the_request_of_an_attempt_is_known_by_its_id(request_id):
+def test_request_of_an_attempt_is_known_by_its_id(request_id):
     assert request_id_of(attempt_id(request_id, 3, 12)) == request_id
 
 
-def test_an_id_of_another_form_is_its_own_request():
+def test_id_of_another_form_is_its_own_request():
     assert request_id_of("completion") == "completion"
 
 
@@ -190,7 +190,7 @@ def test_log_records_of_an_engine_name_the_request_and_its_trace(caplog):
     assert record.fields == {"request_id": "a1b2", "rid": "a1b2-0-3", "trace_id": "a" * 32}
 
 
-def test_a_handoff_that_fails_is_logged_with_its_request(caplog):
+def test_handoff_that_fails_is_logged_with_its_request(caplog):
     pair = make_pair()
     pair.submit_prefill("a1b2-0-0", PROMPT, max_tokens=3)
     pair.turn(5)

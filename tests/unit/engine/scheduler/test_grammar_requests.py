@@ -38,7 +38,7 @@ def following(overlap: bool, **config: object) -> Engine:
 # Waiting
 
 
-def test_a_request_waits_for_its_grammar_and_holds_up_nobody():
+def test_request_waits_for_its_grammar_and_holds_up_nobody():
     engine, grammars = held()
     spec = toy_grammar()
     engine.add(make_message("g", grammar=spec))
@@ -131,7 +131,7 @@ def test_whatever_ends_a_request_reaches_it_while_it_waits(end):  # [one-home]
     assert all(future.cancelled() for future in grammars.pending.values())
 
 
-def test_a_compilation_that_cannot_be_called_off_is_forgotten_all_the_same():  # [same-collectives]
+def test_compilation_that_cannot_be_called_off_is_forgotten_all_the_same():  # [same-collectives]
     engine, grammars = held()
     spec = toy_grammar()
     engine.add(make_message("g", grammar=spec))
@@ -150,7 +150,7 @@ def test_a_compilation_that_cannot_be_called_off_is_forgotten_all_the_same():  #
         (ValueError("a bug"), "grammar_compiler_error", True),
     ],
 )
-def test_a_grammar_that_fails_ends_its_requests_alone(error, code, retryable):
+def test_grammar_that_fails_ends_its_requests_alone(error, code, retryable):
     engine, grammars = held()
     spec = toy_grammar()
     for rid, grammar in (("a", spec), ("plain", None), ("b", spec)):
@@ -164,7 +164,7 @@ def test_a_grammar_that_fails_ends_its_requests_alone(error, code, retryable):
     engine.assert_nothing_held()
 
 
-def test_a_grammar_that_was_refused_is_refused_at_once():
+def test_grammar_that_was_refused_is_refused_at_once():
     engine, grammars = held()
     spec = toy_grammar()
     engine.add(make_message("a", grammar=spec))
@@ -183,7 +183,7 @@ def test_without_a_backend_a_grammar_is_refused():
     assert engine.scheduler.idle
 
 
-def test_a_reasoning_budget_needs_no_backend():
+def test_reasoning_budget_needs_no_backend():
     engine = make_engine(grammars=NoGrammars("nobody compiles here"))
     budget = ReasoningBudget(tokens=2, begin=(1,), end=(60, 61), opened=True)
     engine.add(make_message("b", max_tokens=9, reasoning_budget=budget))
@@ -212,7 +212,7 @@ def test_resumed_tokens_beyond_the_budget_are_refused():
     ("elsewhere", "code"),
     [(JobState.PENDING, None), (JobState.FAILED, "grammar_compiler_error"), (JobState.REFUSED, "invalid_request")],
 )
-def test_a_grammar_counts_as_what_the_least_of_all_ranks_says(elsewhere, code):  # [least-of-ranks]
+def test_grammar_counts_as_what_the_least_of_all_ranks_says(elsewhere, code):  # [least-of-ranks]
     engine, grammars = held(least=lambda states: [min(state, elsewhere) for state in states])
     spec = toy_grammar()
     engine.add(make_message("g", grammar=spec))
@@ -251,7 +251,7 @@ def test_every_token_fits_and_the_end_of_the_grammar_ends_the_output(overlap):
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_an_eos_that_the_grammar_allows_ends_the_output_even_if_eos_is_ignored(overlap, ignore_eos):
+def test_eos_that_the_grammar_allows_ends_the_output_even_if_eos_is_ignored(overlap, ignore_eos):
     engine = following(overlap)
     # Every token but one is forbidden once EOS is allowed: 97 is prime, so only EOS is left.
     spec = toy_grammar(every=97, optional=0)
@@ -269,21 +269,21 @@ def test_max_tokens_cuts_it_as_length(overlap):
     assert engine.finish("g").reason is FinishReason.LENGTH
 
 
-def test_a_grammar_that_ends_with_the_last_token_is_a_stop(overlap):
+def test_grammar_that_ends_with_the_last_token_is_a_stop(overlap):
     engine = following(overlap)
     engine.add(make_message("g", max_tokens=7, grammar=toy_grammar(length=7)))
     engine.run()
     assert engine.finish("g").reason is FinishReason.STOP
 
 
-def test_the_end_of_the_grammar_outweighs_min_tokens(overlap):
+def test_end_of_the_grammar_outweighs_min_tokens(overlap):
     engine = following(overlap)
     engine.add(make_message("g", max_tokens=30, min_tokens=20, grammar=toy_grammar(length=7)))
     engine.run()
     assert (len(engine.output("g")), engine.finish("g").reason) == (7, FinishReason.STOP)
 
 
-def test_a_request_that_its_grammar_leaves_no_token_ends_alone(overlap):
+def test_request_that_its_grammar_leaves_no_token_ends_alone(overlap):
     engine = following(overlap)
     engine.add(make_message("g", max_tokens=30, grammar=toy_grammar(stuck=4)))
     engine.add(make_message("plain", max_tokens=12))
@@ -365,7 +365,7 @@ class OpenAtLaunch(LateExecutor):
 
 
 @pytest.mark.parametrize("proposer", [None, ScriptedProposer(vocab_size=VOCAB)], ids=["plain", "drafts"])
-def test_a_forward_is_under_way_while_its_masks_are_filled(proposer):  # [masks-after-settling]
+def test_forward_is_under_way_while_its_masks_are_filled(proposer):  # [masks-after-settling]
     engine = following(overlap=True, executor=OpenAtLaunch, proposer=proposer)
     engine.add(make_message("g", max_tokens=12, grammar=toy_grammar()))
     engine.run()
@@ -374,7 +374,7 @@ def test_a_forward_is_under_way_while_its_masks_are_filled(proposer):  # [masks-
     assert all(engine.executor.open)
 
 
-def test_a_failed_step_before_it_does_not_keep_a_step_waiting():
+def test_failed_step_before_it_does_not_keep_a_step_waiting():
     def fail_third(batch: object) -> None:
         if batch.step == 3:
             raise RuntimeError("a broken device")
@@ -387,7 +387,7 @@ def test_a_failed_step_before_it_does_not_keep_a_step_waiting():
     engine.assert_nothing_held()
 
 
-def test_an_exception_in_settlement_releases_the_step_that_waits_for_masks(monkeypatch):
+def test_exception_in_settlement_releases_the_step_that_waits_for_masks(monkeypatch):
     engine = following(overlap=True, executor=ThreadedExecutor)
     engine.add(make_message("g", max_tokens=20, grammar=toy_grammar()))
     engine.step(2)
@@ -402,7 +402,7 @@ def test_an_exception_in_settlement_releases_the_step_that_waits_for_masks(monke
     engine.executor.shutdown()
 
 
-def test_an_abort_while_masks_are_due_lets_the_step_finish(overlap):
+def test_abort_while_masks_are_due_lets_the_step_finish(overlap):
     engine = following(overlap, executor=ThreadedExecutor if overlap else None)
     engine.add(make_message("g", max_tokens=50, grammar=toy_grammar()))
     engine.add(make_message("h", max_tokens=9, grammar=toy_grammar(every=7)))

@@ -27,7 +27,7 @@ def prompt_tokens_computed(engine: Engine) -> int:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("chunk", [5, 100])
-def test_the_prompt_is_computed_once(overlap: bool, radix: bool, chunk: int):
+def test_prompt_is_computed_once(overlap: bool, radix: bool, chunk: int):
     engine = make_engine(enable_overlap=overlap, radix=radix, chunked_prefill_size=chunk)
     choices(engine)
     engine.run()
@@ -45,7 +45,7 @@ def test_members_share_the_whole_pages_of_the_prompt_and_copy_the_partial_one():
     assert len({table[3] for table in tables}) == len(rids)
 
 
-def test_a_follower_waits_for_nobody_else_and_nobody_waits_for_it():
+def test_follower_waits_for_nobody_else_and_nobody_waits_for_it():
     engine = make_engine(chunked_prefill_size=4, enable_mixed_chunk=True)
     choices(engine)
     engine.add(make_message("other", [7, 8, 9], max_tokens=2))
@@ -66,7 +66,7 @@ def test_members_finish_on_their_own():
 
 @pytest.mark.parametrize("steps", range(7))
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_group_is_aborted_together_at_any_time(steps: int, overlap: bool):
+def test_group_is_aborted_together_at_any_time(steps: int, overlap: bool):
     engine = make_engine(enable_overlap=overlap, chunked_prefill_size=6)
     rids = choices(engine, max_tokens=30)
     engine.add(make_message("other", PROMPT, max_tokens=4))
@@ -89,7 +89,7 @@ def test_when_the_leader_is_aborted_the_next_one_leads(steps: int):
     engine.assert_nothing_held()
 
 
-def test_an_aborted_follower_leaves_the_others_alone():
+def test_aborted_follower_leaves_the_others_alone():
     engine = make_engine()
     rids = choices(engine)
     engine.scheduler.abort(RequestId(rids[1]))
@@ -98,7 +98,7 @@ def test_an_aborted_follower_leaves_the_others_alone():
     assert engine.finish(rids[1]).reason is FinishReason.ABORT
 
 
-def test_a_leader_that_ends_with_its_first_token_leaves_its_whole_pages():
+def test_leader_that_ends_with_its_first_token_leaves_its_whole_pages():
     engine = make_engine()
     rids = choices(engine, max_tokens=1)
     engine.run()
@@ -127,7 +127,7 @@ def test_another_prompt_under_the_same_name_is_a_request_of_its_own():
     engine.assert_expected()
 
 
-def test_a_resumed_member_continues_from_its_own_tokens():
+def test_resumed_member_continues_from_its_own_tokens():
     engine = make_engine()
     choices(engine, 2)
     engine.add(make_message("resumed", PROMPT, group="g", resume=(5, 6), max_tokens=9))
@@ -146,7 +146,7 @@ def test_members_survive_retraction(overlap: bool):
     engine.assert_nothing_held()
 
 
-def test_a_group_name_that_is_too_long_is_refused():
+def test_group_name_that_is_too_long_is_refused():
     engine = make_engine()
     engine.add(make_message("r", PROMPT, group="g" * 300))
     assert engine.finish().param == "group"

@@ -43,7 +43,7 @@ def overlap(request):
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_poisoned_prompt_ends_alone(overlap, mixed, page_size):
+def test_poisoned_prompt_ends_alone(overlap, mixed, page_size):
     engine = engine_with(Poisoned(), overlap=overlap, enable_mixed_chunk=mixed, page_size=page_size)
     for i in range(4):
         engine.add(make_message(f"good-{i}", [1 + i, 2, 3, 4, 5, 6], max_tokens=9, temperature=1.0, seed=i))
@@ -75,7 +75,7 @@ def test_each_of_several_poisoned_requests_is_found_and_the_work_is_bounded(over
     assert faults.raised <= len(bad) * (log2(16) + 2) * (1 + overlap)
 
 
-def test_a_request_that_breaks_a_decode_step_keeps_what_it_had_streamed(overlap):
+def test_request_that_breaks_a_decode_step_keeps_what_it_had_streamed(overlap):
     """The poison comes at a position, so tokens before it were good."""
 
     def faults(batch: ForwardBatch) -> None:
@@ -96,7 +96,7 @@ def test_a_request_that_breaks_a_decode_step_keeps_what_it_had_streamed(overlap)
     engine.assert_nothing_held()
 
 
-def test_a_fault_that_does_not_come_again_ends_nobody(overlap):  # one accusation may be chance
+def test_fault_that_does_not_come_again_ends_nobody(overlap):  # one accusation may be chance
     broken = {2, 5, 6}
 
     def faults(batch: ForwardBatch) -> None:
@@ -112,7 +112,7 @@ def test_a_fault_that_does_not_come_again_ends_nobody(overlap):  # one accusatio
     engine.assert_nothing_held()
 
 
-def test_a_single_request_is_tried_twice_and_no_more(overlap):
+def test_single_request_is_tried_twice_and_no_more(overlap):
     faults = Poisoned()
     engine = engine_with(faults, overlap=overlap)
     engine.add(make_message("bad", [1, POISON], max_tokens=9))
@@ -228,7 +228,7 @@ def test_errors_say_what_they_are(error, fault):
     assert fault_of(error) is fault
 
 
-def test_a_lost_device_ends_the_engine_and_blames_nobody():
+def test_lost_device_ends_the_engine_and_blames_nobody():
     def faults(batch: ForwardBatch) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 
@@ -267,7 +267,7 @@ def test_stages_do_not_get_the_seats_and_pages_of_suspects(overlap):
     engine.assert_nothing_held()
 
 
-def test_a_suspect_waits_for_its_step_to_free_a_window() -> None:
+def test_suspect_waits_for_its_step_to_free_a_window() -> None:
     """Two chunks in flight need more pages of a window than there are: it was put back with the first in flight."""
 
     def faults(batch: ForwardBatch) -> None:

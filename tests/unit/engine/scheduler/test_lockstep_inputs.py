@@ -26,7 +26,7 @@ def agreed(engine: Engine, **options: object) -> AgreedInputs:
     return AgreedInputs(scheduler=engine.scheduler, clock=engine.clock, **{**parts, **options})
 
 
-def test_a_scheduler_that_is_alone_hears_at_once():
+def test_scheduler_that_is_alone_hears_at_once():
     engine = make_engine()
     inputs = DirectInputs(scheduler=engine.scheduler)
     inputs.submit(Add(message=make_message("a"), client=b"me"))
@@ -83,7 +83,7 @@ def test_no_turn_follows_a_failure_of_this_rank():
     inputs.stop()
 
 
-def test_the_end_of_another_rank_is_a_failure_of_this_one():
+def test_end_of_another_rank_is_a_failure_of_this_one():
     inputs = agreed(make_engine(), agreement=Silence())
     with pytest.raises(RankLostError, match="Connection closed"):
         inputs.begin_turn()

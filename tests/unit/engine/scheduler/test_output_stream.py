@@ -22,7 +22,7 @@ def test_positions_count_from_the_start_of_the_whole_output():
     engine.assert_expected()
 
 
-def test_a_middle_chunk_streams_nothing():  # [middle-chunk-silent]
+def test_middle_chunk_streams_nothing():  # [middle-chunk-silent]
     engine = make_engine(chunked_prefill_size=2)
     engine.add(make_message(prompt=range(1, 8), max_tokens=1))
     engine.step(3)
@@ -40,7 +40,7 @@ def test_one_delivery_per_client_and_step():
     ]
 
 
-def test_the_last_token_and_the_finish_come_together():
+def test_last_token_and_the_finish_come_together():
     engine = make_engine()
     engine.add(make_message(max_tokens=2))
     engine.run()
@@ -63,7 +63,7 @@ def test_timings_and_cache_hits_come_with_the_first_output_only():
     assert all(output.cache_hits is None for output in rest)
 
 
-def test_a_retracted_request_does_not_repeat_its_first_output():
+def test_retracted_request_does_not_repeat_its_first_output():
     engine = make_engine(force_retract_every=1)
     engine.add(make_message(max_tokens=9))
     engine.run()
@@ -88,7 +88,7 @@ def test_logprobs_stay_with_their_tokens(overlap):  # [one-cut]
     engine.assert_expected()
 
 
-def test_an_output_cut_at_a_stop_has_as_many_logprobs_as_tokens():  # [one-cut]
+def test_output_cut_at_a_stop_has_as_many_logprobs_as_tokens():  # [one-cut]
     engine = make_engine(enable_overlap=True)
     stop = expected_output(make_message(max_tokens=9))[4]
     engine.add(make_message(max_tokens=9, stop_token_ids=(stop,), logprobs=0))
@@ -96,7 +96,7 @@ def test_an_output_cut_at_a_stop_has_as_many_logprobs_as_tokens():  # [one-cut]
     assert len(engine.received["r"].logprobs) == len(engine.output()) <= 5
 
 
-def test_a_resumed_request_goes_on_with_the_output_that_would_have_been():
+def test_resumed_request_goes_on_with_the_output_that_would_have_been():
     whole = expected_output(make_message(max_tokens=12, temperature=0.8, seed=3))
     for cut in range(1, 12):
         engine = make_engine(enable_overlap=True, enable_mixed_chunk=True)

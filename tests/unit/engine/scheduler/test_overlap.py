@@ -17,7 +17,7 @@ def overlapped(**settings: object) -> Engine:
     return make_engine(enable_overlap=True, **settings)
 
 
-def test_a_step_is_launched_before_the_one_before_it_is_settled():
+def test_step_is_launched_before_the_one_before_it_is_settled():
     engine = overlapped()
     engine.add(make_message(max_tokens=4))
     engine.step()
@@ -34,7 +34,7 @@ def test_no_more_than_one_step_is_ahead():
         assert engine.scheduler.tally.launched - engine.scheduler.tally.settled <= 1
 
 
-def test_a_token_that_only_the_device_knows_is_resolved_there():  # [device-history]
+def test_token_that_only_the_device_knows_is_resolved_there():  # [device-history]
     engine = overlapped()
     engine.add(make_message(prompt=[1, 2, 3], max_tokens=3))
     engine.run()
@@ -43,7 +43,7 @@ def test_a_token_that_only_the_device_knows_is_resolved_there():  # [device-hist
     assert [batch.input_ids.tolist() for batch in decodes] == [[RESOLVE], [RESOLVE]]
 
 
-def test_the_tensors_of_a_step_are_not_left_to_the_thread_that_computed_it():
+def test_tensors_of_a_step_are_not_left_to_the_thread_that_computed_it():
     """To free them it would let go of the interpreter lock, and begin the next step after the scheduler's turn."""
     engine = overlapped()
     engine.add(make_message(max_tokens=4))
@@ -65,7 +65,7 @@ def test_no_step_is_launched_past_max_tokens():
     assert len(engine.executor.batches) == 5
 
 
-def test_the_surplus_token_of_a_request_that_stopped_is_dropped():  # [ended-is-skipped]
+def test_surplus_token_of_a_request_that_stopped_is_dropped():  # [ended-is-skipped]
     engine = overlapped()
     message = make_message(max_tokens=30)
     stop = expected_output(message)[3]
@@ -101,7 +101,7 @@ def test_pages_exchanged_for_those_of_the_cache_wait_for_the_step_that_reads_the
     assert engine.scheduler.audit().fenced == 0
 
 
-def test_a_row_is_not_given_out_while_a_step_in_flight_uses_it():  # [row-snapshot]
+def test_row_is_not_given_out_while_a_step_in_flight_uses_it():  # [row-snapshot]
     engine = overlapped(max_rows=1)
     stop = expected_output(make_message(max_tokens=30))[3]
     engine.add(make_message("one", max_tokens=30, stop_token_ids=(stop,)))
@@ -113,7 +113,7 @@ def test_a_row_is_not_given_out_while_a_step_in_flight_uses_it():  # [row-snapsh
     engine.assert_expected()
 
 
-def test_the_forward_reads_a_snapshot_of_the_rows():  # [row-snapshot]
+def test_forward_reads_a_snapshot_of_the_rows():  # [row-snapshot]
     engine = overlapped(executor=EagerExecutor, page_size=1)
     engine.add(make_message(prompt=[1, 2, 3], max_tokens=4))
     engine.step()
@@ -122,7 +122,7 @@ def test_the_forward_reads_a_snapshot_of_the_rows():  # [row-snapshot]
     assert engine.executor.batches[0].page_table.equal(seen)
 
 
-def test_an_abort_between_launch_and_settlement_is_obeyed_before_the_token():  # [abort-is-deferred]
+def test_abort_between_launch_and_settlement_is_obeyed_before_the_token():  # [abort-is-deferred]
     engine = overlapped()
     engine.add(make_message(max_tokens=9))
     engine.step()
@@ -134,7 +134,7 @@ def test_an_abort_between_launch_and_settlement_is_obeyed_before_the_token():  #
     engine.assert_nothing_held()
 
 
-def test_a_request_with_a_wish_to_end_is_launched_no_more():
+def test_request_with_a_wish_to_end_is_launched_no_more():
     engine = overlapped()
     engine.add(make_message(max_tokens=9))
     engine.step(3)
@@ -143,7 +143,7 @@ def test_a_request_with_a_wish_to_end_is_launched_no_more():
     assert engine.scheduler.tally.launched == 3
 
 
-def test_an_abort_after_the_last_chunk_was_launched_leaks_nothing():  # [abort-before-token] [owned-by-cursor]
+def test_abort_after_the_last_chunk_was_launched_leaks_nothing():  # [abort-before-token] [owned-by-cursor]
     engine = overlapped(chunked_prefill_size=4, page_size=1)
     engine.add(make_message(prompt=range(1, 9), max_tokens=9))
     engine.step(2)
@@ -154,7 +154,7 @@ def test_an_abort_after_the_last_chunk_was_launched_leaks_nothing():  # [abort-b
 
 
 @pytest.mark.parametrize("after", range(1, 8))
-def test_an_abort_at_any_moment_ends_the_output_once(after):
+def test_abort_at_any_moment_ends_the_output_once(after):
     engine = overlapped(chunked_prefill_size=3, enable_mixed_chunk=True)
     engine.add(make_message("other", [9, 8, 7], max_tokens=12))
     engine.add(make_message(prompt=range(1, 9), max_tokens=9))
@@ -182,7 +182,7 @@ def test_time_spent_while_the_device_computes_counts_as_hidden():
     assert hidden[True] > 0.0
 
 
-def test_a_forward_that_runs_inside_launch_is_no_scheduling():
+def test_forward_that_runs_inside_launch_is_no_scheduling():
     engine = make_engine()
     clock = engine.clock
     engine.executor.faults = lambda _batch: setattr(clock, "time", clock.time + 1.0)
@@ -229,7 +229,7 @@ def test_during_a_long_step_the_owner_of_the_loop_answers_others(monkeypatch):
     engine.assert_expected()
 
 
-def test_a_step_that_never_comes_back_is_not_covered_up(monkeypatch):
+def test_step_that_never_comes_back_is_not_covered_up(monkeypatch):
     monkeypatch.setattr(loop, "WAIT_SLICE", 0.001)
     engine = make_engine(executor=StuckExecutor)
     answers = []

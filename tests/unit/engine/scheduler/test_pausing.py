@@ -97,7 +97,7 @@ def test_aborts_and_deadlines_are_obeyed_while_paused():
     assert engine.finish("hasty").code == "deadline_exceeded"
 
 
-def test_the_cache_is_flushed_only_when_nobody_holds_any_of_it():
+def test_cache_is_flushed_only_when_nobody_holds_any_of_it():
     engine = busy_engine(overlap=False, page_size=2)
     engine.step(4)
     with pytest.raises(BusyError, match="requests hold KV pages: wait"):
@@ -142,7 +142,7 @@ def test_kv_that_waits_for_a_grammar_is_given_back_for_a_flush():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_prompt_that_is_half_scored_counts_as_begun(overlap):
+def test_prompt_that_is_half_scored_counts_as_begun(overlap):
     """Its prompt logprobs would come from two models."""
     engine = make_engine(enable_overlap=overlap, chunked_prefill_size=4)
     engine.add(make_message("scored", range(1, 20), max_tokens=2, prompt_logprobs=0))

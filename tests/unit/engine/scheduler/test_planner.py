@@ -38,7 +38,7 @@ def test_mixed_steps_carry_prompts_first_and_running_requests_behind():  # [mixe
     assert batch.sample_index.tolist() == [0, 1]
 
 
-def test_a_running_request_waits_for_no_more_than_a_few_prefill_steps():
+def test_running_request_waits_for_no_more_than_a_few_prefill_steps():
     engine = make_engine(max_prefill_tokens=4, chunked_prefill_size=4, usable_pages=200)
     engine.add(make_message("running", [1, 2, 3], max_tokens=30))
     engine.step()
@@ -68,14 +68,14 @@ def test_finished_request_leaves_at_once_and_frees_pages():  # [step-budget]
     assert engine.executor.batches[-1].num_sequences == 1
 
 
-def test_an_idle_engine_launches_nothing_and_says_so():
+def test_idle_engine_launches_nothing_and_says_so():
     engine = make_engine()
     assert engine.scheduler.idle
     assert engine.scheduler.step() is False
     assert engine.executor.batches == []
 
 
-def test_a_full_engine_fills_its_seats_again_as_requests_end():  # [admission-not-latched]
+def test_full_engine_fills_its_seats_again_as_requests_end():  # [admission-not-latched]
     engine = make_engine(max_running_requests=3)
     for number in range(9):
         engine.add(make_message(f"r{number}", [number + 1], max_tokens=1 + number % 4))
@@ -83,7 +83,7 @@ def test_a_full_engine_fills_its_seats_again_as_requests_end():  # [admission-no
     engine.assert_expected()
 
 
-def test_a_request_that_finishes_with_its_first_token_never_decodes():  # [finished-rows-filtered]
+def test_request_that_finishes_with_its_first_token_never_decodes():  # [finished-rows-filtered]
     engine = make_engine(enable_overlap=True)
     engine.add(make_message("one", [1, 2, 3], max_tokens=1))
     engine.add(make_message("two", [4, 5], max_tokens=3))
@@ -119,7 +119,7 @@ def test_alone_a_request_is_admitted_whatever_its_output_is_expected_to_need():
     engine.assert_expected()
 
 
-def test_the_expected_share_of_outputs_decays_with_decodes_and_returns_after_a_retraction():
+def test_expected_share_of_outputs_decays_with_decodes_and_returns_after_a_retraction():
     engine = make_engine(
         usable_pages=10, page_size=4, init_new_token_ratio=0.5, min_new_token_ratio=0.1, new_token_ratio_decay_steps=10
     )

@@ -48,7 +48,7 @@ def test_steps_yield_what_is_missing():
     assert not prompt.complete
 
 
-def test_a_mean_over_parts_is_cut_and_scaled():
+def test_mean_over_parts_is_cut_and_scaled():
     prompt = pooled(Pooling.MEAN, 3, dimensions=2)
     prompt.take(part(0, (1.0, 2.0, 50.0)))
     prompt.take(part(1, (4.0, 5.0, 50.0), (4.0, 5.0, 50.0)))
@@ -56,7 +56,7 @@ def test_a_mean_over_parts_is_cut_and_scaled():
     assert struct.unpack("<2f", prompt.embedding()) == pytest.approx((0.6, 0.8))
 
 
-def test_a_vector_of_zeros_stays_one():
+def test_vector_of_zeros_stays_one():
     prompt = pooled(Pooling.LAST, 1)
     prompt.take(part(0, (0.0, 0.0)))
     assert struct.unpack("<2f", prompt.embedding()) == (0.0, 0.0)
@@ -88,7 +88,7 @@ def test_unsupported_embedding_option_is_rejected_by_name(changes, param):
     assert not engine.finish().retryable
 
 
-def test_an_embedding_is_no_turn_of_a_conversation():
+def test_embedding_is_no_turn_of_a_conversation():
     engine = make_engine(session_pages=8)
     engine.add(
         msgspec.structs.replace(make_embedding_request("r", (1, 2, 3), Pooling.LAST), session=SessionRef(id="s"))

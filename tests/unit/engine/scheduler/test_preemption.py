@@ -24,7 +24,7 @@ def add(engine: Engine, rid: str, priority: int, *, tokens: int = 20, prompt: in
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_least_important_gives_up_its_seat(overlap, mixed):
+def test_least_important_gives_up_its_seat(overlap, mixed):
     engine = engine_of(max_running_requests=2, enable_overlap=overlap, enable_mixed_chunk=mixed)
     add(engine, "low", 0)
     add(engine, "middle", 3)
@@ -56,7 +56,7 @@ def test_pages_are_taken_from_as_many_as_it_needs_and_no_more(overlap, tokens, l
     engine.assert_nothing_held()
 
 
-def test_a_difference_below_the_threshold_preempts_nobody():
+def test_difference_below_the_threshold_preempts_nobody():
     engine = engine_of(max_running_requests=1)
     add(engine, "low", 0)
     engine.step(3)
@@ -83,7 +83,7 @@ def test_nobody_is_disturbed_when_it_would_not_be_enough():
     engine.assert_expected()
 
 
-def test_a_half_computed_prompt_gives_way_to_one_that_needs_chunks_too():
+def test_half_computed_prompt_gives_way_to_one_that_needs_chunks_too():
     engine = engine_of(chunked_prefill_size=4, max_prefill_tokens=16)
     add(engine, "background", 0, prompt=40, tokens=2)
     engine.step(3)
@@ -107,7 +107,7 @@ def test_age_protects_from_being_put_back():
     assert running(engine) == {"patient"}
 
 
-def test_a_preempted_request_passes_the_cap_of_the_queue():  # [retraction-bounded]
+def test_preempted_request_passes_the_cap_of_the_queue():  # [retraction-bounded]
     engine = engine_of(max_running_requests=1, max_queued_requests=1)
     add(engine, "low", 0)
     engine.step(2)
@@ -118,7 +118,7 @@ def test_a_preempted_request_passes_the_cap_of_the_queue():  # [retraction-bound
     engine.assert_expected()
 
 
-def test_a_request_is_put_back_no_more_often_than_the_limit_and_never_fails_for_it():  # [retraction-bounded]
+def test_request_is_put_back_no_more_often_than_the_limit_and_never_fails_for_it():  # [retraction-bounded]
     engine = engine_of(max_running_requests=1, max_retractions=2)
     add(engine, "low", 0, tokens=60)
     for number in range(5):

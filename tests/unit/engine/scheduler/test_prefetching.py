@@ -28,7 +28,7 @@ def tiered(storage: MemoryStorage, *, timeout: float = 1.0, **config) -> Engine:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_request_waits_for_its_prefix_and_computes_the_rest(storage, overlap):
+def test_request_waits_for_its_prefix_and_computes_the_rest(storage, overlap):
     engine = tiered(storage, enable_overlap=overlap)
     engine.add(make_message("r", PROMPT))
     engine.step(3)
@@ -74,7 +74,7 @@ def test_without_patience_nobody_waits(storage):
     engine.assert_expected()
 
 
-def test_an_abort_while_waiting_for_storage(storage):
+def test_abort_while_waiting_for_storage(storage):
     engine = tiered(storage)
     engine.add(make_message("r", PROMPT))
     engine.step()
@@ -94,7 +94,7 @@ def test_waiting_for_storage_counts_as_waiting(storage):
     assert engine.finish("next").code == "queue_full"
 
 
-def test_a_prompt_that_storage_does_not_know_goes_straight_to_the_queue(storage):
+def test_prompt_that_storage_does_not_know_goes_straight_to_the_queue(storage):
     engine = tiered(storage)
     engine.add(make_message("r", [80, 81, 82, 83, 84]))
     engine.run()
@@ -146,7 +146,7 @@ def test_patience_with_storage_counts_from_arrival(storage):
     engine.assert_nothing_held()
 
 
-def test_a_request_that_ends_while_both_go_on_leaves_nothing(storage):
+def test_request_that_ends_while_both_go_on_leaves_nothing(storage):
     engine = tiered(storage, grammars=ToyGrammars(hold=True))
     engine.add(make_message("r", PROMPT, grammar=toy_grammar()))
     engine.step()
@@ -159,7 +159,7 @@ def test_a_request_that_ends_while_both_go_on_leaves_nothing(storage):
     engine.assert_nothing_held()
 
 
-def test_a_request_joins_where_it_would_have_stood(storage):
+def test_request_joins_where_it_would_have_stood(storage):
     engine = tiered(storage, max_running_requests=1)
     engine.add(make_message("running", [80, 81], max_tokens=20))
     engine.step(2)

@@ -40,7 +40,7 @@ def test_every_position_comes_once_at_every_chunk_size(chunk, start, cached):  #
     assert wanted.collected == expected
 
 
-def test_a_prompt_of_one_token_has_nothing_to_wait_for():
+def test_prompt_of_one_token_has_nothing_to_wait_for():
     wanted = collection(1)
     assert (wanted.complete, wanted.collected, wanted.longest_match) == (True, [None], None)
     assert not wanted.positions(0, 1)
@@ -50,7 +50,7 @@ def test_tokens_after_the_prompt_are_not_scored():
     assert collection(5).positions(0, 9) == range(1, 5)
 
 
-def test_a_gap_is_a_bug_and_not_a_wrong_answer():
+def test_gap_is_a_bug_and_not_a_wrong_answer():
     wanted = collection(9)
     with pytest.raises(AssertionError, match="1 is next"):
         wanted.take(2, scores(range(2, 4)))
@@ -77,7 +77,7 @@ def test_they_come_with_the_first_token_whatever_the_chunks(overlap, chunk, star
 
 
 @pytest.mark.parametrize(("start", "cached"), [(0, 0), (1, 0), (5, 4), (13, 12), (22, 20)])
-def test_the_cache_is_used_up_to_the_first_token_wanted(start, cached):  # [logprobs-past-cache]
+def test_cache_is_used_up_to_the_first_token_wanted(start, cached):  # [logprobs-past-cache]
     engine = make_engine(page_size=4)
     engine.add(make_message("warm", PROMPT, max_tokens=2))
     engine.run()
@@ -113,7 +113,7 @@ def test_forced_retraction_neither_loses_nor_repeats_them():
     engine.assert_expected()
 
 
-def test_an_aborted_prompt_takes_its_logprobs_along():
+def test_aborted_prompt_takes_its_logprobs_along():
     engine = make_engine(chunked_prefill_size=4, enable_overlap=True)
     engine.add(make_message("gone", PROMPT, max_tokens=4, prompt_logprobs=0))
     engine.step(3)

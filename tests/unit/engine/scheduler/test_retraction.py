@@ -26,7 +26,7 @@ def run_until_retracted(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_newest_is_put_back_first_and_resumes_with_the_same_output(overlap):
+def test_newest_is_put_back_first_and_resumes_with_the_same_output(overlap):
     engine = make_engine(usable_pages=9, enable_overlap=overlap, **TIGHT)
     add_two(engine)
     run_until_retracted(engine)
@@ -36,14 +36,14 @@ def test_the_newest_is_put_back_first_and_resumes_with_the_same_output(overlap):
     engine.assert_nothing_held()
 
 
-def test_the_less_important_is_put_back_before_the_newer():
+def test_less_important_is_put_back_before_the_newer():
     engine = make_engine(usable_pages=9, **TIGHT)
     add_two(engine, priority=1)
     run_until_retracted(engine)
     assert [req.rid for req in engine.scheduler.queues.waiting] == ["old"]
 
 
-def test_a_retracted_request_returns_to_the_head_of_the_queue_past_its_cap():  # [retraction-bounded]
+def test_retracted_request_returns_to_the_head_of_the_queue_past_its_cap():  # [retraction-bounded]
     engine = make_engine(usable_pages=9, max_queued_requests=1, max_running_requests=2, **TIGHT)
     for rid in ("old", "new"):
         engine.add(make_message(rid, [len(rid)] * 4, max_tokens=12))
@@ -69,7 +69,7 @@ def test_several_put_back_in_one_plan_keep_their_order():
     engine.assert_expected()
 
 
-def test_a_request_that_is_put_back_too_often_fails_instead_of_looping():  # [retraction-bounded]
+def test_request_that_is_put_back_too_often_fails_instead_of_looping():  # [retraction-bounded]
     engine = make_engine(usable_pages=9, max_retractions=0, **TIGHT)
     add_two(engine)
     engine.run()
@@ -88,7 +88,7 @@ def test_forced_retractions_do_not_count_towards_the_limit():
     engine.assert_expected()
 
 
-def test_the_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # [last-request-fails]
+def test_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # [last-request-fails]
     engine = make_engine(usable_pages=8, **TIGHT)
     engine.scheduler.attach(QuietStage(held=engine.memory.reserve_pages(4)))
     engine.add(make_message(prompt=[1, 2, 3, 4], max_tokens=12))
@@ -99,7 +99,7 @@ def test_the_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # [l
     engine.assert_nothing_held()
 
 
-def test_the_last_request_waits_while_a_stage_will_give_pages_back():
+def test_last_request_waits_while_a_stage_will_give_pages_back():
     engine = make_engine(usable_pages=8, **TIGHT)
     kept = Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))
     kept.kv = engine.memory.begin([1], space=BASE_SPACE, max_match=0)
@@ -115,7 +115,7 @@ def test_the_last_request_waits_while_a_stage_will_give_pages_back():
     engine.assert_expected()
 
 
-def test_the_last_request_does_not_wait_for_a_stage_that_has_no_pages_to_give_back():  # [last-request-fails]
+def test_last_request_does_not_wait_for_a_stage_that_has_no_pages_to_give_back():  # [last-request-fails]
     engine = make_engine(usable_pages=8, **TIGHT)
     waiting = Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))
     engine.scheduler.attach(QuietStage(held=engine.memory.reserve_pages(4), kept=[waiting]))
@@ -134,7 +134,7 @@ def test_nobody_is_put_back_while_a_request_in_flight_is_about_to_end():  # [fin
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_half_computed_prompt_gives_way_to_running_requests(overlap):
+def test_half_computed_prompt_gives_way_to_running_requests(overlap):
     engine = make_engine(
         usable_pages=12,
         chunked_prefill_size=2,
@@ -155,7 +155,7 @@ def test_a_half_computed_prompt_gives_way_to_running_requests(overlap):
     engine.assert_nothing_held()
 
 
-def test_a_step_that_put_somebody_back_takes_in_nobody():  # [swapped-first]
+def test_step_that_put_somebody_back_takes_in_nobody():  # [swapped-first]
     engine = make_engine(force_retract_every=3, enable_mixed_chunk=True)
     add_two(engine)
     run_until_retracted(engine)
@@ -163,7 +163,7 @@ def test_a_step_that_put_somebody_back_takes_in_nobody():  # [swapped-first]
     assert engine.executor.batches[-1].num_sequences == 1
 
 
-def test_the_check_that_decides_is_the_check_that_converges():  # [one-memory-check]
+def test_check_that_decides_is_the_check_that_converges():  # [one-memory-check]
     engine = make_engine(usable_pages=9, **TIGHT)
     add_two(engine)
     while not engine.scheduler.tally.retracted:
@@ -182,7 +182,7 @@ def test_no_request_is_put_back_while_its_step_is_in_flight():  # [settle-before
     assert waiting.kv is None
 
 
-def test_a_retracted_request_finds_its_pages_in_the_cache_if_nobody_took_them():  # [retraction-resumes]
+def test_retracted_request_finds_its_pages_in_the_cache_if_nobody_took_them():  # [retraction-resumes]
     engine = make_engine(page_size=4, force_retract_every=4)
     engine.add(make_message(prompt=range(1, 9), max_tokens=6))
     engine.run()

@@ -79,7 +79,7 @@ def test_prepare_decode():
     assert batch.sampling.position.tolist() == [5, 9]
 
 
-def test_a_recomputed_request_extends_over_prompt_and_output():  # [resume-as-extend]
+def test_recomputed_request_extends_over_prompt_and_output():  # [resume-as-extend]
     bench = Bench()
     req = bench.request(3, outputs=4, room=7)
     batch = bench.build([Extend(req=req, start=2, stop=7)])
@@ -94,7 +94,7 @@ def test_entries_past_the_last_page_name_the_dummy_page():
     assert batch.page_table.tolist() == [[short.kv.pages[0], 0, 0], long.kv.pages]
 
 
-def test_the_page_table_is_a_copy():  # [row-snapshot]
+def test_page_table_is_a_copy():  # [row-snapshot]
     bench = Bench()
     req = bench.request(4, launched=4, outputs=1)
     batch = bench.build(decodes=[req])

@@ -14,7 +14,7 @@ def aborted(engine: Engine, rid: str = "r") -> bool:
     return finish is not None and finish.reason is FinishReason.ABORT
 
 
-def test_a_waiting_request_ends_without_being_computed():
+def test_waiting_request_ends_without_being_computed():
     engine = make_engine(max_running_requests=1)
     engine.add(make_message("running", max_tokens=4))
     engine.add(make_message("waiting", max_tokens=4))
@@ -27,7 +27,7 @@ def test_a_waiting_request_ends_without_being_computed():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_request_between_chunks_ends_and_gives_back_its_pages(overlap):  # [one-home]
+def test_request_between_chunks_ends_and_gives_back_its_pages(overlap):  # [one-home]
     engine = make_engine(chunked_prefill_size=2, enable_overlap=overlap)
     engine.add(make_message(prompt=range(1, 12)))
     engine.step(2)
@@ -38,7 +38,7 @@ def test_a_request_between_chunks_ends_and_gives_back_its_pages(overlap):  # [on
     engine.assert_nothing_held()
 
 
-def test_a_running_request_ends_and_keeps_what_was_streamed():
+def test_running_request_ends_and_keeps_what_was_streamed():
     engine = make_engine()
     engine.add(make_message(max_tokens=20))
     engine.step(5)
@@ -48,7 +48,7 @@ def test_a_running_request_ends_and_keeps_what_was_streamed():
     assert len(engine.output()) == 5
 
 
-def test_a_retracted_request_ends_in_the_queue():
+def test_retracted_request_ends_in_the_queue():
     engine = make_engine(force_retract_every=2, max_running_requests=1)
     engine.add(make_message(max_tokens=20))
     while not engine.scheduler.tally.retracted:
@@ -66,7 +66,7 @@ def test_unknown_ids_are_ignored():  # [unknown-id-ignored]
     assert engine.received == {}
 
 
-def test_an_abort_after_the_end_changes_nothing():  # [unknown-id-ignored]
+def test_abort_after_the_end_changes_nothing():  # [unknown-id-ignored]
     engine = make_engine()
     engine.add(make_message(max_tokens=2))
     engine.run()
@@ -84,7 +84,7 @@ def test_ids_are_compared_whole():  # [exact-ids]
     engine.assert_expected("req-12")
 
 
-def test_the_computed_pages_of_an_aborted_request_stay_in_the_cache():
+def test_computed_pages_of_an_aborted_request_stay_in_the_cache():
     engine = make_engine(page_size=4)
     engine.add(make_message("one", range(1, 13), max_tokens=9))
     engine.step(2)
@@ -95,7 +95,7 @@ def test_the_computed_pages_of_an_aborted_request_stay_in_the_cache():
     assert engine.received["two"].outputs[0].cached_tokens == 12
 
 
-def test_a_client_that_is_gone_takes_all_its_requests_with_it():
+def test_client_that_is_gone_takes_all_its_requests_with_it():
     engine = make_engine()
     for rid, client in [("one", b"gone"), ("two", b"here"), ("three", b"gone")]:
         engine.add(make_message(rid, max_tokens=6), client)
@@ -105,7 +105,7 @@ def test_a_client_that_is_gone_takes_all_its_requests_with_it():
     assert [aborted(engine, rid) for rid in ("one", "two", "three")] == [True, False, True]
 
 
-def test_a_request_past_its_deadline_is_aborted():
+def test_request_past_its_deadline_is_aborted():
     engine = make_engine()
     engine.add(make_message("late", max_tokens=50, deadline_s=2.0))
     engine.add(make_message("patient", max_tokens=50))
@@ -117,7 +117,7 @@ def test_a_request_past_its_deadline_is_aborted():
     engine.assert_expected("patient")
 
 
-def test_a_deadline_passes_in_the_queue_too():
+def test_deadline_passes_in_the_queue_too():
     engine = make_engine(max_running_requests=1)
     engine.add(make_message("running", max_tokens=50))
     engine.add(make_message("waiting", max_tokens=5, deadline_s=1.0))
@@ -127,7 +127,7 @@ def test_a_deadline_passes_in_the_queue_too():
     assert aborted(engine, "waiting")
 
 
-def test_a_deadline_that_was_met_does_nothing():
+def test_deadline_that_was_met_does_nothing():
     engine = make_engine()
     engine.add(make_message(max_tokens=3, deadline_s=1.0))
     engine.run()
@@ -147,7 +147,7 @@ def test_all_requests_can_be_aborted_at_once():
     engine.assert_nothing_held()
 
 
-def test_an_ended_request_is_not_kept_in_memory_until_its_deadline():
+def test_ended_request_is_not_kept_in_memory_until_its_deadline():
     engine = make_engine()
     engine.add(make_message("done", max_tokens=2, deadline_s=600.0))
     request = ref(engine.scheduler.queues.requests[RequestId("done")])

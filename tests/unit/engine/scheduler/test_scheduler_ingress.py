@@ -39,20 +39,20 @@ def refusal(engine: Engine, message: GenerateRequest):
         (make_message(handoff=handoff(HandoffSide.RECEIVE, make_peer("p"), "room", 2**60)), "handoff", "generation"),
     ],
 )
-def test_a_request_at_fault_is_told_the_field_and_the_limit(message, param, text):
+def test_request_at_fault_is_told_the_field_and_the_limit(message, param, text):
     finish = refusal(make_engine(context_length=64), message)
     assert (finish.code, finish.param, finish.retryable) == ("invalid_request", param, False)
     assert text in finish.error
 
 
-def test_the_longest_request_that_fits_the_context_is_served():
+def test_longest_request_that_fits_the_context_is_served():
     engine = make_engine(context_length=64)
     engine.add(make_message(prompt=[1] * 63, max_tokens=1))
     engine.run()
     engine.assert_expected()
 
 
-def test_a_request_larger_than_the_whole_pool_is_never_admitted():  # [admission-answers]
+def test_request_larger_than_the_whole_pool_is_never_admitted():  # [admission-answers]
     engine = make_engine(usable_pages=4, page_size=4)
     assert engine.scheduler.max_request_tokens == 17
     assert refusal(engine, make_message("large", [1] * 8, max_tokens=10)).param == "max_tokens"
@@ -61,7 +61,7 @@ def test_a_request_larger_than_the_whole_pool_is_never_admitted():  # [admission
     engine.assert_expected("exact")
 
 
-def test_a_full_queue_asks_to_try_again():
+def test_full_queue_asks_to_try_again():
     engine = make_engine(max_queued_requests=2)
     engine.add(make_message("one"))
     engine.add(make_message("two"))
@@ -78,7 +78,7 @@ def test_stop_strings_need_a_tokenizer():
     assert (finish.code, finish.param) == ("invalid_request", "stop")
 
 
-def test_a_draining_engine_finishes_what_it_has_and_takes_no_more():
+def test_draining_engine_finishes_what_it_has_and_takes_no_more():
     engine = make_engine()
     engine.add(make_message("early", max_tokens=5))
     engine.step()
@@ -89,7 +89,7 @@ def test_a_draining_engine_finishes_what_it_has_and_takes_no_more():
     engine.assert_expected("early")
 
 
-def test_a_second_request_under_a_live_id_is_ignored(caplog):
+def test_second_request_under_a_live_id_is_ignored(caplog):
     engine = make_engine()
     engine.add(make_message(max_tokens=4))
     engine.scheduler.add(make_message(prompt=[9, 9], max_tokens=4))
@@ -98,7 +98,7 @@ def test_a_second_request_under_a_live_id_is_ignored(caplog):
     assert "arrived twice" in caplog.text
 
 
-def test_a_resumed_output_that_is_complete_ends_at_once():
+def test_resumed_output_that_is_complete_ends_at_once():
     engine = make_engine()
     engine.add(make_message(max_tokens=2, resume=(5, 6)))
     engine.run()
@@ -135,7 +135,7 @@ def test_waiting_tokens_count_the_queue_and_the_rest_of_the_chunked_prompt():
     assert engine.scheduler.stats().waiting_tokens == 6 + 7
 
 
-def test_the_oldest_wait_is_that_of_the_first_who_has_not_begun():
+def test_oldest_wait_is_that_of_the_first_who_has_not_begun():
     engine = make_engine(chunked_prefill_size=4, max_prefill_tokens=4)
     engine.add(make_message("chunked", [1] * 10))
     engine.step()

@@ -38,23 +38,23 @@ def run_one(engine: Engine, **sampling: object) -> list[list[int]]:
     return [list(output.token_ids) for output in engine.received["r"].outputs]
 
 
-def test_a_step_with_right_drafts_yields_them_and_one_more():
+def test_step_with_right_drafts_yields_them_and_one_more():
     runs = run_one(drafting(num_draft_tokens=3), max_tokens=9)
     assert [len(run) for run in runs] == [1, 4, 4]
 
 
-def test_a_step_with_wrong_drafts_yields_one_token():
+def test_step_with_wrong_drafts_yields_one_token():
     runs = run_one(drafting(mistake=always_wrong), max_tokens=5)
     assert [len(run) for run in runs] == [1] * 5
 
 
-def test_a_run_ends_with_its_first_wrong_draft():
+def test_run_ends_with_its_first_wrong_draft():
     # Drafts stand at positions 6, 7, 8; number 7 is wrong and replaced by what was sampled there.
     runs = run_one(drafting(mistake=wrong_every(7), num_draft_tokens=3), max_tokens=4)
     assert [len(run) for run in runs] == [1, 2, 1]
 
 
-def test_the_batch_computes_drafts_behind_the_last_token():
+def test_batch_computes_drafts_behind_the_last_token():
     engine = drafting(num_draft_tokens=3)
     run_one(engine, max_tokens=5)
     prefill, verify = engine.executor.batches
@@ -74,7 +74,7 @@ def test_no_more_is_drafted_than_may_be_output():  # [earliest-stop]
     assert engine.finish().reason is FinishReason.LENGTH
 
 
-def test_a_run_is_cut_behind_a_stop_token_in_its_middle():  # [earliest-stop] [one-cut]
+def test_run_is_cut_behind_a_stop_token_in_its_middle():  # [earliest-stop] [one-cut]
     stop = expected_output(make_message("r", PROMPT, max_tokens=9))[3]
     engine = drafting(num_draft_tokens=8)
     runs = run_one(engine, max_tokens=9, stop_token_ids=(stop,), logprobs=0)
@@ -92,7 +92,7 @@ def test_named_logprobs_are_those_of_every_position_of_a_run():
     assert {len(logprob.top) for logprob in engine.received["other"].logprobs} == {1}
 
 
-def test_a_stop_string_is_found_wherever_in_a_run_it_ends():  # [stop-window]
+def test_stop_string_is_found_wherever_in_a_run_it_ends():  # [stop-window]
     text = decode_text(expected_output(make_message("r", PROMPT, max_tokens=9)))
     engine = drafting(num_draft_tokens=8)
     run_one(engine, max_tokens=9, stop=(text[2:5],))
@@ -143,7 +143,7 @@ def test_drafts_are_shortened_to_the_pages_there_are_and_retract_nobody():  # [o
     engine.assert_nothing_held()
 
 
-def test_a_step_waits_for_the_one_before_when_somebody_drafts():
+def test_step_waits_for_the_one_before_when_somebody_drafts():
     engine = drafting(enable_overlap=True, num_draft_tokens=3)
     engine.add(make_message("r", PROMPT, max_tokens=30))
     engine.step(5)
@@ -242,7 +242,7 @@ def test_ranks_choose_the_same_drafts_whatever_their_own_clocks_say():  # [rank-
     assert any(first)
 
 
-def test_a_request_that_was_waited_for_in_vain_is_waited_for_less():
+def test_request_that_was_waited_for_in_vain_is_waited_for_less():
     engine = drafting(lengths=lambda _: 0, adaptive=True, enable_overlap=True)
     engine.add(make_message("r", PROMPT, max_tokens=60))
     engine.run()
@@ -251,7 +251,7 @@ def test_a_request_that_was_waited_for_in_vain_is_waited_for_less():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_abort_while_drafts_are_verified_ends_the_request_without_them(overlap):  # [abort-before-token]
+def test_abort_while_drafts_are_verified_ends_the_request_without_them(overlap):  # [abort-before-token]
     engine = drafting(enable_overlap=overlap)
     engine.add(make_message("r", PROMPT, max_tokens=30))
     engine.step(3)
@@ -263,7 +263,7 @@ def test_an_abort_while_drafts_are_verified_ends_the_request_without_them(overla
     engine.assert_nothing_held()
 
 
-def test_a_proposer_forgets_a_request_before_its_row_is_given_back():  # [row-state-forgotten]
+def test_proposer_forgets_a_request_before_its_row_is_given_back():  # [row-state-forgotten]
     engine = drafting(force_retract_every=2, max_retractions=99)
     run_one(engine, max_tokens=20)
     released = engine.scheduler._shared.speculation.proposer.released
@@ -272,7 +272,7 @@ def test_a_proposer_forgets_a_request_before_its_row_is_given_back():  # [row-st
     assert all(tokens == whole[: len(tokens)] for _, tokens in released)
 
 
-def test_a_failed_step_with_drafts_is_computed_again_and_loses_no_token():
+def test_failed_step_with_drafts_is_computed_again_and_loses_no_token():
     def fail_third(batch):
         if batch.step == 3:
             raise RuntimeError("by chance")
@@ -287,7 +287,7 @@ def test_a_failed_step_with_drafts_is_computed_again_and_loses_no_token():
     assert engine.scheduler.stats().engine_errors_total == 1
 
 
-def test_a_request_whose_drafts_meet_nan_ends_alone():
+def test_request_whose_drafts_meet_nan_ends_alone():
     class Unsound:
         """From the sixth step on the first sequence of every step is unsound."""
 
@@ -314,7 +314,7 @@ def test_results_of_drafts_are_counted():
     assert make_engine().scheduler.stats().speculation is None
 
 
-def test_a_proposer_that_fails_costs_drafts_and_no_request(caplog):
+def test_proposer_that_fails_costs_drafts_and_no_request(caplog):
     engine = drafting()
 
     def fail(requests):

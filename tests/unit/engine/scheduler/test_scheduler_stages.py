@@ -36,7 +36,7 @@ def expected(engine: Engine, rid: str = "r") -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_handed_over_request_goes_on_where_it_was(overlap):
+def test_handed_over_request_goes_on_where_it_was(overlap):
     pair = make_pair(enable_overlap=overlap, delay=3)
     add(pair, max_tokens=9)
     pair.run()
@@ -48,7 +48,7 @@ def test_a_handed_over_request_goes_on_where_it_was(overlap):
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_request_to_be_sent_never_decodes_here(overlap):
+def test_request_to_be_sent_never_decodes_here(overlap):
     pair = make_pair(enable_overlap=overlap, delay=2, enable_mixed_chunk=True)
     pair.prefill.add(make_message("local", [5, 6], max_tokens=12))
     add(pair, max_tokens=6)
@@ -64,7 +64,7 @@ def test_chunks_are_announced_in_order_when_their_pages_are_final():  # [settled
     assert pair.sender.settled["r"] == [4, 8, 11]
 
 
-def test_a_kept_request_keeps_its_pages_until_the_stage_releases_it():
+def test_kept_request_keeps_its_pages_until_the_stage_releases_it():
     pair = make_pair(delay=5)
     add(pair, max_tokens=3)
     pair.prefill.step(3)
@@ -112,7 +112,7 @@ def cramped(usable_pages: int, chunk: int) -> Engine:
     )
 
 
-def test_a_half_sent_prompt_keeps_its_pages_and_running_requests_wait_for_it():  # [settled-only-sent]
+def test_half_sent_prompt_keeps_its_pages_and_running_requests_wait_for_it():  # [settled-only-sent]
     engine = cramped(15, chunk=1)
     pair = Pair.of(engine, make_engine(page_size=2))
     engine.add(make_message("running", [1, 2], max_tokens=20))
@@ -141,7 +141,7 @@ def test_when_neither_can_go_on_the_newest_gives_up():  # [last-request-fails]
     engine.assert_nothing_held()
 
 
-def test_a_request_that_ends_with_its_first_token_is_offered_but_not_kept():
+def test_request_that_ends_with_its_first_token_is_offered_but_not_kept():
     engine = make_engine()
     stage = QuietStage()
     engine.scheduler.attach(stage)
@@ -151,7 +151,7 @@ def test_a_request_that_ends_with_its_first_token_is_offered_but_not_kept():
     engine.assert_nothing_held()
 
 
-def test_a_request_to_be_sent_that_no_stage_keeps_decodes_here():
+def test_request_to_be_sent_that_no_stage_keeps_decodes_here():
     engine = make_engine(enable_overlap=True)
     engine.add(make_message(max_tokens=6, handoff=make_handoff(SEND, "room")))
     engine.run()
@@ -172,7 +172,7 @@ def test_both_sides_are_told_of_an_abort_once():  # [abort-both-ways]
         engine.assert_nothing_held()
 
 
-def test_an_abort_reaches_a_request_that_a_stage_keeps():
+def test_abort_reaches_a_request_that_a_stage_keeps():
     pair = make_pair(delay=100)
     add(pair, max_tokens=9)
     pair.prefill.step(4)
@@ -183,7 +183,7 @@ def test_an_abort_reaches_a_request_that_a_stage_keeps():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_abort_while_the_first_token_is_in_flight(overlap):
+def test_abort_while_the_first_token_is_in_flight(overlap):
     pair = make_pair(enable_overlap=overlap, delay=100)
     add(pair, max_tokens=9)
     pair.prefill.step()
@@ -193,7 +193,7 @@ def test_an_abort_while_the_first_token_is_in_flight(overlap):
     pair.prefill.assert_nothing_held()
 
 
-def test_a_prebuilt_request_can_be_retracted_and_is_then_computed_here():
+def test_prebuilt_request_can_be_retracted_and_is_then_computed_here():
     pair = make_pair()
     pair.decode = make_engine(force_retract_every=2)
     pair = Pair.of(make_engine(), pair.decode)
@@ -203,7 +203,7 @@ def test_a_prebuilt_request_can_be_retracted_and_is_then_computed_here():
     assert merged(pair) == expected(pair.prefill)
 
 
-def test_a_transfer_report_and_the_handed_over_cache_hit_go_out_with_the_next_output():
+def test_transfer_report_and_the_handed_over_cache_hit_go_out_with_the_next_output():
     pair = make_pair()
     add(pair, max_tokens=4)
     report = TransferReport(pages=3, bytes=96, pages_reused=0, wait_s=0.5)
@@ -227,7 +227,7 @@ def test_tokens_handed_over_that_already_end_the_output_are_recognised():
     pair.run()
 
 
-def test_a_stage_can_end_a_request_that_it_keeps():
+def test_stage_can_end_a_request_that_it_keeps():
     pair = make_pair()
     pair.decode.add(make_message(handoff=make_handoff(RECEIVE, "room")))
     req = pair.receiver.waiting.pop("room")
@@ -252,7 +252,7 @@ def test_spare_pages_leave_room_for_running_requests_and_the_head_of_the_queue()
     assert engine.scheduler.for_stages.spare_pages() == 20 - 5 - 4
 
 
-def test_a_stage_that_moved_something_counts_as_work():
+def test_stage_that_moved_something_counts_as_work():
     class Busy(QuietStage):
         def poll(self) -> bool:
             return True

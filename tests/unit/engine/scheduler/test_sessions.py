@@ -48,7 +48,7 @@ def refusal(engine: Engine, rid: str) -> Finish:
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_a_turn_continues_after_everything_before_it(overlap: bool, page_size: int):
+def test_turn_continues_after_everything_before_it(overlap: bool, page_size: int):
     engine = kept(enable_overlap=overlap, page_size=page_size)
     first = turn(engine, 0, FIRST)
     second = turn(engine, 1, SECOND)
@@ -76,7 +76,7 @@ def test_pages_of_a_session_outlive_what_needs_their_place_more_rarely():
     assert max(o.cached_tokens or 0 for o in engine.received[second].outputs) == 16
 
 
-def test_a_request_that_needs_the_pages_gets_them_and_the_session_goes_on():
+def test_request_that_needs_the_pages_gets_them_and_the_session_goes_on():
     engine = kept(usable_pages=12)
     first = turn(engine, 0, FIRST)
     assert engine.scheduler.sessions.pinned_pages == 4
@@ -97,7 +97,7 @@ def test_running_requests_are_not_retracted_for_a_session():
     assert engine.scheduler.stats().retracted_total == 0
 
 
-def test_a_transfer_that_needs_the_pages_gets_them():
+def test_transfer_that_needs_the_pages_gets_them():
     pair = make_pair(decode={"usable_pages": 12, "session_pages": 12})
     decode = pair.decode.engine
     decode.add(make_message("turn", FIRST, session=SessionRef(id="s"), max_tokens=6))
@@ -115,7 +115,7 @@ def test_pins_stay_within_their_bound_and_the_oldest_goes_first():
     assert len(engine.scheduler.sessions) == 3
 
 
-def test_a_conversation_goes_on_after_its_pages_were_flushed():
+def test_conversation_goes_on_after_its_pages_were_flushed():
     engine = kept()
     turn(engine, 0, tuple(range(1, 15)))
     engine.run()
@@ -128,7 +128,7 @@ def test_a_conversation_goes_on_after_its_pages_were_flushed():
     engine.assert_nothing_held()
 
 
-def test_a_session_larger_than_the_bound_is_kept_without_its_pages():
+def test_session_larger_than_the_bound_is_kept_without_its_pages():
     engine = kept(session_pages=3)
     first = turn(engine, 0, FIRST)
     assert engine.scheduler.sessions.pinned_pages == 0
@@ -136,7 +136,7 @@ def test_a_session_larger_than_the_bound_is_kept_without_its_pages():
     assert engine.output(second) == expected_output(whole(engine, first, second))
 
 
-def test_a_session_that_is_not_used_is_forgotten():
+def test_session_that_is_not_used_is_forgotten():
     engine = kept(session_ttl=10.0)
     turn(engine, 0, FIRST)
     engine.clock.time += 10.0
@@ -146,7 +146,7 @@ def test_a_session_that_is_not_used_is_forgotten():
     assert "expired" in refusal(engine, turn(engine, 1, SECOND)).error
 
 
-def test_a_session_that_expired_while_the_engine_slept_is_not_continued():
+def test_session_that_expired_while_the_engine_slept_is_not_continued():
     engine = kept(session_ttl=10.0)
     turn(engine, 0, FIRST)
     engine.clock.time += 10.0
@@ -190,7 +190,7 @@ def test_prompt_logprobs_are_those_of_the_new_turn(page_size: int):  # [logprobs
     assert engine.output(second) == expected_output(conversation)
 
 
-def test_an_embedding_continues_no_session():
+def test_embedding_continues_no_session():
     engine = kept()
     turn(engine, 0, FIRST)
     turn_of_s = make_message("e", SECOND, session=SessionRef(id="s", turn=1), max_tokens=1)
@@ -200,7 +200,7 @@ def test_an_embedding_continues_no_session():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_worker_that_receives_the_first_turn_keeps_the_session(overlap: bool):
+def test_worker_that_receives_the_first_turn_keeps_the_session(overlap: bool):
     pair = make_pair(enable_overlap=overlap, decode={"session_pages": 12})
     decode = pair.decode.engine
     pair.submit_prefill("first", FIRST, max_tokens=6)
@@ -225,7 +225,7 @@ def test_the_worker_that_receives_the_first_turn_keeps_the_session(overlap: bool
         (SessionRef(id="s", turn=-1), "at least 0"),
     ],
 )
-def test_a_turn_that_cannot_be_is_refused_by_name(ref: SessionRef, says: str):
+def test_turn_that_cannot_be_is_refused_by_name(ref: SessionRef, says: str):
     engine = kept()
     turn(engine, 0, FIRST)
     engine.add(make_message("bad", SECOND, session=ref))
@@ -233,7 +233,7 @@ def test_a_turn_that_cannot_be_is_refused_by_name(ref: SessionRef, says: str):
     assert engine.finish(turn(engine, 1, SECOND)).reason is FinishReason.LENGTH
 
 
-def test_a_session_computes_one_turn_at_a_time():
+def test_session_computes_one_turn_at_a_time():
     engine = kept()
     engine.add(make_message("one", FIRST, session=SessionRef(id="s"), max_tokens=6))
     engine.add(make_message("two", FIRST, session=SessionRef(id="s"), max_tokens=6))
@@ -242,13 +242,13 @@ def test_a_session_computes_one_turn_at_a_time():
     engine.assert_expected("one")
 
 
-def test_a_tenant_cannot_continue_the_session_of_another():
+def test_tenant_cannot_continue_the_session_of_another():
     engine = kept()
     turn(engine, 0, FIRST, cache_salt="mine")
     refusal(engine, turn(engine, 1, SECOND, cache_salt="yours"))
 
 
-def test_a_session_belongs_to_one_adapter():
+def test_session_belongs_to_one_adapter():
     engine = kept()
     first = turn(engine, 0, FIRST, adapter=ADAPTER)
     assert "another adapter, or without one" in refusal(engine, turn(engine, 1, SECOND)).error
@@ -257,7 +257,7 @@ def test_a_session_belongs_to_one_adapter():
     assert next(o.cached_tokens for o in engine.received[second].outputs if o.cached_tokens is not None) > 0
 
 
-def test_an_aborted_new_beginning_leaves_the_adapter_as_it_was():
+def test_aborted_new_beginning_leaves_the_adapter_as_it_was():
     engine = kept()
     first = turn(engine, 0, FIRST)
     engine.add(make_message("gone", SECOND, session=SessionRef(id="s", turn=0), adapter=ADAPTER, max_tokens=9))
@@ -269,7 +269,7 @@ def test_an_aborted_new_beginning_leaves_the_adapter_as_it_was():
 
 
 @pytest.mark.parametrize("steps", range(4))
-def test_an_aborted_turn_leaves_the_session_as_it_was(steps: int):
+def test_aborted_turn_leaves_the_session_as_it_was(steps: int):
     engine = kept(enable_overlap=True)
     first = turn(engine, 0, FIRST)
     engine.add(make_message("gone", SECOND, session=SessionRef(id="s", turn=1), max_tokens=9))
@@ -281,7 +281,7 @@ def test_an_aborted_turn_leaves_the_session_as_it_was(steps: int):
 
 
 @pytest.mark.parametrize("steps", range(4))
-def test_a_turn_need_not_wait_for_the_end_of_one_that_was_aborted(steps: int):
+def test_turn_need_not_wait_for_the_end_of_one_that_was_aborted(steps: int):
     engine = kept(enable_overlap=True)
     first = turn(engine, 0, FIRST)
     engine.add(make_message("gone", SECOND, session=SessionRef(id="s", turn=1), max_tokens=9))
@@ -293,7 +293,7 @@ def test_a_turn_need_not_wait_for_the_end_of_one_that_was_aborted(steps: int):
     assert engine.finish(third).reason is FinishReason.LENGTH
 
 
-def test_a_first_turn_that_is_aborted_leaves_no_session():
+def test_first_turn_that_is_aborted_leaves_no_session():
     engine = kept()
     engine.add(make_message("gone", FIRST, session=SessionRef(id="s")))
     engine.scheduler.abort(RequestId("gone"))
@@ -308,7 +308,7 @@ def test_turn_zero_begins_anew():
     assert engine.output(again) == expected_output(make_message("x", SECOND, max_tokens=6))
 
 
-def test_a_closed_session_lets_go_of_its_pages():
+def test_closed_session_lets_go_of_its_pages():
     engine = kept()
     turn(engine, 0, FIRST)
     engine.scheduler.sessions.close("", "s")
@@ -318,21 +318,21 @@ def test_a_closed_session_lets_go_of_its_pages():
     engine.assert_nothing_held()
 
 
-def test_the_conversation_counts_towards_the_context():
+def test_conversation_counts_towards_the_context():
     engine = kept(context_length=32)
     turn(engine, 0, FIRST)
     engine.add(make_message("long", (1,) * 12, session=SessionRef(id="s", turn=1), max_tokens=2))
     assert "context" in engine.finish("long").error
 
 
-def test_a_session_survives_retraction():
+def test_session_survives_retraction():
     engine = kept(force_retract_every=2, max_retractions=1000)
     first = turn(engine, 0, FIRST)
     second = turn(engine, 1, SECOND)
     assert engine.output(second) == expected_output(whole(engine, first, second))
 
 
-def test_a_pin_keeps_nothing_in_host_memory():
+def test_pin_keeps_nothing_in_host_memory():
     """What the device has of a conversation is pinned; host memory may know how its last, uncomputed token goes on."""
     engine = kept(host_pages=32, host=HostConfig(enable_cache=True), page_size=4, session_pages=32)
     longer = make_message("longer", FIRST, max_tokens=14)
@@ -350,7 +350,7 @@ def test_a_pin_keeps_nothing_in_host_memory():
     assert blocks.evictable == len(blocks) > 0
 
 
-def test_a_session_expires_beside_one_that_is_busy():
+def test_session_expires_beside_one_that_is_busy():
     engine = kept(session_ttl=10.0)
     engine.add(make_message("long", FIRST, session=SessionRef(id="busy"), max_tokens=60))
     engine.step(3)
@@ -366,7 +366,7 @@ def test_a_session_expires_beside_one_that_is_busy():
 
 
 @pytest.mark.parametrize("steps", range(4))
-def test_a_new_beginning_that_is_aborted_leaves_the_session_as_it_was(steps: int):
+def test_new_beginning_that_is_aborted_leaves_the_session_as_it_was(steps: int):
     engine = kept(enable_overlap=True)
     first = turn(engine, 0, FIRST)
     engine.add(make_message("gone", SECOND, session=SessionRef(id="s"), max_tokens=9))

@@ -40,7 +40,7 @@ def test_prompts_have_what_running_requests_leave_of_the_budget(budget):
     engine.assert_expected()
 
 
-def test_a_prompt_progresses_and_every_running_request_gets_a_token_in_each_step():
+def test_prompt_progresses_and_every_running_request_gets_a_token_in_each_step():
     """The bound with decodes filling the budget: a prompt of n tokens takes no more than n steps."""
     engine = make_engine(
         max_tokens_per_step=9, max_running_requests=8, enable_mixed_chunk=True, usable_pages=200, max_rows=16
@@ -83,7 +83,7 @@ def test_without_a_budget_of_its_own_the_limits_of_both_halves_add_up():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_a_long_prompt_is_cut_while_others_decode_and_a_short_one_is_not(mixed):  # [long-prompt-cut]
+def test_long_prompt_is_cut_while_others_decode_and_a_short_one_is_not(mixed):  # [long-prompt-cut]
     engine = make_engine(
         long_prefill_token_threshold=8, chunked_prefill_size=32, enable_mixed_chunk=mixed, usable_pages=200
     )

@@ -48,7 +48,7 @@ def work_of_steps(prompt_len: int, count: int, **config: object) -> int:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_decode_step_does_no_more_python_work_behind_a_long_context(overlap):
+def test_decode_step_does_no_more_python_work_behind_a_long_context(overlap):
     short, long = (work_of_steps(length, 3, enable_overlap=overlap) for length in (SHORT, LONG))
     assert 0 < long <= short
 

@@ -73,7 +73,7 @@ def test_engine_and_gateway_end_at_the_same_token(text, stop, min_tokens, max_to
 
 
 @pytest.mark.parametrize("keep_stop", [False, True])
-def test_the_text_ends_with_the_stop_string_or_right_before_it(keep_stop):
+def test_text_ends_with_the_stop_string_or_right_before_it(keep_stop):
     ids = tokenizer().encode("the quick fox", add_special_tokens=False)
     sampling = SamplingParams(max_tokens=MAX_TOKENS, stop=("ick",))
     text = OutputText(tokenizer().vocabulary, sampling, keep_stop=keep_stop)

@@ -21,7 +21,7 @@ def cut(run: list[int], outputs: list[int] = (), *, prompt_len: int = 4, max_tok
     return RULE.cut_at_stop(sampling, prompt_len=prompt_len, outputs=list(outputs), run=run)
 
 
-def test_a_run_without_an_end_is_kept_whole():
+def test_run_without_an_end_is_kept_whole():
     assert cut([A, B, C]) == Cut(keep=3, finish=None)
 
 
@@ -35,12 +35,12 @@ def test_eos_is_an_ordinary_token_when_ignored():
     assert cut([EOS], ignore_eos=True).finish is None
 
 
-def test_a_stop_id_is_named():
+def test_stop_id_is_named():
     end = cut([C], stop_token_ids=(B, C))
     assert (end.finish.reason, end.finish.matched_stop) == (FinishReason.STOP, C)
 
 
-def test_an_ignored_eos_still_stops_when_it_is_a_stop_id():
+def test_ignored_eos_still_stops_when_it_is_a_stop_id():
     assert cut([EOS], ignore_eos=True, stop_token_ids=(EOS,)).finish.matched_stop == EOS
 
 
@@ -53,22 +53,22 @@ def test_max_tokens_and_context_end_with_length():
     assert cut([A], [B], prompt_len=98).finish.reason is FinishReason.LENGTH
 
 
-def test_a_stop_string_that_completes_with_the_last_token_wins_over_length():
+def test_stop_string_that_completes_with_the_last_token_wins_over_length():
     assert cut([B], [A], max_tokens=2, stop=("ab",)).finish.matched_stop == "ab"
 
 
-def test_the_earliest_event_of_a_run_wins():  # [earliest-stop]
+def test_earliest_event_of_a_run_wins():  # [earliest-stop]
     assert cut([A, B, EOS], max_tokens=2).finish.reason is FinishReason.LENGTH
     assert cut([A, EOS, B], max_tokens=3).keep == 2
     assert cut([A, B, EOS], stop=("ab",)).finish.matched_stop == "ab"
 
 
-def test_a_stop_string_is_found_anywhere_in_a_run():  # [stop-window]
+def test_stop_string_is_found_anywhere_in_a_run():  # [stop-window]
     run = [A, B, *([C] * 20)]
     assert cut(run, stop=("ab",)).keep == 2
 
 
-def test_a_stop_string_may_begin_before_the_run():
+def test_stop_string_may_begin_before_the_run():
     assert cut([B], [D, A], stop=("dab", "x")).finish.matched_stop == "dab"
 
 
@@ -82,7 +82,7 @@ def test_nothing_but_length_stops_below_min_tokens():
     assert cut([A], [A], min_tokens=2, max_tokens=2).finish.reason is FinishReason.LENGTH
 
 
-def test_a_stop_string_from_before_min_tokens_does_not_count_later():
+def test_stop_string_from_before_min_tokens_does_not_count_later():
     assert cut([C], [A, B], min_tokens=2, stop=("ab",)).finish is None
     assert cut([B], [A, B, A], min_tokens=3, stop=("ab",)).finish.matched_stop == "ab"
 
@@ -94,7 +94,7 @@ def test_ids_that_stop_are_suppressed_until_min_tokens():
     assert RULE.suppressed(ignoring, 0) == (7,)
 
 
-def test_the_decoded_window_does_not_grow_with_the_output():
+def test_decoded_window_does_not_grow_with_the_output():
     lengths = []
 
     def measuring(ids: list[int]) -> str:
@@ -114,7 +114,7 @@ def test_the_decoded_window_does_not_grow_with_the_output():
     min_tokens=st.integers(0, 6),
     max_tokens=st.integers(6, 30),
 )
-def test_an_output_ends_at_the_same_token_however_it_is_cut_into_runs(
+def test_output_ends_at_the_same_token_however_it_is_cut_into_runs(
     tokens, cuts, stop, min_tokens, max_tokens
 ):  # [stop-window]
     params = {"stop": tuple(stop), "min_tokens": min_tokens, "max_tokens": max_tokens, "stop_token_ids": (29,)}

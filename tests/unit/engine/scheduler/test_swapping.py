@@ -31,7 +31,7 @@ def until_swapped(engine: Engine) -> str:
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_newest_is_swapped_and_comes_back_with_its_output_intact(overlap, mixed):
+def test_newest_is_swapped_and_comes_back_with_its_output_intact(overlap, mixed):
     engine = swapping(enable_overlap=overlap, enable_mixed_chunk=mixed)
     add(engine, "old", 1)
     add(engine, "new", 40)
@@ -90,7 +90,7 @@ def test_nothing_is_swapped_in_by_a_step_that_takes_pages_from_somebody():  # [s
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_an_abort_while_swapped_frees_the_host_pages(overlap):
+def test_abort_while_swapped_frees_the_host_pages(overlap):
     engine = swapping(enable_overlap=overlap)
     add(engine, "old", 1)
     add(engine, "new", 40)
@@ -105,7 +105,7 @@ def test_an_abort_while_swapped_frees_the_host_pages(overlap):
     assert engine.memory.host.tier.pages.available == 40
 
 
-def test_a_deadline_that_passes_while_swapped_is_obeyed():
+def test_deadline_that_passes_while_swapped_is_obeyed():
     engine = swapping()
     add(engine, "old", 1)
     add(engine, "new", 40, deadline_s=5.0)
@@ -164,7 +164,7 @@ def test_auto_tries_swapping_once_to_learn_what_it_costs():
     assert engine.scheduler.tally.swapped_out == 1
 
 
-def test_a_request_whose_shared_prefix_left_meanwhile_is_computed_again():
+def test_request_whose_shared_prefix_left_meanwhile_is_computed_again():
     engine = swapping(pages=14, host_pages=40)
     shared = [*range(1, 9)]
     engine.add(make_message("old", [*shared, 20], max_tokens=26))

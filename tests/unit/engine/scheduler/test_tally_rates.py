@@ -14,19 +14,19 @@ def measured(tally: Tally, *steps: int) -> Tally:
     return tally
 
 
-def test_the_prefill_rate_is_that_of_further_tokens_whatever_the_steps_were():
+def test_prefill_rate_is_that_of_further_tokens_whatever_the_steps_were():
     for steps in ((2000, 1000), (100, 200, 40)):
         tally = measured(Tally(step_base_s=BASE_S), *steps)
         assert tally.prefill_tokens_per_s == pytest.approx(1 / TOKEN_S)
 
 
-def test_a_few_tokens_say_nothing_about_the_rate_unless_nothing_else_is_known():
+def test_few_tokens_say_nothing_about_the_rate_unless_nothing_else_is_known():
     tally = measured(Tally(step_base_s=BASE_S), 1000, *(1 for _ in range(2000)))
     assert tally.prefill_tokens_per_s == pytest.approx(1 / TOKEN_S)
     assert measured(Tally(), 1).prefill_tokens_per_s > 0
 
 
-def test_a_changed_rate_is_followed():
+def test_changed_rate_is_followed():
     tally = measured(Tally(step_base_s=BASE_S), 1000)
     for _ in range(60):
         tally.measure_prefill(500, BASE_S + 500 * TOKEN_S / 2)

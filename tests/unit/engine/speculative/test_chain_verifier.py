@@ -22,7 +22,7 @@ def test_drafts_are_accepted_up_to_the_first_that_was_not_sampled(chains, sample
     assert ChainVerifier().verify(DraftTokens(chains), sampled).accept_lens == accepted
 
 
-def test_a_result_that_does_not_fit_the_drafts_is_a_bug():
+def test_result_that_does_not_fit_the_drafts_is_a_bug():
     with pytest.raises(AssertionError, match="4 tokens sampled for runs of 3"):
         ChainVerifier().verify(DraftTokens(((1, 2),)), [1, 2, 3, 4])
 
@@ -75,7 +75,7 @@ def test_ids_and_logprobs_are_cut_alike():  # [one-cut]
     assert [entry.logprob for entry in result.logprobs] == [-41.0, -60.0, -7.0, -51.0, -52.0]
 
 
-def test_a_step_without_drafts_is_left_alone():
+def test_step_without_drafts_is_left_alone():
     plain = ForwardResult(step=3, next_token_ids=(1,))
     forward = VerifiedForward(model=FixedModel(plain), verifier=ChainVerifier())
     assert forward.forward(make_batch([Seq(seq_len=2, extend_len=2, pages=[1])])) is plain

@@ -64,13 +64,13 @@ def test_memory_of_weights_is_that_of_the_files_but_for_a_model_that_drafts_for_
     assert taken == {target: 0, **in_files}
 
 
-def test_a_draft_of_another_vocabulary_is_refused(target, facts):
+def test_draft_of_another_vocabulary_is_refused(target, facts):
     other = replace(facts, vocab_size=facts.vocab_size + 1)
     with pytest.raises(CheckpointError, match=r"259 token ids.*260.*same tokenizer"):
         read_draft(draft_by(target), target=other, target_path="big")
 
 
-def test_a_draft_that_cuts_text_differently_is_refused(target, facts, tmp_path):
+def test_draft_that_cuts_text_differently_is_refused(target, facts, tmp_path):
     draft = write_tiny_checkpoint("qwen2", tmp_path / "draft")
     assert read_draft(draft_by(draft), target=facts, target_path=str(target)) is not None
     tokenizer = json.loads((draft / "tokenizer.json").read_text())
@@ -82,6 +82,6 @@ def test_a_draft_that_cuts_text_differently_is_refused(target, facts, tmp_path):
         read_draft(draft_by(draft), target=facts, target_path=str(target))
 
 
-def test_a_missing_draft_is_named(facts):
+def test_missing_draft_is_named(facts):
     with pytest.raises(CheckpointError, match="/nowhere does not exist"):
         read_draft(draft_by("/nowhere"), target=facts, target_path="big")

@@ -65,7 +65,7 @@ class Machine:
         return self.tokens / len(self.right) * self.plain_s / self.seconds
 
 
-def test_the_first_steps_are_plain_for_there_must_be_something_to_compare_with():
+def test_first_steps_are_plain_for_there_must_be_something_to_compare_with():
     chosen = Machine([4]).run(FIRST_PLAIN_STEPS + 1)
     assert chosen == [[0]] * FIRST_PLAIN_STEPS + [[4]]
 
@@ -96,7 +96,7 @@ def test_drafts_that_are_accepted_but_cost_more_than_they_save_end():
     assert machine.speed() > 0.97
 
 
-def test_a_fixed_cost_makes_one_stream_not_worth_it_where_eight_are():
+def test_fixed_cost_makes_one_stream_not_worth_it_where_eight_are():
     cheap_together = {"fixed_s": 1.9, "draft_s": 0.01}
     alone, all_of_them = Machine([4, *[0] * 7], **cheap_together), Machine([4] * 8, **cheap_together)
     assert not any(map(any, alone.run(300)[-100:-60]))
@@ -109,7 +109,7 @@ def test_only_those_whose_drafts_please_take_some():
     assert sum(lengths[1] for lengths in chosen[100:200]) < 5
 
 
-def test_a_stream_that_begins_to_please_is_found_out():
+def test_stream_that_begins_to_please_is_found_out():
     machine = Machine([0, 0])
     machine.run(500)
     machine.right = [4, 4]
@@ -117,7 +117,7 @@ def test_a_stream_that_begins_to_please_is_found_out():
     assert machine.step() == [4, 4]
 
 
-def test_a_stream_that_begins_to_please_beside_one_that_does_is_found_out_too():
+def test_stream_that_begins_to_please_beside_one_that_does_is_found_out_too():
     machine = Machine([4, 0])
     machine.run(200)
     machine.right = [4, 4]
@@ -125,7 +125,7 @@ def test_a_stream_that_begins_to_please_beside_one_that_does_is_found_out_too():
     assert machine.step() == [4, 4]
 
 
-def test_a_machine_that_gets_faster_at_drafts_is_found_out():
+def test_machine_that_gets_faster_at_drafts_is_found_out():
     machine = Machine([4] * 4, draft_s=0.3)
     assert machine.run(300)[-1] == [0] * 4
     machine.draft_s = 0.01

@@ -61,7 +61,7 @@ def test_ids_of_the_head_lead_to_those_of_the_model(head, facts):
     torch.testing.assert_close(logits[:, ::3], loaded.scores(loaded.norm(state)))
 
 
-def test_a_head_with_an_embedding_uses_it(head, facts):
+def test_head_with_an_embedding_uses_it(head, facts):
     tensors = load_file(head / "model.safetensors")
     table = torch.randn(facts.vocab_size, facts.hidden_size)
     save_file({**tensors, "embed_tokens.weight": table}, head / "model.safetensors")
@@ -86,7 +86,7 @@ def test_a_head_with_an_embedding_uses_it(head, facts):
         ({"norm_before_residual": True}, "norm_before_residual is a field that is not known"),
     ],
 )
-def test_a_field_of_another_head_is_refused(head, facts, fields, message):
+def test_field_of_another_head_is_refused(head, facts, fields, message):
     with pytest.raises(CheckpointError, match=message):
         read_eagle3(change(head, **fields), facts)
 

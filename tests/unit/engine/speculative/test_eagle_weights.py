@@ -29,7 +29,7 @@ def head(target, tmp_path):
     return write_tiny_head(target, tmp_path / "head")
 
 
-def test_a_head_is_read_as_it_was_written(head, facts):
+def test_head_is_read_as_it_was_written(head, facts):
     config = read_head_config(str(head), facts)
     loaded = load_head(str(head), config, dtype=torch.float32, device="cpu", positions=64)
     stored = load_file(head / "model.safetensors")
@@ -39,12 +39,12 @@ def test_a_head_is_read_as_it_was_written(head, facts):
     assert loaded.rotary.at(torch.tensor([63])) is not None
 
 
-def test_a_head_for_other_hidden_states_is_refused(head, facts):
+def test_head_for_other_hidden_states_is_refused(head, facts):
     with pytest.raises(CheckpointError, match="hidden states of 64, the model's have 128"):
         read_head_config(str(head), replace(facts, hidden_size=128))
 
 
-def test_a_whole_model_is_no_head(target, facts):
+def test_whole_model_is_no_head(target, facts):
     with pytest.raises(CheckpointError, match=r"3 layers.*DRAFT a whole model"):
         read_head_config(str(target), facts)
 
@@ -65,12 +65,12 @@ def test_tensors_are_those_of_a_head(head, facts, change, message):
         read_head_config(str(head), facts)
 
 
-def test_an_empty_folder_is_no_head(tmp_path, facts):
+def test_empty_folder_is_no_head(tmp_path, facts):
     with pytest.raises(CheckpointError, match=r"no config\.json"):
         read_head_config(str(tmp_path), facts)
 
 
-def test_a_folder_without_weights_is_no_head(head, facts, tmp_path):
+def test_folder_without_weights_is_no_head(head, facts, tmp_path):
     shutil.copytree(head, tmp_path / "other")
     (tmp_path / "other" / "model.safetensors").unlink()
     assert json.loads((tmp_path / "other" / "config.json").read_text())["num_hidden_layers"] == 1
@@ -78,7 +78,7 @@ def test_a_folder_without_weights_is_no_head(head, facts, tmp_path):
         read_head_config(str(tmp_path / "other"), facts)
 
 
-def test_a_head_whose_blocks_read_one_norm_is_refused(facts, tmp_path):
+def test_head_whose_blocks_read_one_norm_is_refused(facts, tmp_path):
     head = write_tiny_head(write_tiny_checkpoint("cohere2", tmp_path / "target"), tmp_path / "head")
     with pytest.raises(CheckpointError, match="a block of the family cohere2, which is not supported as a head"):
         read_head_config(str(head), facts)

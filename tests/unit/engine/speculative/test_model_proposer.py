@@ -48,7 +48,7 @@ def test_accepted_guesses_are_not_computed_again_and_rejected_ones_are():
     assert drafts.computed == [len(PROMPT), 1]
 
 
-def test_a_run_that_was_right_to_its_end_leaves_two_tokens_to_compute():
+def test_run_that_was_right_to_its_end_leaves_two_tokens_to_compute():
     bench = DraftBench()
     drafts = drafts_for(bench)
     request = bench.request(PROMPT, limit=3)
@@ -76,7 +76,7 @@ def test_text_that_was_not_offered_for_a_while_is_caught_up_with():
     assert drafts.proposer.propose([bench.request(text, kv=request.kv)]).chains == (right(text, 4),)
 
 
-def test_a_long_text_is_computed_over_several_proposals_and_then_drafted_for():
+def test_long_text_is_computed_over_several_proposals_and_then_drafted_for():
     bench = DraftBench()
     drafts = drafts_for(bench, max_text=5)
     first, second = bench.request(PROMPT), bench.request([60, 61, 62, 63])
@@ -85,7 +85,7 @@ def test_a_long_text_is_computed_over_several_proposals_and_then_drafted_for():
     assert drafts.computed[:3] == [5, 5, 5]
 
 
-def test_the_pages_of_a_finished_request_serve_the_next_with_its_prefix():
+def test_pages_of_a_finished_request_serve_the_next_with_its_prefix():
     bench = DraftBench()
     drafts = drafts_for(bench)
     first = bench.request(PROMPT)
@@ -99,7 +99,7 @@ def test_the_pages_of_a_finished_request_serve_the_next_with_its_prefix():
     assert drafts.computed == [len(PROMPT), 3]
 
 
-def test_a_cached_prefix_that_the_draft_model_never_saw_is_computed():
+def test_cached_prefix_that_the_draft_model_never_saw_is_computed():
     bench = DraftBench()
     drafts = drafts_for(bench)
     first = bench.request(PROMPT)
@@ -135,7 +135,7 @@ def test_no_guess_beyond_the_positions_of_the_network():
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("extra", [-1, 1])
-def test_a_network_makes_as_many_guesses_as_were_asked_for(on_device, extra):
+def test_network_makes_as_many_guesses_as_were_asked_for(on_device, extra):
     """Else each chain would have guesses of another; nobody waits for a device to learn that."""
     bench = DraftBench()
     drafts = drafts_for(bench)

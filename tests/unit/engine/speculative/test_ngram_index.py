@@ -54,18 +54,18 @@ def test_it_does_not_matter_in_which_pieces_a_text_comes(text, pieces):
     assert len(index_of(text, pieces=pieces)) == len(text)
 
 
-def test_a_longer_context_beats_a_newer_occurrence():
+def test_longer_context_beats_a_newer_occurrence():
     text = [1, 2, 3, 70, 9, 2, 3, 80, 1, 2, 3]
     assert index_of(text, shortest=2, longest=3).continuation(1) == (70,)
     assert index_of(text, shortest=2, longest=2).continuation(1) == (80,)
 
 
-def test_a_repetition_that_reaches_the_end_goes_on_for_ever():
+def test_repetition_that_reaches_the_end_goes_on_for_ever():
     assert index_of([5, 1, 2, 3, 1, 2, 3]).continuation(7) == (1, 2, 3, 1, 2, 3, 1)
 
 
 @pytest.mark.parametrize("text", [[], [1], [1, 2], [1, 2, 3, 4, 5]])
-def test_a_text_without_repetition_has_no_continuation(text):
+def test_text_without_repetition_has_no_continuation(text):
     assert index_of(text).continuation(4) == ()
     assert not index_of(text).repeats()
 

@@ -32,7 +32,7 @@ def test_new_tokens_are_added_to_what_is_known():
     assert asked == [(0, 5), (5, 6)]
 
 
-def test_a_row_that_was_given_back_is_forgotten():  # [row-state-forgotten]
+def test_row_that_was_given_back_is_forgotten():  # [row-state-forgotten]
     bench = DraftBench()
     proposer = NgramProposer(shortest=2, longest=4)
     first = bench.request([1, 2, 3, 1, 2])

@@ -10,17 +10,17 @@ def history_of(bench: DraftBench, *, longest: int = 1000) -> RecentText:
     return RecentText(stamps=PageStamps(bench.memory.allocator.num_pages), longest=longest)
 
 
-def test_a_text_that_was_computed_here_is_read_from_its_start():
+def test_text_that_was_computed_here_is_read_from_its_start():
     bench = DraftBench()
     assert history_of(bench).of(bench.request(TEXT)).window == 0
 
 
-def test_a_long_text_is_read_from_the_page_of_the_last_tokens_that_matter():
+def test_long_text_is_read_from_the_page_of_the_last_tokens_that_matter():
     bench = DraftBench()
     assert history_of(bench, longest=10).of(bench.request(TEXT)).window == 28
 
 
-def test_a_cached_prefix_is_read_if_its_states_were_left_here():
+def test_cached_prefix_is_read_if_its_states_were_left_here():
     bench = DraftBench()
     history = history_of(bench)
     first = bench.request(TEXT)
@@ -31,7 +31,7 @@ def test_a_cached_prefix_is_read_if_its_states_were_left_here():
     assert history.of(second).window == 0
 
 
-def test_a_cached_prefix_of_unknown_states_is_not_read():
+def test_cached_prefix_of_unknown_states_is_not_read():
     bench = DraftBench()
     first = bench.request(TEXT)
     bench.finish(first)

@@ -15,7 +15,7 @@ def measured(batch: int, *, plain_s: float, steps: list[tuple[int, float]]) -> S
     return costs
 
 
-def test_a_fixed_cost_is_told_from_that_of_each_draft():
+def test_fixed_cost_is_told_from_that_of_each_draft():
     prices = measured(8, plain_s=1.0, steps=[(8, 2.5), (32, 4.0)]).prices(8)
     assert prices.fixed == pytest.approx(2.0, rel=0.1)
     assert prices.draft == pytest.approx(1.5 / 24, rel=0.15)
@@ -33,7 +33,7 @@ def test_drafts_that_cost_nothing_have_no_negative_price():
     assert prices.fixed == prices.plain
 
 
-def test_a_drafted_step_without_drafts_has_a_price():
+def test_drafted_step_without_drafts_has_a_price():
     costs = StepCosts()
     costs.drafted(1, 0, 0.01)
     costs.plain(1, 0.01)
@@ -50,7 +50,7 @@ def test_one_step_during_which_the_machine_was_busy_changes_little():
     assert prices.fixed + 8 * prices.draft <= 2.0 * (1.0 + LEAST_WEIGHT * OUTLIER)
 
 
-def test_a_machine_that_is_slower_for_a_while_makes_neither_kind_of_step_look_cheap():
+def test_machine_that_is_slower_for_a_while_makes_neither_kind_of_step_look_cheap():
     costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
     for _ in range(100):
         costs.drafted(2, 8, 6.0)

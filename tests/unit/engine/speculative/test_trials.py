@@ -58,14 +58,14 @@ def test_trials_without_gain_become_rarer_up_to_a_bound():
     assert (rests[0], rests[-1]) == (FIRST_REST, LONGEST_REST)
 
 
-def test_a_trial_waits_for_a_step_that_has_drafts():
+def test_trial_waits_for_a_step_that_has_drafts():
     trials = Trials()
     for _ in range(3 * FIRST_REST):
         trials.plain()
     assert trials.trial_left == TRIAL_STEPS
 
 
-def test_a_trial_in_which_nobody_had_drafts_is_over_too():
+def test_trial_in_which_nobody_had_drafts_is_over_too():
     trials = Trials(trial_left=2)
     trials.tried()
     trials.tried()

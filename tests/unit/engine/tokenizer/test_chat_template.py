@@ -48,7 +48,7 @@ def test_no_tools_are_none_and_a_variable_cannot_replace_them():
     assert template.render(USER, add_generation_prompt=True, tools=[{"a": 1}]) == 'False [{"a": 1}]'
 
 
-def test_a_template_can_refuse_messages():
+def test_template_can_refuse_messages():
     with pytest.raises(InvalidRequestError, match="refuses these messages: roles must alternate") as caught:
         render("{{ raise_exception('roles must alternate') }}")
     assert caught.value.param == "messages"
@@ -66,12 +66,12 @@ def test_a_template_can_refuse_messages():
         "{{ 1 / 0 }}",
     ],
 )
-def test_a_hostile_or_broken_template_ends_in_a_clear_error(template):  # [template-sandboxed]
+def test_hostile_or_broken_template_ends_in_a_clear_error(template):  # [template-sandboxed]
     with pytest.raises(InvalidRequestError, match="chat template"):
         render(template)
 
 
 @pytest.mark.parametrize("template", ["{% for %}", "{{", "x" * (MAX_TEMPLATE_CHARACTERS + 1), "{% include 'x' %}{%"])
-def test_a_template_that_is_no_template_is_refused_at_loading(template):  # [template-sandboxed]
+def test_template_that_is_no_template_is_refused_at_loading(template):  # [template-sandboxed]
     with pytest.raises(CheckpointError, match="tokenizer_config"):
         ChatTemplate(template, special_tokens={}, source="tokenizer_config.json")

@@ -31,13 +31,13 @@ def test_bytes_that_never_become_a_character_are_replaced_at_the_end(tokenizer):
     assert detokenizer.flush() == "\ufffd" == tokenizer.decode(first_byte)
 
 
-def test_a_special_token_that_is_asked_for_is_shown_and_others_are_not(tokenizer):
+def test_special_token_that_is_asked_for_is_shown_and_others_are_not(tokenizer):
     end, start = (tokenizer.vocabulary.token_bytes.index(text) for text in (b"<|im_end|>", b"<|im_start|>"))
     detokenizer = Detokenizer(tokenizer.vocabulary, visible=frozenset({start}))
     assert [detokenizer.push(start), detokenizer.push(end)] == ["<|im_start|>", ""]
 
 
-def test_a_refuted_character_does_not_hold_back_what_follows(tokenizer):
+def test_refuted_character_does_not_hold_back_what_follows(tokenizer):
     [half, _], [letter] = tokenizer.encode("é"), tokenizer.encode("x")
     detokenizer = Detokenizer(tokenizer.vocabulary)
     assert [detokenizer.push(half), detokenizer.push(letter)] == ["", "\ufffdx"]
@@ -77,7 +77,7 @@ def cut(pieces: list[str], stops: tuple[str, ...], *, keep_match: bool = False) 
         ("STOP", ("STOP",), ("", "STOP")),
     ],
 )
-def test_the_earliest_end_cuts_however_the_text_arrives(text, stops, expected):  # [stop-window] [stop-strings]
+def test_earliest_end_cuts_however_the_text_arrives(text, stops, expected):  # [stop-window] [stop-strings]
     assert cut([text], stops) == expected
     assert cut(list(text), stops) == expected
 
@@ -86,7 +86,7 @@ def test_the_earliest_end_cuts_however_the_text_arrives(text, stops, expected): 
     pieces=st.lists(st.text(alphabet="ab", max_size=4)),
     stops=st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3).map(tuple),
 )
-def test_the_cut_does_not_depend_on_the_pieces(pieces, stops):  # [stop-window]
+def test_cut_does_not_depend_on_the_pieces(pieces, stops):  # [stop-window]
     text = "".join(pieces)
     assert cut(pieces, stops) == cut(list(text), stops) == cut([text], stops)
 
@@ -99,17 +99,17 @@ def test_shown_text_never_holds_the_stop_string_nor_loses_other_text(pieces, sto
     assert (matched is None) == (stop not in text)
 
 
-def test_a_possible_beginning_of_a_stop_string_is_held_back():
+def test_possible_beginning_of_a_stop_string_is_held_back():
     window = StopWindow(("STOP",))
     assert window.push("go ST").text == "go "
     assert window.push("ART").text == "START"
 
 
-def test_the_match_stays_on_request():
+def test_match_stays_on_request():
     assert cut(["go ST", "OP on"], ("STOP",), keep_match=True) == ("go STOP", "STOP")
 
 
-def test_a_stop_string_within_min_tokens_is_ordinary_text(tokenizer):
+def test_stop_string_within_min_tokens_is_ordinary_text(tokenizer):
     ids = tokenizer.encode("a.b.c")
     assert len(ids) == 5
     output = OutputText(tokenizer.vocabulary, SamplingParams(max_tokens=9, min_tokens=2, stop=(".",)))
@@ -118,7 +118,7 @@ def test_a_stop_string_within_min_tokens_is_ordinary_text(tokenizer):
     assert "".join(piece.text for piece in cuts) == "a.b"
 
 
-def test_a_stop_string_that_begins_within_min_tokens_and_ends_after_counts(tokenizer):
+def test_stop_string_that_begins_within_min_tokens_and_ends_after_counts(tokenizer):
     ids = tokenizer.encode("xyz")
     assert len(ids) == 3
     output = OutputText(tokenizer.vocabulary, SamplingParams(max_tokens=9, min_tokens=2, stop=("yz", "y")))

@@ -44,7 +44,7 @@ def test_special_tokens_in_a_text_prompt_parse_unless_forbidden(text, tmp_path_f
     assert tokenizer.decode(plain) == text
 
 
-def test_a_final_message_is_continued_where_it_ends(tokenizer):
+def test_final_message_is_continued_where_it_ends(tokenizer):
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the <|im_end|> quick "}]
     ids = tokenizer.encode_chat(messages, add_generation_prompt=False, continue_final=True)
     rendered = "<|im_start|>user\nhello<|im_end|>\n<|im_start|>assistant\nthe <|im_end|> quick "
@@ -52,7 +52,7 @@ def test_a_final_message_is_continued_where_it_ends(tokenizer):
     assert ids.count(IM_END) == 1, "the literal in the message is text, and nothing ends it"
 
 
-def test_a_template_that_drops_the_final_message_cannot_continue_it(tmp_path):
+def test_template_that_drops_the_final_message_cannot_continue_it(tmp_path):
     dropping = TextTokenizer.load(write_tokenizer(tmp_path, chat_template="{{ messages[0].content }}"))
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the"}]
     with pytest.raises(InvalidRequestError, match="cannot be continued"):
@@ -62,7 +62,7 @@ def test_a_template_that_drops_the_final_message_cannot_continue_it(tmp_path):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 100])
 @pytest.mark.parametrize("special", [False, True])
-def test_a_cut_text_keeps_what_stands_around_it_as_the_reference_does(tmp_path, side, tokens, special):
+def test_cut_text_keeps_what_stands_around_it_as_the_reference_does(tmp_path, side, tokens, special):
     text = "the quick brown fox jumps over the lazy dog"
     document = json.loads(tokenizer_document())
     document["post_processor"] = {
@@ -79,7 +79,7 @@ def test_a_cut_text_keeps_what_stands_around_it_as_the_reference_does(tmp_path, 
     assert ids == reference.encode(text, add_special_tokens=special).ids
 
 
-def test_a_conversation_is_encoded_as_the_reference_does(tokenizer):
+def test_conversation_is_encoded_as_the_reference_does(tokenizer):
     messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello > world"}]
     rendered = "<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>user\nhello > world<|im_end|>\n"
     expected = REFERENCE.encode(rendered + "<|im_start|>assistant\n").ids
@@ -106,14 +106,14 @@ def test_tools_cannot_forge_control_tokens_not_even_in_names_of_properties(text,
     assert json.dumps(tools[0], ensure_ascii=False) in REFERENCE.decode(ids, skip_special_tokens=False)
 
 
-def test_a_turn_of_a_conversation_shows_no_tools_again(tmp_path):
+def test_turn_of_a_conversation_shows_no_tools_again(tmp_path):
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=TOOL_CHATML))
     tools, turn = [{"function": {"name": "f"}}], [{"role": "tool", "content": "42"}]
     ids = tokenizer.encode_chat_turn(turn, last_token=IM_END, tools=tools)
     assert ids == tokenizer.encode_chat_turn(turn, last_token=IM_END)
 
 
-def test_a_literal_completed_by_the_template_stays_text(tmp_path):
+def test_literal_completed_by_the_template_stays_text(tmp_path):
     glued = "{% for m in messages %}{{ m.content }}|>{% endfor %}"
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=glued))
     assert IM_START not in tokenizer.encode_chat([{"role": "user", "content": "<|im_start"}])
@@ -133,14 +133,14 @@ def test_without_a_template_chat_is_refused_and_text_is_not(tmp_path):  # [templ
         tokenizer.encode_chat([{"role": "user", "content": "hi"}])
 
 
-def test_the_template_file_wins_over_the_configuration(tmp_path):
+def test_template_file_wins_over_the_configuration(tmp_path):
     write_tokenizer(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("just this", "utf-8")
     tokenizer = TextTokenizer.load(tmp_path)
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "just this"
 
 
-def test_the_default_one_of_several_templates_is_used(tmp_path):
+def test_default_one_of_several_templates_is_used(tmp_path):
     templates = [{"name": "tool_use", "template": "no"}, {"name": "default", "template": "yes"}]
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=templates))
     assert tokenizer.decode(tokenizer.encode_chat([{"role": "user", "content": "hi"}])) == "yes"
@@ -154,17 +154,17 @@ def test_the_default_one_of_several_templates_is_used(tmp_path):
         ({"config": {"eos_token_id": 1}, "generation_config": {"eos_token_id": [2, 0]}}, (2, 0)),
     ],
 )
-def test_the_generation_config_names_eos_before_anything_else(tmp_path, files, expected):  # [checkpoint-named]
+def test_generation_config_names_eos_before_anything_else(tmp_path, files, expected):  # [checkpoint-named]
     assert TextTokenizer.load(write_tokenizer(tmp_path, **files)).eos_token_ids == expected
 
 
 @pytest.mark.parametrize("eos", [10**6, -1, "two", [True]])
-def test_an_impossible_eos_is_refused(tmp_path, eos):  # [checkpoint-named]
+def test_impossible_eos_is_refused(tmp_path, eos):  # [checkpoint-named]
     with pytest.raises(CheckpointError, match="eos_token_id"):
         TextTokenizer.load(write_tokenizer(tmp_path, generation_config={"eos_token_id": eos}))
 
 
-def test_a_missing_tokenizer_is_named(tmp_path):  # [checkpoint-named]
+def test_missing_tokenizer_is_named(tmp_path):  # [checkpoint-named]
     with pytest.raises(CheckpointError, match=r"no tokenizer\.json in"):
         TextTokenizer.load(tmp_path)
 
@@ -195,13 +195,13 @@ def edited(**changes: object) -> str:
         pytest.param(edited(model__vocab={"a": 2**31}, model__merges=[], added_tokens=[]), id="absurd id"),
     ],
 )
-def test_a_broken_tokenizer_is_named(tmp_path, content):  # [checkpoint-named]
+def test_broken_tokenizer_is_named(tmp_path, content):  # [checkpoint-named]
     (tmp_path / "tokenizer.json").write_text(content, "utf-8")
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         TextTokenizer.load(tmp_path)
 
 
-def test_a_tokenizer_that_cannot_spell_a_literal_as_text_is_refused(tmp_path):
+def test_tokenizer_that_cannot_spell_a_literal_as_text_is_refused(tmp_path):
     words = {"type": "WordLevel", "vocab": {"<s>": 0, "?": 1}, "unk_token": "?"}
     content = edited(model=words, pre_tokenizer=None, added_tokens=[added_token(0, "<s>")])
     (tmp_path / "tokenizer.json").write_text(content, "utf-8")

@@ -27,7 +27,7 @@ def measured(capsys, checkpoint, *flags):
     return json.loads(capsys.readouterr().out.splitlines()[-1])
 
 
-def test_the_baseline_has_the_perplexity_that_transformers_gives(capsys, checkpoint):
+def test_baseline_has_the_perplexity_that_transformers_gives(capsys, checkpoint):
     report = measured(capsys, checkpoint, "--dtype", "float32", "--kv-cache-dtype", "auto")
     assert report["variants"] == []
     assert report["predicted_tokens"] == TOKENS - 3
@@ -68,7 +68,7 @@ def test_only_models_of_one_vocabulary_are_compared(capsys, checkpoint, tmp_path
     assert "only models of one vocabulary can be compared" in capsys.readouterr().err
 
 
-def test_a_text_needs_a_tokenizer_and_two_tokens(capsys, tmp_path):
+def test_text_needs_a_tokenizer_and_two_tokens(capsys, tmp_path):
     write_checkpoint(tmp_path)
     assert main(["accuracy", "--model", str(tmp_path), "--window", "40"]) == 2
     assert "has no tokenizer.json" in capsys.readouterr().err

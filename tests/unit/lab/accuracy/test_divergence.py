@@ -12,7 +12,7 @@ def logits(*shares):
     return torch.tensor(shares).log()
 
 
-def test_a_model_does_not_diverge_from_itself():
+def test_model_does_not_diverge_from_itself():
     mine = logits([0.5, 0.25, 0.25], [0.1, 0.8, 0.1]) + 3.0  # logits of any height
     found = Divergence()
     found.add(kept(mine), mine, torch.tensor([0, 1]))
@@ -35,7 +35,7 @@ def test_places_add_up_over_chunks():
     assert found.perplexity == pytest.approx((0.75 * 0.4 * 0.8) ** (-1 / 3), rel=1e-5)
 
 
-def test_a_token_that_the_baseline_excludes_adds_nothing():
+def test_token_that_the_baseline_excludes_adds_nothing():
     found = Divergence()
     found.add(kept(torch.tensor([[0.0, -torch.inf]])), torch.tensor([[0.0, 0.0]]), torch.tensor([0]))
     assert found.mean_kl == pytest.approx(math.log(2))

@@ -57,7 +57,7 @@ def target(answer) -> Target:
 SPEC = RequestSpec(prompt="p", max_tokens=2)
 
 
-async def test_a_sound_stream_is_measured() -> None:
+async def test_sound_stream_is_measured() -> None:
     measurement = await target(lambda _: SOUND).send(SPEC)
     assert measurement.ok
     assert measurement.text == "ab"
@@ -80,13 +80,13 @@ async def test_a_sound_stream_is_measured() -> None:
         ([*SOUND[:2], usage(1), "[DONE]"], "before max_tokens"),
     ],
 )
-async def test_an_unsound_stream_is_a_failure(events, fault) -> None:
+async def test_unsound_stream_is_a_failure(events, fault) -> None:
     measurement = await target(lambda _: events).send(SPEC)
     assert not measurement.ok
     assert re.search(fault, measurement.error)
 
 
-async def test_an_http_error_and_a_dead_server_are_failures() -> None:
+async def test_http_error_and_a_dead_server_are_failures() -> None:
     refused = await target(lambda _: httpx.Response(503, text="busy")).send(SPEC)
     assert refused.error == "HTTP 503: busy"
 
@@ -121,7 +121,7 @@ async def test_open_loop_sends_every_request() -> None:
     assert sorted(m.spec.prompt for m in result.measurements) == ["0", "1", "2", "3", "4"]
 
 
-async def test_a_text_that_differs_from_its_reference_is_counted() -> None:
+async def test_text_that_differs_from_its_reference_is_counted() -> None:
     texts = iter(["ab", "ab", "xy"])
 
     def answer(_: httpx.Request) -> list:
@@ -136,7 +136,7 @@ async def test_a_text_that_differs_from_its_reference_is_counted() -> None:
     assert (summary.checked, summary.mismatched, summary.failed) == (2, 1, 0)
 
 
-async def test_a_failed_reference_ends_the_benchmark() -> None:
+async def test_failed_reference_ends_the_benchmark() -> None:
     with pytest.raises(RemoteError, match="HTTP 500"):
         await reference_texts(target(lambda _: httpx.Response(500, text="no")), [SPEC], lambda _: None)
 

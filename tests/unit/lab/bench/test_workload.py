@@ -10,7 +10,7 @@ from tandem_lab.bench.load import Lengths, fixed_workload, trace_workload
 LENGTHS = Lengths(prompt=20, output=10, spread=0.5, shared_prefix=5)
 
 
-def test_the_same_seed_gives_the_same_requests() -> None:
+def test_same_seed_gives_the_same_requests() -> None:
     first = fixed_workload(LENGTHS, 8, rate=2.0, seed=3)
     assert first == fixed_workload(LENGTHS, 8, rate=2.0, seed=3)
     assert first != fixed_workload(LENGTHS, 8, rate=2.0, seed=4)
@@ -48,7 +48,7 @@ def test_equal_hash_blocks_of_a_trace_become_equal_text(tmp_path) -> None:
     assert a[8:] != b[8:]
 
 
-def test_an_azure_trace_gives_times_and_lengths(tmp_path) -> None:
+def test_azure_trace_gives_times_and_lengths(tmp_path) -> None:
     path = tmp_path / "trace.csv"
     path.write_text(
         "TIMESTAMP,ContextTokens,GeneratedTokens\n"
@@ -62,14 +62,14 @@ def test_an_azure_trace_gives_times_and_lengths(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "not json", '{"timestamp": 1}', "[1]"])
-def test_a_file_that_is_no_trace_is_a_clear_error(tmp_path, text) -> None:
+def test_file_that_is_no_trace_is_a_clear_error(tmp_path, text) -> None:
     path = tmp_path / "trace.jsonl"
     path.write_text(text)
     with pytest.raises(ConfigError, match="trace.jsonl"):
         trace_workload(path, 10, scale=1, speed=1)
 
 
-def test_a_request_with_several_choices_is_a_clear_error(tmp_path) -> None:
+def test_request_with_several_choices_is_a_clear_error(tmp_path) -> None:
     path = tmp_path / "trace.jsonl"
     line = '{"timestamp": 0, "input_length": 1, "output_length": 1, "hash_ids": [1], "n": 2}'
     path.write_text(line)
@@ -77,6 +77,6 @@ def test_a_request_with_several_choices_is_a_clear_error(tmp_path) -> None:
         trace_workload(path, 10, scale=1, speed=1)
 
 
-def test_a_missing_trace_is_a_clear_error(tmp_path) -> None:
+def test_missing_trace_is_a_clear_error(tmp_path) -> None:
     with pytest.raises(ConfigError, match="absent.jsonl"):
         trace_workload(tmp_path / "absent.jsonl", 10, scale=1, speed=1)

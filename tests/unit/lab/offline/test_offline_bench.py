@@ -18,7 +18,7 @@ def test_jobs_are_a_function_of_the_seed_and_within_their_bounds() -> None:
     assert all(0 <= token < 99 for job in jobs for token in job.prompt)
 
 
-def test_a_run_reports_throughput_latency_cache_and_overlap(capsys) -> None:
+def test_run_reports_throughput_latency_cache_and_overlap(capsys) -> None:
     argv = ["bench", "--model", str(MODEL), "--num-prompts", "4", "--input-len", "16", "--output-len", "6"]
     assert main([*argv, "--rounds", "1", "--skip-reference", "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
@@ -29,7 +29,7 @@ def test_a_run_reports_throughput_latency_cache_and_overlap(capsys) -> None:
     assert 0 <= report["overlap_hidden_share"] <= 1
 
 
-def test_the_model_has_positions_for_the_longest_request() -> None:
+def test_model_has_positions_for_the_longest_request() -> None:
     options = BenchOptions(
         model_path="m",
         num_prompts=2,

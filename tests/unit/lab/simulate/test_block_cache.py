@@ -22,7 +22,7 @@ def serve(cache: BlockCache, text: str) -> int:
     return matched
 
 
-def test_the_end_of_the_oldest_prompt_leaves_first():
+def test_end_of_the_oldest_prompt_leaves_first():
     cache = BlockCache(4)
     serve(cache, "abc")
     serve(cache, "xy")
@@ -93,7 +93,7 @@ def test_changes_are_told_once_and_in_order():
     assert cache.changes() == []
 
 
-def test_a_block_that_two_requests_computed_is_stored_once():
+def test_block_that_two_requests_computed_is_stored_once():
     cache = BlockCache(4)
     cache.take(1)
     cache.take(1)
@@ -115,12 +115,12 @@ def test_hit_rates_of_a_tiny_trace_are_as_computed_by_hand():
     assert pooled_lru(trace, 11).share == pytest.approx(5 / 11)
 
 
-def test_a_prompt_longer_than_the_cache_keeps_its_beginning():
+def test_prompt_longer_than_the_cache_keeps_its_beginning():
     assert pooled_lru([chain("abcd"), chain("abcd")], 2).hits == 2
 
 
 @given(st.lists(st.text("ab", max_size=6), max_size=30), st.integers(1, 8))
-def test_the_cache_never_holds_more_than_fits_and_the_index_ends_at_its_content(prompts, capacity):
+def test_cache_never_holds_more_than_fits_and_the_index_ends_at_its_content(prompts, capacity):
     cache = BlockCache(capacity)
     for text in prompts:
         # Digests of a chain depend on all that came before.

@@ -52,7 +52,7 @@ class Bench:
         return self.told
 
 
-async def test_a_prompt_takes_its_tokens_and_each_further_token_a_step():
+async def test_prompt_takes_its_tokens_and_each_further_token_a_step():
     bench = Bench()
     bench.submit_at(0.0, bench.job("a", prompt=300, output=5, chain="abc"))
     assert await bench.run() == [("a prompt", 0.3), ("a end", 0.34)]
@@ -72,7 +72,7 @@ async def test_cached_prompt_computes_one_token():
     assert bench.worker.done.computed_tokens == 401
 
 
-async def test_a_prompt_in_the_queue_finds_what_the_one_before_it_has_left():
+async def test_prompt_in_the_queue_finds_what_the_one_before_it_has_left():
     bench = Bench()
     for name in "ab":
         bench.submit_at(0.0, bench.job(name, prompt=250, output=1, chain="xy"))
@@ -99,7 +99,7 @@ async def test_sequences_share_steps_whose_time_grows_with_them():
     assert told["a end"] == pytest.approx(0.26 + 6 * 0.01)
 
 
-async def test_a_request_waits_until_its_pages_and_its_row_are_free():
+async def test_request_waits_until_its_pages_and_its_row_are_free():
     by_pages = Bench(capacity=3)
     by_rows = Bench(max_sequences=1)
     for bench in (by_pages, by_rows):
@@ -109,7 +109,7 @@ async def test_a_request_waits_until_its_pages_and_its_row_are_free():
         assert told["b prompt"] == pytest.approx(told["a end"] + 0.1)
 
 
-async def test_a_prompt_from_elsewhere_takes_room_at_once_and_decodes_when_its_kv_is_there():
+async def test_prompt_from_elsewhere_takes_room_at_once_and_decodes_when_its_kv_is_there():
     bench = Bench(role=Role.DECODE)
     remote = bench.job("r", prompt=200, output=3, chain="rs", remote=True)
     bench.submit_at(0.0, bench.job("l", prompt=400, output=2, chain="abcd"))
@@ -122,7 +122,7 @@ async def test_a_prompt_from_elsewhere_takes_room_at_once_and_decodes_when_its_k
     assert bench.worker.cache.match([b"r", b"s"]) == 2
 
 
-async def test_a_prefill_worker_keeps_its_pages_until_they_have_moved():
+async def test_prefill_worker_keeps_its_pages_until_they_have_moved():
     bench = Bench(capacity=2, role=Role.PREFILL)
     first = bench.job("a", prompt=200, output=0, chain="ab")
     bench.submit_at(0.0, first)
@@ -131,7 +131,7 @@ async def test_a_prefill_worker_keeps_its_pages_until_they_have_moved():
     assert await bench.run() == [("a prompt", 0.2), ("b prompt", 1.2)]
 
 
-async def test_the_report_counts_queue_and_sequences_as_a_worker_does():
+async def test_report_counts_queue_and_sequences_as_a_worker_does():
     bench = Bench()
     for name, at in (("a", 0.0), ("b", 0.0), ("c", 0.0)):
         bench.submit_at(at, bench.job(name, prompt=300, output=10, chain=name * 3))

@@ -10,7 +10,7 @@ def load(**figures):
     return FluidService(config_of(), **figures).load()
 
 
-def test_the_law_is_the_operators_and_remembers():
+def test_law_is_the_operators_and_remembers():
     law = Law(config_of())
     wanted, flips = law.decide(load(arrived_tokens=3500.0), {"prefill": 1, "decode": 1})
     assert (wanted, flips) == ({"prefill": 4, "decode": 1}, 0)
@@ -22,12 +22,12 @@ def test_the_law_is_the_operators_and_remembers():
     ("queued", "now", "wanted"),
     [(1000.0, 1, 1), (1050.0, 1, 1), (2000.0, 1, 2), (9000.0, 2, 6), (0.0, 3, 1)],
 )
-def test_an_hpa_scales_in_proportion_within_its_tolerance_and_rate(queued, now, wanted):
+def test_hpa_scales_in_proportion_within_its_tolerance_and_rate(queued, now, wanted):
     replicas, _ = Hpa(config_of()).decide(load(queued_tokens=queued), {"prefill": now, "decode": 1})
     assert replicas["prefill"] == wanted
 
 
-def test_an_hpa_goes_down_only_after_its_window():
+def test_hpa_goes_down_only_after_its_window():
     hpa, service = Hpa(config_of()), FluidService(config_of(), queued_tokens=4000.0)
     assert hpa.decide(service.load(), {"prefill": 4, "decode": 1})[0]["prefill"] == 4
     service.queued_tokens = 0.0

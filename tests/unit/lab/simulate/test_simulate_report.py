@@ -91,7 +91,7 @@ def test_balance_is_one_when_even_or_idle():
     assert busiest_over_mean([0.0, 0.0]) == 1.0
 
 
-def test_a_request_is_good_within_every_bound():
+def test_request_is_good_within_every_bound():
     on_time = served(first=1.5, last=2.5)
     assert is_good(on_time, Slo(ttft_ms=500, itl_ms=100, e2e_ms=1500))
     assert not is_good(on_time, Slo(ttft_ms=499))
@@ -100,14 +100,14 @@ def test_a_request_is_good_within_every_bound():
     assert is_good(served(first=1.0, last=1.0, tokens=1), Slo(itl_ms=1))
 
 
-def test_the_table_names_each_policy_and_leaves_out_what_nobody_has():
+def test_table_names_each_policy_and_leaves_out_what_nobody_has():
     lines = table(REPORT).splitlines()
     assert any("pooled LRU" in line and "0.4000" in line for line in lines)
     assert any(line.startswith("of pooled LRU") and "0.9500" in line and "0.5000" in line for line in lines)
     assert not any(line.startswith(("ITL", "goodput")) for line in lines)
 
 
-def test_the_plot_is_svg_with_a_bar_for_each_policy_and_the_limit_dashed():
+def test_plot_is_svg_with_a_bar_for_each_policy_and_the_limit_dashed():
     root = ElementTree.fromstring(plot(REPORT, "a < b"))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "a < b" in texts

@@ -9,7 +9,7 @@ def row(at: float, blocks: tuple[int, ...], short: int = 0) -> TraceRow:
     return TraceRow(at=at, prompt_tokens=len(blocks) * TRACE_BLOCK - short, output_tokens=5, blocks=blocks)
 
 
-def test_the_chain_is_that_of_the_token_ids_without_the_partial_block():
+def test_chain_is_that_of_the_token_ids_without_the_partial_block():
     (request,) = simulated_requests([row(0.0, (0, 7, 300), short=1)], limit=None, speed=1.0)
     tokens = request.token_ids()
     assert len(tokens) == request.prompt_tokens == 3 * TRACE_BLOCK - 1

@@ -36,7 +36,7 @@ def fields(part: dict[str, Any], path: str = "") -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_the_committed_manifest_is_what_the_classes_say():
+def test_committed_manifest_is_what_the_classes_say():
     committed = (ROOT / "charts/tandem/crds/tandem.dev.yaml").read_text()
     assert committed == to_yaml(crds()), "run python -m tandem_operator.api.crds > charts/tandem/crds/tandem.dev.yaml"
 
@@ -94,7 +94,7 @@ def test_examples_decode(path):
     msgspec.convert(manifest, ModelService)
 
 
-def test_the_full_example_has_every_field():
+def test_full_example_has_every_field():
     """But those that exclude each other, such as adapters on GPUs, and what the same class has elsewhere."""
     spec = yaml.safe_load((ROOT / "examples/full.yaml").read_text())["spec"]
     elsewhere = ("spec.prefill.engine.", "spec.decode.engine.", "spec.gateway.pod.", "spec.gateway.inferencePool.pod.")

@@ -63,7 +63,7 @@ def test_limits_are_flags_of_the_worker():
     assert words[words.index("--max-cpu-loras") :][:4] == ["--max-cpu-loras", "64", "--lora-turn", "2.5"]
 
 
-def test_a_repository_is_downloaded_to_the_folder_that_commands_name():
+def test_repository_is_downloaded_to_the_folder_that_commands_name():
     service = service_of(adapters=adapters(hub(tokenSecret={"name": "hub", "key": "token"})))
     (source,) = (one.source for one in service.spec.adapters)
     pod = pod_of(adapters=adapters(hub(tokenSecret={"name": "hub", "key": "token"})))
@@ -109,7 +109,7 @@ def test_workers_alone_reach_the_hub_for_adapters():
     assert reach == {"chat-worker"}
 
 
-def test_the_example_has_every_kind_of_source():
+def test_example_has_every_kind_of_source():
     pod = pod_of(**SPEC)
     kinds = {folder.split("/")[2] for folder in mounted(pod)}
     assert kinds == {"claims", "images", "hub"}

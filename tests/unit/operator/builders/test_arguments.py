@@ -98,13 +98,13 @@ def test_every_field_of_a_table_is_one_of_the_spec(command: str, table: FlagTabl
         ("gateway.args", ["--admin-host=::"], "spec.gateway.args[0]: the operator sets --admin-host itself"),
     ],
 )
-def test_a_flag_with_another_place_is_refused_by_name(place: str, words: list[str], problem: str) -> None:
+def test_flag_with_another_place_is_refused_by_name(place: str, words: list[str], problem: str) -> None:
     (found,) = argument_problems(service_of(spec_with(place, *words)))
     assert problem in found
 
 
 @pytest.mark.parametrize("word", ["watermark", "-x", "--", "--a b", "--Tp=1", "--x=a\nb", "--x=" + "a" * 1024])
-def test_a_word_that_is_not_one_flag_is_refused_by_the_schema(word: str) -> None:
+def test_word_that_is_not_one_flag_is_refused_by_the_schema(word: str) -> None:
     with pytest.raises(msgspec.ValidationError, match="args"):
         service_of(spec_with("engine.args", word))
 
@@ -137,7 +137,7 @@ def test_pods_without_arguments_have_no_check() -> None:
         ("gateway.args", "gateway", "--explain-candidates=1", "--explain-candidates=-1", "--explain-candidates: "),
     ],
 )
-def test_the_image_checks_arguments_before_it_serves(
+def test_image_checks_arguments_before_it_serves(
     place: str, role: str, good: str, bad: str, sentence: str, monkeypatch: pytest.MonkeyPatch, capsys: Any
 ) -> None:
     monkeypatch.setenv("TANDEM_HOST", "10.0.0.7")
@@ -194,7 +194,7 @@ def checked(spec: dict[str, Any], *parts: str) -> list[DeploymentSeen]:
     return found
 
 
-def test_the_condition_has_what_the_image_says() -> None:
+def test_condition_has_what_the_image_says() -> None:
     spec = spec_with("engine.args", "--watermark=0.1")
     assert condition_of(MINIMAL) is None
     unchecked = ("Unknown", "NotChecked", "no pod has checked the arguments of prefill, decode yet")

@@ -32,6 +32,6 @@ def test_pods_may_reach_the_ports_of_a_redis(url, ports):
         *("redis://fd00::1:6379", "redis://[fd00::1", "redis+sentinel://a,b:/main"),
     ],
 )
-def test_the_schema_refuses_a_url_of_redis_that_has_no_meaning(url):
+def test_schema_refuses_a_url_of_redis_that_has_no_meaning(url):
     with pytest.raises(msgspec.ValidationError, match=r"url"):
         msgspec.convert({"url": url}, ExternalRedis)

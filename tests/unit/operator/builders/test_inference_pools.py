@@ -23,7 +23,7 @@ def backend(objects) -> dict:
     return one
 
 
-def test_the_pool_its_picker_and_the_way_to_it():
+def test_pool_its_picker_and_the_way_to_it():
     objects = made(inferencePool={"replicas": 2})
     pool = objects["InferencePool", "chat"]["spec"]
     gateways = objects["Deployment", "chat-gateway"]["spec"]["template"]

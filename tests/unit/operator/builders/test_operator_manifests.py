@@ -233,7 +233,7 @@ def flag(args: list[str], name: str) -> float:
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_the_grace_period_covers_the_whole_end_of_a_process(path):  # [drain-loses-nothing]
+def test_grace_period_covers_the_whole_end_of_a_process(path):  # [drain-loses-nothing]
     seen = set()
     for _, template in templates(path):
         container, *_ = template["spec"]["containers"]
@@ -262,7 +262,7 @@ def test_workers_deleted_with_gateways_take_what_those_take(path):
     assert stay_of(parts["worker"]) > flag(parts["gateway"]["args"], "--drain-notice")
 
 
-def test_a_gateway_holds_requests_where_there_may_be_no_worker():
+def test_gateway_holds_requests_where_there_may_be_no_worker():
     def args(name: str) -> list[str]:
         return next(
             container["args"]

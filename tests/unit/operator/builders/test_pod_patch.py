@@ -67,7 +67,7 @@ def problems_of(patch: dict[str, Any], *allow: str) -> str:
 
 
 @pytest.mark.parametrize("place", PARTS)
-def test_a_patch_changes_the_pods_of_its_part_alone(place: str) -> None:
+def test_patch_changes_the_pods_of_its_part_alone(place: str) -> None:
     patch = pod(containers=[SIDECAR], volumes=[{"name": "logs", "emptyDir": {}}], dnsPolicy="Default")
     plain, changed = templates_of(BASE), templates_of(spec_with(patch, place))
     (name,) = [one for one in changed if changed[one] != plain[one]]
@@ -101,7 +101,7 @@ def test_our_containers_get_variables_and_mounts() -> None:
     assert after == {**before, "env": [*before["env"], variable], "volumeMounts": [*before["volumeMounts"], mount]}
 
 
-def test_a_patch_changes_pods_within_the_revision() -> None:
+def test_patch_changes_pods_within_the_revision() -> None:
     assert revision_of(service_of(spec_with(pod(containers=[SIDECAR])))) == revision_of(service_of(BASE))
 
 
@@ -115,7 +115,7 @@ def test_init_containers_come_after_those_of_the_operator() -> None:
     assert names == [["check-arguments", "shipper"]]
 
 
-def test_a_sidecar_may_loosen_only_what_restricted_pods_may() -> None:
+def test_sidecar_may_loosen_only_what_restricted_pods_may() -> None:
     security = {"readOnlyRootFilesystem": False, "runAsUser": 1234, "runAsGroup": 1}
     ports = [{"name": "logs", "containerPort": 9999}]
     spec = spec_with(pod(containers=[{**SIDECAR, "securityContext": security, "ports": ports}]))
@@ -202,7 +202,7 @@ PRIVILEGES = [
 
 @pytest.mark.parametrize(("privilege", "spec"), PRIVILEGES, ids=lambda one: str(one)[-40:])
 @pytest.mark.parametrize("kind", ["containers", "initContainers"])
-def test_a_privilege_takes_the_administrators_flag(privilege: str, spec: dict[str, Any], kind: str) -> None:
+def test_privilege_takes_the_administrators_flag(privilege: str, spec: dict[str, Any], kind: str) -> None:
     patch = pod(**{kind if name == "containers" else name: value for name, value in spec.items()})
     assert "does not allow" in problems_of(patch)
     assert f"--allow {privilege}" in problems_of(patch)

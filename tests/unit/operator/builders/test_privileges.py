@@ -136,7 +136,7 @@ def test_objects_beyond_an_editors_rights_need_an_allowance(field):
 
 
 @pytest.mark.parametrize("field", OBJECTS)
-def test_an_api_that_the_cluster_lacks_is_named(field):
+def test_api_that_the_cluster_lacks_is_named(field):
     """The object was left out of the plan, and the service was reported Ready without it."""
     spec, _ = OBJECTS[field]
     settings = OperatorSettings(apis=ClusterApis(), allow=frozenset(PRIVILEGES))

@@ -59,7 +59,7 @@ def test_workers_run_on_the_gpus_that_their_role_has(engine, role, device):
         assert not [one for one in container["env"] if one["name"].startswith("NVIDIA_")], "the device plugin's"
 
 
-def test_an_image_that_is_named_is_that_of_every_device():
+def test_image_that_is_named_is_that_of_every_device():
     service = service_of(images={"engine": "mine:1"}, prefill=ONE, decode=ONE)
     assert worker(service, "decode")["image"] == "mine:1"
 

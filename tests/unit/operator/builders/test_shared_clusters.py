@@ -66,7 +66,7 @@ def test_every_container_has_requests_of_cpu_and_memory(name):
             assert {"cpu", "memory"} <= requests.keys(), (part, container["name"])
 
 
-def test_a_limit_without_a_request_is_the_request():
+def test_limit_without_a_request_is_the_request():
     manifests = made(SPECS["limits alone"])
     workers = [
         one for one in manifests if one["kind"] == "Deployment" and "tandem.dev/role" in one["metadata"]["labels"]
@@ -79,7 +79,7 @@ def test_a_limit_without_a_request_is_the_request():
     assert found["decode"] == {"requests": {"cpu": "3", "memory": "1Gi"}}
 
 
-def test_the_download_has_the_resources_of_its_field():
+def test_download_has_the_resources_of_its_field():
     resources = {"requests": {"cpu": "2", "memory": "3Gi"}, "limits": {"memory": "9Gi"}}
     for spec, expected in (
         ({}, {"requests": {"cpu": "250m", "memory": "512Mi"}, "limits": {"memory": "4Gi"}}),
@@ -198,7 +198,7 @@ def test_rollout_leaves_node_drains_their_own_pod():
         assert found["chat-decode-0old"]["maxUnavailable"] == most
 
 
-def test_a_group_of_an_old_revision_keeps_its_followers_budget():
+def test_group_of_an_old_revision_keeps_its_followers_budget():
     group = workers("0old", api_version="leaderworkerset.x-k8s.io/v1", kind="LeaderWorkerSet")
     assert "chat-decode-0old-followers" in budgets("policy/v1", {}, group)
 
@@ -211,7 +211,7 @@ def test_a_group_of_an_old_revision_keeps_its_followers_budget():
         ({"request": "1h", "backendRequest": "90s"}, {"request": "1h", "backendRequest": "90s"}),
     ],
 )
-def test_a_route_has_no_time_limits_unless_they_are_set(timeouts, expected):
+def test_route_has_no_time_limits_unless_they_are_set(timeouts, expected):
     """Gateways end a request after a time of their own, in the middle of a stream."""
     route = {"parentRefs": [{"name": "public"}], "timeouts": timeouts}
     (found,) = [one for one in made({**MINIMAL, "gateway": {"httpRoute": route}}) if one["kind"] == "HTTPRoute"]

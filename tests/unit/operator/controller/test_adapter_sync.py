@@ -94,13 +94,13 @@ async def settled(sync: AdapterSync) -> None:
     await asyncio.wait([sync._sent.task])
 
 
-async def test_a_service_without_adapters_is_not_asked(sync, gateway):
+async def test_service_without_adapters_is_not_asked(sync, gateway):
     gateway.status = 500
     reading = await sync.step(seen({}))
     assert (reading.held, reading.problem, sync.expecting) == (None, "", False)
 
 
-async def test_a_name_is_loaded_once_the_status_lists_it(sync, gateway):
+async def test_name_is_loaded_once_the_status_lists_it(sync, gateway):
     await sync.step(seen(SPEC))
     assert (gateway.commands, sync.expecting) == ([], True)
     await sync.step(seen(SPEC, "sql"))
@@ -113,7 +113,7 @@ async def test_a_name_is_loaded_once_the_status_lists_it(sync, gateway):
     assert (len(gateway.commands), sync.expecting) == (1, False)
 
 
-async def test_a_command_in_flight_is_not_waited_for(sync, gateway):
+async def test_command_in_flight_is_not_waited_for(sync, gateway):
     gateway.may_answer.clear()
     two = {"adapters": [SQL, {**SQL, "name": "law"}]}
     await sync.step(seen(two, "sql", "law"))
@@ -125,7 +125,7 @@ async def test_a_command_in_flight_is_not_waited_for(sync, gateway):
     assert len(gateway.commands) == 1
 
 
-async def test_a_failure_is_reported_and_repeated_later(sync, gateway, now):
+async def test_failure_is_reported_and_repeated_later(sync, gateway, now):
     gateway.answer = FAILED
     await sync.step(seen(SPEC, "sql"))
     await settled(sync)
@@ -158,7 +158,7 @@ async def test_another_source_is_tried_at_once(sync, gateway):
     assert [body["lora_path"] for _, body in gateway.commands] == ["claims/adapters/sql", "claims/adapters/sql-2"]
 
 
-async def test_a_removed_adapter_is_unloaded(sync, gateway):
+async def test_removed_adapter_is_unloaded(sync, gateway):
     gateway.has("sql", "claims/adapters/sql")
     gateway.has("by-hand", "claims/adapters/other")
     await sync.step(seen({}, "sql"))
@@ -166,7 +166,7 @@ async def test_a_removed_adapter_is_unloaded(sync, gateway):
     assert gateway.commands == [("unload", {"lora_name": "sql"})]
 
 
-async def test_a_model_adapter_is_loaded(sync, gateway):
+async def test_model_adapter_is_loaded(sync, gateway):
     one = an_object(
         MODEL_ADAPTER,
         "law",
@@ -177,7 +177,7 @@ async def test_a_model_adapter_is_loaded(sync, gateway):
     assert [(body["lora_path"], body["pinned"]) for _, body in gateway.commands] == [("claims/adapters/law", True)]
 
 
-async def test_a_pin_is_sent_once_to_all_ready_workers(sync, gateway):
+async def test_pin_is_sent_once_to_all_ready_workers(sync, gateway):
     pinned = {"adapters": [{**SQL, "pinned": True}]}
     gateway.has("sql", "claims/adapters/sql", workers=("p", "d", "d2"))
     await sync.step(seen(pinned, "sql"))
@@ -197,7 +197,7 @@ async def test_a_pin_is_sent_once_to_all_ready_workers(sync, gateway):
     assert (await sync.step(seen(SPEC, "sql"))).pinned_on == {"sql": frozenset()}
 
 
-async def test_a_refused_spec_sends_no_command(sync, gateway):
+async def test_refused_spec_sends_no_command(sync, gateway):
     await sync.step(seen(SPEC, "sql", valid=False))
     newer = replace(seen(SPEC, "sql"), status=msgspec.structs.replace(seen(SPEC, "sql").status, observed_generation=7))
     await sync.step(newer)
@@ -215,7 +215,7 @@ async def test_without_a_gateway_the_last_list_stays(sync, gateway):
     assert older.held == first.held
 
 
-async def test_a_shared_gateway_gets_its_own_token_and_the_model(gateway):
+async def test_shared_gateway_gets_its_own_token_and_the_model(gateway):
     tokens = []
 
     async def token(served):
@@ -232,7 +232,7 @@ async def test_a_shared_gateway_gets_its_own_token_and_the_model(gateway):
     assert (gateway.commands[0][1]["model"], gateway.commands[0][1]["cluster"]) == ("chat", "models.chat")
 
 
-async def test_a_missing_key_file_is_reported(gateway):
+async def test_missing_key_file_is_reported(gateway):
     async def token(_):
         raise OrderFailedError("Secret 'chat-curve' does not exist yet")
 

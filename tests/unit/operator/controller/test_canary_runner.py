@@ -105,7 +105,7 @@ async def turn(canary_runner: CanaryRunner, *workers: PodSeen, wanted=None) -> d
     return await canary_runner.run_due(subject(wanted, pods=(GATEWAY, *workers)), timeout_s=None)
 
 
-async def test_the_first_time_it_waits_for_its_canaries(make):
+async def test_first_time_it_waits_for_its_canaries(make):
     send = answering(r1=GOOD, gateway=GOOD)
     assert await turn(make(send), *OLD) == {"r1": GOOD, "": GOOD}
 
@@ -131,7 +131,7 @@ async def test_slow_canary_is_sent_once_without_waiting(make):
     canary_runner.close()
 
 
-async def test_a_canary_of_former_gateways_is_none_of_the_new_ones(make):
+async def test_canary_of_former_gateways_is_none_of_the_new_ones(make):
     unserved = Canary(passed=False, unserved=True, message="not served here yet")
     answers = {"r1": GOOD, "gateway": GOOD}
     canary_runner = make(answering_from(answers))
@@ -217,7 +217,7 @@ async def test_new_leader_continues_from_worker_standby_state(make, fleet):
     assert sorted(fleet.offered) == [one.ip for one in NEW]
 
 
-async def test_an_order_that_fails_is_given_again(make, fleet):
+async def test_order_that_fails_is_given_again(make, fleet):
     canary_runner, send = make(answering(r1=GOOD, r2=GOOD, gateway=GOOD)), fleet.answer
 
     def refuse(request: httpx.Request) -> httpx.Response:
@@ -295,7 +295,7 @@ async def test_worker_passes_if_gateway_canaries_fail_too(make, fleet, now):
     assert canary_runner.failing == {}
 
 
-async def test_a_worker_that_starts_again_in_its_pod_is_tried_again(make, fleet, now):
+async def test_worker_that_starts_again_in_its_pod_is_tried_again(make, fleet, now):
     bad: set[str] = set()
     canary_runner = make(judging(bad))
     await turns(canary_runner, now, 2, *OLD, ADDED[0])
@@ -315,7 +315,7 @@ async def test_worker_without_partner_gets_no_canary_or_hold(make, fleet, now):
     assert (fleet.offered, fleet.held) == ([], [])
 
 
-async def test_a_worker_of_an_older_release_is_tried_without_being_held(make, fleet, now):
+async def test_worker_of_an_older_release_is_tried_without_being_held(make, fleet, now):
     fleet.old = True
     canary_runner = make(judging(set()))
     await turns(canary_runner, now, 2, *OLD, ADDED[0])

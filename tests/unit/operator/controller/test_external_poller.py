@@ -84,7 +84,7 @@ async def test_internally_scaled_service_has_no_external_metrics(store, poller, 
     assert metrics.scaling.answer("models", "chat", "decode")[0] == 404
 
 
-async def test_a_service_that_is_gone_or_cannot_be_read_is_forgotten(store, poller, metrics):
+async def test_service_that_is_gone_or_cannot_be_read_is_forgotten(store, poller, metrics):
     await poller.poll()
     await poller.poll()
     store.put(a_service(spec={"model": 5}))

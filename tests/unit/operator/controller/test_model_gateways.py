@@ -44,7 +44,7 @@ def a_store(*more: Seen) -> Store:
     return store
 
 
-def test_a_change_of_a_gateway_concerns_the_services_behind_it():
+def test_change_of_a_gateway_concerns_the_services_behind_it():
     store = a_store(a_gateway())
     assert store.related(FRONT) == [CHAT]
     # It may have referred to it before.
@@ -74,7 +74,7 @@ def test_pods_of_a_service_are_its_workers_and_the_gateways_it_refers_to():
     assert model_at(store, store.service(OTHER)) is None
 
 
-def test_a_refused_service_polls_no_gateway_of_another_model():
+def test_refused_service_polls_no_gateway_of_another_model():
     pods = (gateway_pod("gateway", "front"), a_pod("w"))
     for row in ({"name": "chat", "models": ["taken"], "reason": "NameTaken"}, {"name": "other", "served": True}):
         store = a_store(a_gateway(services=[row]), *pods)
@@ -82,7 +82,7 @@ def test_a_refused_service_polls_no_gateway_of_another_model():
         assert model_at(store, store.service(CHAT)) is None
 
 
-def test_the_state_of_a_service_is_that_in_the_status_of_its_gateway():
+def test_state_of_a_service_is_that_in_the_status_of_its_gateway():
     settings = OperatorSettings()
     assert gateway_seen(a_store(), CHAT, settings) is None
     assert gateway_seen(a_store(a_gateway()), CHAT, settings).reason == "GatewayPending"
@@ -113,7 +113,7 @@ def test_pools_of_a_deleted_service_have_its_name():
     assert namesakes(store, key) == frozenset()
 
 
-def test_a_model_that_a_gateway_does_not_have_yet_has_not_failed():
+def test_model_that_a_gateway_does_not_have_yet_has_not_failed():
     book = RevisionCanaries(600.0)
     ask = CanaryRequest("r1", pod("g", "gateway", revision=""), (pod("p", "prefill"), pod("d")))
     book.take(0.0, ask, Canary(passed=False, unserved=True, message="not yet"))

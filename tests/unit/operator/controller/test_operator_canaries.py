@@ -37,13 +37,13 @@ def test_no_canary_without_gateway_and_ready_pair(book, missing, change):
     assert asked(book, 0.0, pods) == set()
 
 
-def test_the_canary_of_a_revision_names_its_pair(book):
+def test_canary_of_a_revision_names_its_pair(book):
     (pair,) = [ask.pair for ask in book.due(0.0, ALL) if ask.revision == "r1"]
     assert pair == (PREFILL, DECODE)
     assert [ask.pair for ask in book.due(0.0, ALL) if ask.revision == ""] == [None]
 
 
-def test_a_pair_of_two_revisions_is_none(book):
+def test_pair_of_two_revisions_is_none(book):
     assert asked(book, 0.0, (GATEWAY, PREFILL, replace(DECODE, revision="r2"))) == set()
 
 
@@ -70,7 +70,7 @@ def test_one_bad_answer_in_between_is_no_outage_and_several_are(book):
     assert book.results(now + RETRY_S, ["r1"])[""] == GOOD
 
 
-def test_a_revision_without_a_pair_fails_when_its_time_is_over(book):
+def test_revision_without_a_pair_fails_when_its_time_is_over(book):
     assert book.results(0.0, ["r1"]) == {}
     assert book.results(600.0, ["r1"]) == {}
     failed = book.results(600.1, ["r1"])["r1"]

@@ -74,7 +74,7 @@ async def work(world, count):
     return names
 
 
-async def test_a_service_is_reconciled_whose_object_lost_its_label():
+async def test_service_is_reconciled_whose_object_lost_its_label():
     world = World(Outcomes())
     world.dispatcher.ready()
     labels = {"labels": {"tandem.dev/service": "chat"}}
@@ -219,7 +219,7 @@ class Watch:
         await asyncio.gather(*self.pollers._polls)
 
 
-async def test_a_new_service_has_its_turn_at_once_and_then_each_period():
+async def test_new_service_has_its_turn_at_once_and_then_each_period():
     watch = Watch()
     watch.store.put(a_service())
     await watch.tick(0.0)
@@ -270,7 +270,7 @@ async def test_failed_poll_of_one_service_spares_the_others(error):
     assert watch.board.of(CHAT) is not None
 
 
-async def test_a_spec_that_cannot_be_read_has_nothing_to_find():
+async def test_spec_that_cannot_be_read_has_nothing_to_find():
     """Its reconcile, which says so in the status, must not wait for pods."""
     watch = Watch()
     watch.store.put(a_service(spec={"model": {}, "typo": 1}))

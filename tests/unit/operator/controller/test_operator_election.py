@@ -130,7 +130,7 @@ async def test_leader_without_renewal_stops_acting(first, leases):
     assert first.told == ["began", "ended", "began"]
 
 
-async def test_a_leader_that_goes_lets_the_other_begin_at_once(first, second):
+async def test_leader_that_goes_lets_the_other_begin_at_once(first, second):
     await first.turn()
     await second.turn()
     await first.leadership.resign()

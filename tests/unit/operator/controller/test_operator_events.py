@@ -15,7 +15,7 @@ READY = condition("Ready", True, "CanaryPassed", "a request went through")
 UNREADY = condition("Ready", False, "Starting", "0 of 1 workers are ready")
 
 
-def test_a_status_that_stays_tells_nothing():
+def test_status_that_stays_tells_nothing():
     assert events_for_transition(status(READY), status(READY)) == []
     assert events_for_transition(status(UNREADY), status(condition("Ready", False, "Starting", "1 of 2"))) == []
 

@@ -132,7 +132,7 @@ async def test_operator_defect_is_reported():
     assert world.events == ["OperatorError"]
 
 
-async def test_a_webhook_without_dry_runs_refuses_nothing_beforehand():
+async def test_webhook_without_dry_runs_refuses_nothing_beforehand():
     world = World()
     world.server.answers["Service", True] = ApiError(400, "BadRequest", f"admission webhook w {DRY_RUN}")
     assert await world.reconcile() == "AllWell"

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tandem_operator.controller.workqueue import FIRST_PAUSE_S, MAX_PAUSE_S, Schedule, WorkQueue, back_off
 
 
-def test_a_burst_of_events_is_one_look():
+def test_burst_of_events_is_one_look():
     schedule: Schedule[str] = Schedule()
     for _ in range(100):
         schedule.add("chat", 0.0)
@@ -106,7 +106,7 @@ def test_queue_never_overlaps_or_forgets_a_service(moves):
     assert left == wanted
 
 
-async def test_a_waiting_worker_wakes_for_what_is_added():
+async def test_waiting_worker_wakes_for_what_is_added():
     queue: WorkQueue[str] = WorkQueue()
     worker = asyncio.create_task(queue.get())
     await asyncio.sleep(0)

@@ -52,7 +52,7 @@ async def cluster(script):
         await client.close()
 
 
-async def test_a_busy_server_is_given_the_time_that_it_asks_for(cluster, script):
+async def test_busy_server_is_given_the_time_that_it_asks_for(cluster, script):
     script.answers = [(429, {}, {"Retry-After": "2"}), (503, {}, {}), (200, {"kind": "Service"}, {})]
     assert await cluster.apply(MANIFEST) == {"kind": "Service"}
     assert 2.0 <= script.pauses[0] <= 2.5
@@ -123,7 +123,7 @@ async def test_response_without_json_is_reported_verbatim(cluster, script):
         await cluster.get(SERVICE.ref("s"), "models")
 
 
-async def test_a_server_that_is_not_there_is_an_error_of_no_status():
+async def test_server_that_is_not_there_is_an_error_of_no_status():
     configuration = Configuration()
     configuration.host = "http://127.0.0.1:1"
     client = ApiClient(configuration)

@@ -48,7 +48,7 @@ def known(resync):
 
 
 @pytest.mark.parametrize("kind", ["", DEPLOYMENT.name])
-async def test_a_namespace_that_is_refused_is_left_out(resync, lists, changed, kind):
+async def test_namespace_that_is_refused_is_left_out(resync, lists, changed, kind):
     """It kept an operator of others from becoming ready; what is half known is not acted on."""
     lists.refused = {("gone", kind): forbidden()}
     await resync.once()
@@ -68,14 +68,14 @@ async def test_all_namespaces_refused_is_an_error(resync, lists):
     assert not resync.synced.is_set()
 
 
-async def test_a_server_that_does_not_answer_is_an_error(resync, lists):
+async def test_server_that_does_not_answer_is_an_error(resync, lists):
     lists.refused = {("models", ""): ApiError(0, "ClientConnectorError", "no answer")}
     with pytest.raises(ApiError, match="no answer"):
         await resync.once()
     assert not resync.synced.is_set()
 
 
-async def test_a_namespace_that_was_listed_once_stays_known(resync, lists):
+async def test_namespace_that_was_listed_once_stays_known(resync, lists):
     """Its Role goes with it: what its watches have told is acted on until then."""
     await resync.once()
     lists.refused = {("gone", ""): forbidden()}

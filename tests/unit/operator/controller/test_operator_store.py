@@ -57,7 +57,7 @@ def test_full_list_drops_objects_deleted_unwatched():
     assert {one.ref.name for one in store.parts(CHAT)} == {"chat-redis", "chat-prefill-r1"}
 
 
-def test_a_list_that_is_older_than_an_object_does_not_take_it_away():
+def test_list_that_is_older_than_an_object_does_not_take_it_away():
     store = Store()
     store.put(a_part(12))
     assert store.replace(SERVICE, None, [], 11) == []
@@ -70,7 +70,7 @@ def test_list_of_one_namespace_keeps_other_namespaces():
     assert store.replace(SERVICE, "elsewhere", [], 10) == []
 
 
-def test_an_object_whose_label_changes_belongs_to_another_service():
+def test_object_whose_label_changes_belongs_to_another_service():
     store = Store()
     store.put(a_part(3))
     store.put(a_part(4, labels={"tandem.dev/service": "search"}))
@@ -78,7 +78,7 @@ def test_an_object_whose_label_changes_belongs_to_another_service():
     assert len(store.parts(ServiceKey("models", "search"))) == 1
 
 
-def test_a_service_is_itself_whatever_its_labels_say():
+def test_service_is_itself_whatever_its_labels_say():
     store = Store()
     store.put(a_service("search", metadata=LABELS))
     assert [one.key for one in store.services()] == [ServiceKey("models", "search")]

@@ -104,7 +104,7 @@ def refusal(**spec: Any) -> str:
         ),
     ],
 )
-def test_a_wrong_adapter_is_refused_by_its_field(spec, said):
+def test_wrong_adapter_is_refused_by_its_field(spec, said):
     assert said in refusal(**spec)
 
 
@@ -113,7 +113,7 @@ def test_flags_for_adapters_in_args_work_without_the_fields():
     assert condition_of(plan.status.conditions, "Valid")[0] == "True"
 
 
-def test_a_further_adapter_on_a_claim_changes_no_object():
+def test_further_adapter_on_a_claim_changes_no_object():
     one = {"adapters": [adapter()]}
     two = {"adapters": [adapter(), adapter("chat-2", digest=A, pinned=True)]}
     assert planned(one).apply == planned(two).apply
@@ -122,7 +122,7 @@ def test_a_further_adapter_on_a_claim_changes_no_object():
     assert revision_of(service_of()) == revision_of(service_of(**two))
 
 
-def test_the_spec_precedes_older_model_adapters():
+def test_spec_precedes_older_model_adapters():
     service = service_of(adapters=[adapter()])
     late = ask("late", created="2026-01-03T00:00:00Z", name="law")
     early = ask("early", created="2026-01-02T00:00:00Z", name="law", digest=B, pinned=True)
@@ -137,14 +137,14 @@ def test_the_spec_precedes_older_model_adapters():
     assert found.refusals["y"].message.startswith("spec.name: 'chat' is the name of the model")
 
 
-def test_a_claim_that_is_not_mounted_is_refused():
+def test_claim_that_is_not_mounted_is_refused():
     found = accepted(service_of(adapterClaims=["shared"]), [ask("sql")])
     assert found.wanted == ()
     assert found.refusals["sql"].reason == "NotMounted"
     assert "do not mount 'adapters'; add it to its spec.adapterClaims" in found.refusals["sql"].message
 
 
-def test_an_undecodable_model_adapter_is_refused():
+def test_undecodable_model_adapter_is_refused():
     broken = AdapterAsk(name="x", created="", generation=1, spec=None, problem="spec.source: unknown")
     found = accepted(service_of(adapterClaims=["adapters"]), [broken])
     assert found.refusals["x"].message == "spec.source: unknown"
@@ -170,7 +170,7 @@ def test_another_digest_is_loaded_with_that_digest():
     )
 
 
-def test_a_pinned_adapter_is_loaded_where_it_is_missing():
+def test_pinned_adapter_is_loaded_where_it_is_missing():
     """With the digest that its name stands for, so that a changed directory replaces nothing."""
     pinned, more = WantedAdapter(name="sql", folder=SQL.folder, pinned=True), {**WORKERS, "d2": "decode"}
     command = Load(wanted=pinned, digest=A)
@@ -183,7 +183,7 @@ def test_a_pinned_adapter_is_loaded_where_it_is_missing():
     assert next_command([pinned], listed, Reading(held={"sql": everywhere}), more, []) == command, "after a restart"
 
 
-def test_a_pin_that_is_gone_from_the_spec_is_taken_back():
+def test_pin_that_is_gone_from_the_spec_is_taken_back():
     reading = Reading(held={"sql": HELD})
     assert next_command([SQL], {"sql": False}, reading, WORKERS, []) is None
     assert next_command([SQL], {"sql": True}, reading, WORKERS, []) == Load(wanted=SQL, digest=A)
@@ -209,14 +209,14 @@ def test_nothing_is_loaded_while_it_is_held_back():
     assert next_command([], {"sql": False}, Reading(held={"sql": HELD}), WORKERS, ["sql"]) is None
 
 
-def test_a_loaded_adapter_counts_ready_workers_that_have_it():
+def test_loaded_adapter_counts_ready_workers_that_have_it():
     held = HeldAdapter(digest=A, folder=SQL.folder, workers=frozenset({"d", "gone"}))
     (status,) = statuses_of([SQL], [], Reading(held={"sql": held}), WORKERS)
     assert (status.state, status.digest, status.prefill, status.decode) == ("Loaded", A, 0, 1)
     assert (status.source, status.message, status.failed) == (SQL.folder, "", [])
 
 
-def test_a_failure_counts_for_what_has_failed_alone():
+def test_failure_counts_for_what_has_failed_alone():
     failure = Failure(wanted=SQL, message="d: r 128", workers={"d": "r 128"})
     reading = Reading(held={}, failures={"sql": failure})
     (status,) = statuses_of([SQL], [], reading, WORKERS)
@@ -227,13 +227,13 @@ def test_a_failure_counts_for_what_has_failed_alone():
     assert (status.state, status.message, status.failed) == ("Pending", "it is being loaded", [])
 
 
-def test_a_failed_worker_of_a_loaded_adapter_is_named():
+def test_failed_worker_of_a_loaded_adapter_is_named():
     reading = Reading(held={"sql": HELD}, failures={"sql": Failure(wanted=SQL, message="m", workers={"d2": "slow"})})
     (status,) = statuses_of([SQL], [], reading, WORKERS)
     assert (status.state, [one.name for one in status.failed]) == ("Loaded", ["d2"])
 
 
-def test_a_removed_adapter_is_listed_until_it_is_unloaded():
+def test_removed_adapter_is_listed_until_it_is_unloaded():
     before = [AdapterStatus(name="sql", source=SQL.folder, digest=A, state="Loaded")]
     (status,) = statuses_of([], before, Reading(held={"sql": HELD}), WORKERS)
     assert (status.name, status.state, status.digest) == ("sql", "Unloading", A)
@@ -265,7 +265,7 @@ def test_no_adapter_that_is_loaded_leaves_a_full_list():
     assert len(statuses_of(new, listed, Reading(held={}), WORKERS)) == MAX_LISTED
 
 
-def test_the_condition_follows_the_adapters():
+def test_condition_follows_the_adapters():
     spec = {"adapters": [adapter()]}
     waiting = planned(spec).status
     assert condition_of(waiting.conditions, "AdaptersReady")[:2] == ("Unknown", "Loading")
@@ -280,7 +280,7 @@ def test_the_condition_follows_the_adapters():
     assert "AdaptersReady" not in {one.type for one in planned({}).status.conditions}
 
 
-def test_a_refused_spec_keeps_the_adapters_of_the_status():
+def test_refused_spec_keeps_the_adapters_of_the_status():
     before = ModelServiceStatus(adapters=[AdapterStatus(name="sql", state="Loaded")])
     plan = planned({"adapters": [adapter("chat")]}, before)
     assert plan.status.adapters == before.adapters

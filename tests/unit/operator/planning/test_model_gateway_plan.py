@@ -40,7 +40,7 @@ def after(models: SharedModels) -> Former:
     return Former.of(models.models_file, models.files)
 
 
-def test_an_entry_has_what_its_service_sets_for_its_model():
+def test_entry_has_what_its_service_sets_for_its_model():
     service = behind(
         servedModelName="llama",
         aliases=["gpt"],
@@ -74,7 +74,7 @@ def test_an_entry_has_what_its_service_sets_for_its_model():
     assert models.redis_ports == (6380,)
 
 
-def test_an_entry_names_the_password_of_its_sentinels():
+def test_entry_names_the_password_of_its_sentinels():
     external = {
         "url": "redis+sentinel://sentinel.example:26379/main",
         "sentinelUser": "watch",
@@ -95,7 +95,7 @@ def test_other_keys_are_another_entry():
     assert first.files.keys() != second.files.keys()
 
 
-def test_the_first_that_has_a_name_keeps_it():
+def test_first_that_has_a_name_keeps_it():
     old, young = behind("b", created="2026-01-01"), behind("a", created="2026-01-02", aliases=["b"])
     models = shared_models(gateway_of(), [young, old], Former())
     assert (served(models), reasons(models)) == ({"b": ["b"]}, {"a": "NameTaken", "b": ""})
@@ -107,7 +107,7 @@ def test_the_first_that_has_a_name_keeps_it():
     assert served(models) == {"a": ["a"], "b": ["b"]}
 
 
-def test_an_alias_that_is_taken_leaves_a_service_as_it_was():
+def test_alias_that_is_taken_leaves_a_service_as_it_was():
     before = shared_models(gateway_of(), [behind("a", created="1"), behind("b", created="2")], Former())
     models = shared_models(
         gateway_of(), [behind("a", created="1", aliases=["b"]), behind("b", created="2")], after(before)
@@ -121,7 +121,7 @@ def test_an_alias_that_is_taken_leaves_a_service_as_it_was():
 
 
 @pytest.mark.parametrize("entry", [{"cluster": "models.chat"}, {"cluster": "models.chat", "served_model_name": []}, 1])
-def test_an_entry_edited_by_hand_is_written_again(entry):
+def test_entry_edited_by_hand_is_written_again(entry):
     former = Former.of(json.dumps({"models": [entry]}), {})
     assert served(shared_models(gateway_of(), [behind("chat", reason="InvalidSpec")], former)) == {}
     assert served(shared_models(gateway_of(), [behind("chat")], former)) == {"chat": ["chat"]}
@@ -143,7 +143,7 @@ def test_names_can_be_exchanged_at_once():
     assert served(models) == {"a": ["b"], "b": ["a"]}
 
 
-def test_a_service_with_an_invalid_spec_is_served_as_before():
+def test_service_with_an_invalid_spec_is_served_as_before():
     before = shared_models(gateway_of(), [behind("a")], Former())
     broken = behind("a", servedModelName="new", reason="InvalidSpec")
     unreadable = Referring(name="a", created=NOW, service=None, reason="InvalidSpec", message="no")
@@ -155,7 +155,7 @@ def test_a_service_with_an_invalid_spec_is_served_as_before():
     assert served(shared_models(gateway_of(), [broken], Former())) == {}
 
 
-def test_a_service_that_goes_takes_its_files_along():
+def test_service_that_goes_takes_its_files_along():
     before = shared_models(gateway_of(), [behind("a"), behind("b")], Former())
     models = shared_models(gateway_of(), [behind("b")], after(before))
     assert {name.partition(".")[0] for name in models.files} == {"b"}
@@ -176,7 +176,7 @@ def test_tokenizers_are_read_from_claims_that_the_gateways_mount(model, folder):
     assert (served(elsewhere), reasons(elsewhere)) == ({}, {"chat": "NoTokenizer"})
 
 
-def test_a_models_file_has_no_more_entries_than_gateways_read():
+def test_models_file_has_no_more_entries_than_gateways_read():
     services = [behind(f"s{number:03}") for number in range(MAX_MODELS + 1)]
     models = shared_models(gateway_of(), services, Former())
     assert len(served(models)) == MAX_MODELS
@@ -191,7 +191,7 @@ def test_pods_of_a_gateway_depend_on_no_service():
     assert changed == {"ConfigMap", "Secret"}
 
 
-def test_the_status_counts_services_and_shows_what_is_wrong():
+def test_status_counts_services_and_shows_what_is_wrong():
     deployment = DeploymentSeen(name="front-gateway", replicas=2, ready=1, pods=2)
     observed = Observed(now=NOW, deployments=(deployment,))
     services = (behind("a"), behind("b", servedModelName="a"))
@@ -239,12 +239,12 @@ def test_what_a_model_gateway_cannot_have_is_refused_by_name(spec, sentence):
         ({"model": {"huggingFace": {"id": "o/n"}}}, "spec.gatewayRef: "),
     ],
 )
-def test_a_service_with_gateway_ref_has_no_gateway_fields(spec, field):
+def test_service_with_gateway_ref_has_no_gateway_fields(spec, field):
     (problem,) = problems_of(behind(**spec).service, ClusterApis())
     assert problem.startswith(field)
 
 
-def test_a_service_without_gateway_ref_may_have_them():
+def test_service_without_gateway_ref_may_have_them():
     assert problems_of(service_of(gateway={"replicas": 2, "strictFields": True}), ClusterApis()) == []
 
 
@@ -260,7 +260,7 @@ def test_a_service_without_gateway_ref_may_have_them():
         ),
     ],
 )
-def test_a_service_reports_what_its_model_gateway_lacks(gateway, expected):
+def test_service_reports_what_its_model_gateway_lacks(gateway, expected):
     service = behind().service
     plan = make_plan(service, Observed(now=NOW, gateway=gateway), ModelServiceStatus(), 1, OperatorSettings())
     router = next(one for one in plan.status.conditions if one.type == "RouterReady")

@@ -63,7 +63,7 @@ async def test_pools_go_when_gateways_outlast_their_bound():
     ],
     ids=["nothing", "no pods", "pods are gone", "orphaned", "one is served on"],
 )
-async def test_a_pool_that_no_ending_gateway_holds_is_left_alone(left):
+async def test_pool_that_no_ending_gateway_holds_is_left_alone(left):
     world = World()
     for world.now in (0.0, BOUND, 10 * BOUND):
         step = await world.farewells.step(KEY, left)

@@ -37,7 +37,7 @@ def test_paused_rollout_still_scales(cluster):
     assert cluster.deployments[f"chat-decode-{cluster.status.revision}"].replicas == 3
 
 
-def test_a_service_that_is_paused_from_the_beginning_comes_up():
+def test_service_that_is_paused_from_the_beginning_comes_up():
     """A paused Deployment without pods makes none: it is paused once it has some."""
     cluster = KubeCluster()
     cluster.reconcile(service_of(**PAUSED))
@@ -50,7 +50,7 @@ def test_a_service_that_is_paused_from_the_beginning_comes_up():
     assert {one.type: one.status for one in cluster.status.conditions}["Ready"] == "True"
 
 
-def test_a_pause_outlasts_the_loss_of_all_pods(cluster):
+def test_pause_outlasts_the_loss_of_all_pods(cluster):
     """The last pod of a role was evicted: its successor must not bring the change that is held."""
     cluster.settle(service_of(**PAUSED))
     cluster.deployments = {name: replace(one, pods=0, ready=0) for name, one in cluster.deployments.items()}

@@ -50,7 +50,7 @@ def test_minimal_service_plans_pools_gateway_redis_and_budgets():
 
 
 @pytest.mark.parametrize("mode", ["none", "internal", "external"])
-def test_a_plan_that_was_carried_out_changes_nothing_more(mode):
+def test_plan_that_was_carried_out_changes_nothing_more(mode):
     cluster, service = KubeCluster(), service_of(autoscaling={"mode": mode})
     cluster.settle(service)
     plan = cluster.plan(service)
@@ -104,7 +104,7 @@ def test_worker_group_without_its_api_is_rejected():
     assert problems_of(service, GROUPS) == []
 
 
-def test_a_name_that_the_pods_of_groups_could_not_have_is_refused():
+def test_name_that_the_pods_of_groups_could_not_have_is_refused():
     groups = {**SIXTEEN, "prefill": eight_gpus(), "decode": eight_gpus()}
     assert problems_of(service_of(groups, name="n" * 32), GROUPS) == []
     (text, *_) = problems_of(service_of(groups, name="n" * 33), GROUPS)
@@ -143,7 +143,7 @@ def test_groups_scale_roll_and_pause_as_other_workers_do():
     assert not [ref for ref in cluster.objects if ref.kind == "LeaderWorkerSet"]
 
 
-def test_a_group_costs_the_gpus_of_all_its_pods():
+def test_group_costs_the_gpus_of_all_its_pods():
     service = service_of({**SIXTEEN, "prefill": eight_gpus(tensorParallelSize=8), "decode": eight_gpus()})
     config = scaling_config(service)
     assert (config.prefill.gpus, config.decode.gpus) == (8, 16)
@@ -191,7 +191,7 @@ def test_change_without_effect_on_kv_keeps_the_revision(change):
     assert len(replicas(cluster)) == 2
 
 
-def test_an_old_deployment_is_kept_until_its_last_pod_has_drained():
+def test_old_deployment_is_kept_until_its_last_pod_has_drained():
     cluster = KubeCluster()
     cluster.settle(service_of())
     old = f"chat-decode-{cluster.status.revision}"
@@ -225,7 +225,7 @@ def test_owner_of_the_number_of_workers():
     assert replicas(cluster)[f"chat-decode-{cluster.status.revision}"] == 2
 
 
-def test_the_autoscalers_number_stays_within_the_bounds_of_the_role():
+def test_autoscalers_number_stays_within_the_bounds_of_the_role():
     service = service_of(autoscaling={"mode": "internal"}, decode={"scaling": {"minReplicas": 2, "maxReplicas": 3}})
     cluster = KubeCluster()
     for wish, given in ((1, 2), (9, 3), (3, 3)):
@@ -246,7 +246,7 @@ def test_objects_of_removed_fields_are_deleted():
     assert not [name for kind, name in left if kind == "NetworkPolicy" or name == "chat-redis"]
 
 
-def test_a_referenced_secret_that_is_absent_is_named_and_heals():
+def test_referenced_secret_that_is_absent_is_named_and_heals():
     cluster, service = KubeCluster(), service_of(gateway={"authSecret": "api-keys"})
     cluster.settle(service)
     assert conditions(cluster)["ModelAvailable"] == ("False", "SecretMissing")
@@ -316,7 +316,7 @@ def test_rejected_object_is_reported_without_ending_readiness():
     assert found["Ready"][0] == "True"
 
 
-def test_a_service_that_never_came_up_is_unready_for_the_refusal():
+def test_service_that_never_came_up_is_unready_for_the_refusal():
     told = ("ApplyRefused", "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
     for planned in (ModelServiceStatus(), KubeCluster().plan(service_of()).status):
         status = not_applied(planned, ModelServiceStatus(), *told)
@@ -361,7 +361,7 @@ def test_counts_and_columns_are_those_of_the_serving_revision():
         ),
     ],
 )
-def test_a_path_that_leaves_its_folder_is_refused(spec, field):
+def test_path_that_leaves_its_folder_is_refused(spec, field):
     """Also where the CRD in the cluster is older than the rule."""
     (text,) = problems_of(service_of({**MINIMAL, **spec}), ClusterApis())
     assert text.startswith(f"{field}: ")

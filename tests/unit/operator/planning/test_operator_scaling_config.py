@@ -32,7 +32,7 @@ def test_every_setting_arrives():
     assert (targets.queue_seconds, targets.kv_usage, targets.clear_seconds) == (3, 0.5, 8)
 
 
-def test_the_defaults_of_the_schema_are_those_of_the_law():
+def test_defaults_of_the_schema_are_those_of_the_law():
     config = scaling_config(service_of())
     plain = ScalingConfig(prefill=config.prefill, decode=config.decode)
     assert config == plain

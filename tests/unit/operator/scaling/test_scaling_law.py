@@ -26,7 +26,7 @@ def test_prefill_need_is_arrivals_plus_clearing_of_backlog():
     assert "61000 are queued" in prefill_need(load, TARGETS).reason
 
 
-def test_the_need_of_decode_is_the_scarcer_of_places_and_pages():
+def test_need_of_decode_is_the_scarcer_of_places_and_pages():
     load = FluidService(config_of(), running=64.0, waiting=96.0, decode_s=10.0).load().decode
     assert decode_need(load, TARGETS).workers == (64 + 96 / 3) / 32
     assert decode_need(replace(load, arrived_per_s=9.6), TARGETS).workers > 3.0
@@ -40,11 +40,11 @@ def test_before_a_rate_is_measured_one_worker_is_enough_to_measure_it():
 
 
 @pytest.mark.parametrize(("workers", "whole"), [(0.0, 0), (0.05, 1), (1.05, 1), (1.2, 2), (3.0, 3)])
-def test_a_small_part_of_one_more_is_not_worth_it(workers, whole):
+def test_small_part_of_one_more_is_not_worth_it(workers, whole):
     assert rounded(workers, 0.1) == whole
 
 
-def test_a_jump_of_the_load_is_answered_within_two_periods():
+def test_jump_of_the_load_is_answered_within_two_periods():
     service = FluidService(config_of())
     busy(service)
     before = dict(service.there)
@@ -106,7 +106,7 @@ def test_unreliable_metrics_change_nothing(change, said):  # [figures-or-hold]
     assert said in decision.reason
 
 
-def test_a_live_worker_changes_its_role_before_a_pod_comes():
+def test_live_worker_changes_its_role_before_a_pod_comes():
     service = FluidService(config_of(), there={"prefill": 1, "decode": 4})
     for _ in range(6):
         service.step(500.0, 2.0)

@@ -94,7 +94,7 @@ def test_old_metrics_scale_nothing_not_even_to_zero():  # [figures-or-hold]
         assert "99 s old" in scaled.holding
 
 
-def test_a_worker_flips_before_a_pod_is_made():
+def test_worker_flips_before_a_pod_is_made():
     pods, figures = fleet(p0=("prefill", "prefill", 0), d0=("decode", "decode", 5), d1=("decode", "decode", 2))
     run = Run(pods, figures, {"prefill": 1, "decode": 2})
     for at in (0, 5):
@@ -114,7 +114,7 @@ def test_no_role_flip_during_rollout():
     assert scaled.pools == {"prefill": 2, "decode": 2}
 
 
-def test_the_emptiest_goes_first():
+def test_emptiest_goes_first():
     pods, figures = fleet(
         p0=("prefill", "prefill", 0),
         d0=("decode", "decode", 3),
@@ -130,7 +130,7 @@ def test_the_emptiest_goes_first():
     assert scaled.costs == {"d0": 3, "d1": 1, "d2": 2}
 
 
-def test_a_cost_that_is_there_already_is_not_written_again():
+def test_cost_that_is_there_already_is_not_written_again():
     pods, figures = fleet(p0=("prefill", "prefill", 0), d0=("decode", "decode", 3), d1=("decode", "decode", 0))
     pods[1] = pod("d0", "decode", deletion_cost=3)
     run = Run(pods, figures, {"prefill": 1, "decode": 2})
@@ -190,7 +190,7 @@ def test_draining_or_unready_worker_does_not_flip():
     assert candidates(1, pods, LoadReading(load=None, workers=figures)) == ()
 
 
-def test_a_pool_stays_within_its_bounds_wherever_its_pods_serve():
+def test_pool_stays_within_its_bounds_wherever_its_pods_serve():
     counts = PoolCounts.of({"prefill": 1, "decode": 4}, {"prefill": 2, "decode": 0})
     assert counts.serving == {"prefill": 3, "decode": 2}
     assert counts.pools_for({"prefill": 3, "decode": 4}, config(most=4)) == {"prefill": 1, "decode": 4}

@@ -12,7 +12,7 @@ def scale(after: int, before: int = 1) -> Decision:
     return Decision(role="decode", action="scale", before=before, after=after, reason="3 run and 9 wait")
 
 
-def test_the_last_ten_newest_first():
+def test_last_ten_newest_first():
     told = []
     for number in range(12):
         told = merge_history(told, [scale(number)], f"t{number}")

@@ -62,7 +62,7 @@ def value(figures: ScalingMetrics, name: str, role: str) -> float | None:
     return registry.get_sample_value(PREFIX + name, labels)
 
 
-def test_the_need_of_each_role_is_served_in_both_forms():
+def test_need_of_each_role_is_served_in_both_forms():
     figures = figures_of(load(tokens_per_s=2500, running=12))
     assert value(figures, "workers_needed", "prefill") == 2.5
     status, document = figures.answer(*NAME, "prefill")
@@ -102,7 +102,7 @@ def test_unknown_metric_or_service_is_404():
 
 
 @pytest.mark.parametrize("version", ["1.30", "1.36"])
-def test_the_hpas_are_strictly_valid(version):
+def test_hpas_are_strictly_valid(version):
     for one in documents("hpa.yaml"):
         kubernetes_validate.validate(one, version, strict=True)
 
@@ -128,7 +128,7 @@ def test_every_example_scales_a_pool_of_the_service_within_its_bounds():
     assert len(targets()) == 4
 
 
-def test_the_hpas_name_metrics_and_labels_that_are_served():
+def test_hpas_name_metrics_and_labels_that_are_served():
     figures = figures_of(load(running=3))
     for one in documents("hpa.yaml"):
         [metric] = one["spec"]["metrics"]
@@ -160,7 +160,7 @@ def test_keda_asks_for_what_is_served():
         }
 
 
-def test_the_adapter_finds_the_series_by_a_label_they_have():
+def test_adapter_finds_the_series_by_a_label_they_have():
     [values] = documents("prometheus-adapter.yaml")
     [rule] = values["rules"]["external"]
     assert "^tandem_scaling_.*" in rule["seriesQuery"]

@@ -104,7 +104,7 @@ async def test_malformed_exposition_is_reported(responder, status, body, said):
     assert said in await fetched(responder)
 
 
-async def test_a_pod_that_hangs_is_given_up_and_the_others_are_read(responder, monkeypatch):
+async def test_pod_that_hangs_is_given_up_and_the_others_are_read(responder, monkeypatch):
     responder.hangs = threading.Event()
     other = Responder()
     other.body = exposition_of(worker_metrics())

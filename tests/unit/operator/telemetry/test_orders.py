@@ -21,7 +21,7 @@ async def order(client: httpx.AsyncClient, **changes):
     )
 
 
-def test_the_operator_derives_the_token_that_services_derive(tmp_path):
+def test_operator_derives_the_token_that_services_derive(tmp_path):
     keys = KeyPair.generate()
     keys.save(tmp_path / "keys.json")
     assert order_token((tmp_path / "keys.json").read_bytes()) == token_of_services(keys)
@@ -33,7 +33,7 @@ def test_malformed_key_file_gives_no_token(content):
         order_token(content)
 
 
-async def test_an_order_brings_token_and_body():
+async def test_order_brings_token_and_body():
     seen = []
 
     def answer(request: httpx.Request) -> httpx.Response:

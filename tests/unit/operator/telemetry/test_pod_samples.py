@@ -27,7 +27,7 @@ def test_rates_need_a_second_sample():
     assert set(seen.workers) == {"p0", "d0"}
 
 
-def test_a_service_at_rest():
+def test_service_at_rest():
     load = looked(IDLE, IDLE).load
     assert load is not None
     assert load.idle
@@ -95,7 +95,7 @@ def test_canaries_without_clients_keep_no_service_busy():
     assert not looked(answers, answers).load.idle
 
 
-def test_a_flipped_worker_counts_where_it_serves():
+def test_flipped_worker_counts_where_it_serves():
     both = (P, D, pod("d1"), G)
     answers = {**IDLE, "d0": worker(running=3), "d1": worker("prefill", waiting_tokens=70)}
     seen = looked(answers, answers, pods=both)
@@ -113,7 +113,7 @@ def test_ready_pod_without_metrics_makes_the_load_old():  # [figures-or-hold]
     assert "16 s old" in seen.load.error()
 
 
-def test_a_ready_pod_that_never_said_anything_is_named():  # [figures-or-hold]
+def test_ready_pod_that_never_said_anything_is_named():  # [figures-or-hold]
     answers = {**IDLE, "d0": "it has no metric tandem_worker_kv_pages"}
     seen = looked(answers, answers)
     assert seen.load is None
@@ -126,7 +126,7 @@ def test_pods_that_start_or_go_do_not_hold_anything_up():
     assert looked(answers, answers, pods=(P, D, starting, going, G)).load is not None
 
 
-def test_an_engine_that_has_stalled_counts_until_its_pod_is_not_ready():
+def test_engine_that_has_stalled_counts_until_its_pod_is_not_ready():
     stalled = {**IDLE, "d0": worker(age_s=60.0, running=9)}
     assert "60 s old" in looked(stalled, stalled).load.error()
     not_ready = (P, pod("d0", ready=False), G)
@@ -171,7 +171,7 @@ def test_slow_links_are_reported_by_both_ends():
 
 
 @pytest.mark.parametrize("value", ["NaN", "+Inf", "-1"])
-def test_a_figure_that_is_no_number_is_named(value):  # [figures-or-hold]
+def test_figure_that_is_no_number_is_named(value):  # [figures-or-hold]
     with pytest.raises(UnusableFiguresError, match="tandem_worker_kv_pages is"):
         WorkerFigures.of(Exposition.parse(f"tandem_worker_kv_pages {value}\n"))
 

@@ -35,7 +35,7 @@ def pod(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_a_worker_pod() -> None:
+def test_worker_pod() -> None:
     assert PodSeen.of(pod()) == PodSeen(
         name="chat-decode-1f-x",
         uid="u1",
@@ -48,7 +48,7 @@ def test_a_worker_pod() -> None:
     )
 
 
-def test_a_pod_that_is_not_scheduled_yet() -> None:
+def test_pod_that_is_not_scheduled_yet() -> None:
     raw = pod()
     raw["status"] = {"phase": "Pending"}
     seen = PodSeen.of(raw)
@@ -58,7 +58,7 @@ def test_a_pod_that_is_not_scheduled_yet() -> None:
     assert seen.url("health", "/metrics") is None
 
 
-def test_a_pod_that_goes() -> None:
+def test_pod_that_goes() -> None:
     seen = PodSeen.of(pod(metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"}))
     assert seen is not None
     assert seen.terminating

@@ -54,7 +54,7 @@ async def test_everything_but_a_clear_yes_is_a_no(answer, said):
     assert len(canary.message) <= 512
 
 
-def test_a_pair_is_of_one_revision_and_ready():
+def test_pair_is_of_one_revision_and_ready():
     pods = [
         pod("p1", "prefill"),
         pod("p0", "prefill", ready=False),

@@ -37,11 +37,11 @@ def test_only_one_model_counts(exposition):
     assert GatewayFigures.of(exposition).totals.choices == 3
 
 
-def test_a_gateway_without_the_model_answers_nothing(exposition):
+def test_gateway_without_the_model_answers_nothing(exposition):
     assert GatewayFigures.of(exposition, "other") == GatewayFigures.none()
 
 
-def test_a_gateway_that_reports_nothing_is_not_idle():
+def test_gateway_that_reports_nothing_is_not_idle():
     with pytest.raises(UnusableFiguresError, match="tandem_gateway_models"):
         GatewayFigures.of(Exposition.parse(""), "a")
 
@@ -58,7 +58,7 @@ async def canary(answer: dict[str, object], **arguments: ModelAt) -> tuple[objec
     return found, asked[0]
 
 
-async def test_a_canary_names_the_model_only_at_shared_gateways():
+async def test_canary_names_the_model_only_at_shared_gateways():
     _, own = await canary({"passed": True})
     assert json.loads(own).keys() == {"within_s"}
     found, shared = await canary({"passed": False, "unserved": True, "message": "not yet"}, model=ModelAt("a", "ns.a"))

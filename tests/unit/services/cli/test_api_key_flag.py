@@ -26,7 +26,7 @@ def headers(flag: str | None = None) -> dict[str, str]:
     return key_headers(Namespace(api_key=flag))
 
 
-def test_the_flag_wins_over_the_environment(monkeypatch):
+def test_flag_wins_over_the_environment(monkeypatch):
     assert headers() == {}
     monkeypatch.setenv("OPENAI_API_KEY", "theirs")
     assert headers() == {"Authorization": "Bearer theirs"}
@@ -36,7 +36,7 @@ def test_the_flag_wins_over_the_environment(monkeypatch):
 
 
 @pytest.mark.parametrize("key", ["a b", "a\r\nX: y", "ä", "x" * 513])
-def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key):
+def test_key_that_cannot_be_sent_is_refused_without_being_shown(key):
     with pytest.raises(ConfigError, match="visible ASCII") as caught:
         headers(key)
     assert key not in str(caught.value)
@@ -65,7 +65,7 @@ class _Once(BaseHTTPRequestHandler):
     [(["chat"], ["--api-key", SECRET]), (["bench", "serve", "--json"], [f"--api-key={SECRET}"])],
     ids=["chat", "bench"],
 )
-def test_a_key_on_the_command_line_is_sent_and_in_no_list_of_processes_or_output(command, form):
+def test_key_on_the_command_line_is_sent_and_in_no_list_of_processes_or_output(command, form):
     handler = type("Handler", (_Once,), {"asked": threading.Event(), "answer": threading.Event()})
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         serving = threading.Thread(target=server.handle_request)

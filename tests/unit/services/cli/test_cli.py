@@ -46,14 +46,14 @@ def test_every_command_explains_itself(command, capsys) -> None:
         (["ctl", "h:1", "profile", "--step", "4"], "did you mean --steps?"),
     ],
 )
-def test_a_misspelt_word_is_answered_with_the_nearest(argv, hint, capsys) -> None:
+def test_misspelt_word_is_answered_with_the_nearest(argv, hint, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
     assert hint in capsys.readouterr().err
 
 
-def test_a_flag_is_never_guessed_from_its_beginning(capsys) -> None:
+def test_flag_is_never_guessed_from_its_beginning(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["up", "--pref", "2"])
     assert "unrecognized arguments" in capsys.readouterr().err
@@ -90,7 +90,7 @@ BAD_VALUES = [
 
 
 @pytest.mark.parametrize(("argv", "sentence"), BAD_VALUES, ids=[" ".join(argv) for argv, _ in BAD_VALUES])
-def test_a_bad_value_is_a_usage_error_that_names_its_flag(argv, sentence, capsys) -> None:  # [config-refused]
+def test_bad_value_is_a_usage_error_that_names_its_flag(argv, sentence, capsys) -> None:  # [config-refused]
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
@@ -141,7 +141,7 @@ def test_invalid_setting_is_one_sentence_and_a_status(argv, sentence, tmp_path, 
     assert "secret" not in shown
 
 
-def test_a_redis_password_is_not_on_the_command_line_of_any_child(tmp_path, monkeypatch) -> None:  # [secrets-in-files]
+def test_redis_password_is_not_on_the_command_line_of_any_child(tmp_path, monkeypatch) -> None:  # [secrets-in-files]
     monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
     monkeypatch.setattr(Child, "start", lambda _: None)
     parsed = args("--port", "0", "--run-dir", str(tmp_path), "--redis-url", "redis://me:se%40cret@h:1/2")
@@ -156,7 +156,7 @@ def test_a_redis_password_is_not_on_the_command_line_of_any_child(tmp_path, monk
     assert (password.read_text(), password.stat().st_mode & 0o777) == ("se@cret", 0o600)
 
 
-def test_the_environment_gives_defaults_and_flags_win(monkeypatch) -> None:
+def test_environment_gives_defaults_and_flags_win(monkeypatch) -> None:
     monkeypatch.setenv("TANDEM_REDIS_URL", "redis://from-env")
     monkeypatch.setenv("TANDEM_CLUSTER", "blue")
     monkeypatch.setenv("TANDEM_WORKER_ID", "pod-0")
@@ -164,14 +164,14 @@ def test_the_environment_gives_defaults_and_flags_win(monkeypatch) -> None:
     assert (parsed.redis_url, parsed.cluster, parsed.worker_id) == ("redis://from-env", "green", "pod-0")
 
 
-def test_a_misspelt_variable_is_answered_with_the_nearest(monkeypatch, capsys) -> None:  # [config-refused]
+def test_misspelt_variable_is_answered_with_the_nearest(monkeypatch, capsys) -> None:  # [config-refused]
     monkeypatch.setenv("TANDEM_REDIS_URI", "redis://h")
     with pytest.raises(SystemExit):
         main(["up", "--prefil", "1"])
     assert "did you mean TANDEM_REDIS_URL?" in capsys.readouterr().err
 
 
-def test_a_command_works_without_home_and_in_the_c_locale(tmp_path) -> None:  # [config-refused]
+def test_command_works_without_home_and_in_the_c_locale(tmp_path) -> None:  # [config-refused]
     done = subprocess.run(
         [sys.executable, "-m", "tandem_services.cli.main", "up", "--model", "/døes/not/exist"],
         env={"LANG": "C", "PATH": "/usr/bin:/bin", "PYTHONPATH": ":".join(sys.path)},
@@ -188,7 +188,7 @@ def args(*argv: str):
     return build_parser().parse_args(["up", *argv])
 
 
-def test_a_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -> None:
+def test_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4, 12)))
     monkeypatch.setattr(memory_share, "memory_limit", lambda: None)
@@ -199,7 +199,7 @@ def test_a_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -
     assert todo.model_names == ("tandem-mini",)
 
 
-def test_a_share_of_the_memory_is_divided_among_the_workers(tmp_path) -> None:
+def test_share_of_the_memory_is_divided_among_the_workers(tmp_path) -> None:
     asked = args("--prefill", "1", "--decode", "2", "--port", "0", "--run-dir", str(tmp_path))
     asked.mem_fraction_static = 0.9
     assert plan(asked).mem_fraction_static == 0.3
@@ -221,7 +221,7 @@ def test_workers_that_share_a_gpu_divide_what_one_would_take(tmp_path) -> None:
         (["--host", "0.0.0.0", "--console"], ["--console"], True),
     ],
 )
-def test_the_greeting_names_the_console_where_the_gateway_serves_it(
+def test_greeting_names_the_console_where_the_gateway_serves_it(
     argv, passed_on, greeted, tmp_path, monkeypatch
 ) -> None:
     monkeypatch.setattr("tandem_services.cli.up.require_redis", lambda _: None)
@@ -270,7 +270,7 @@ def test_keys_of_clients_reach_the_gateway_and_the_greeting(tmp_path, monkeypatc
     assert "TANDEM_API_KEY=KEY tandem chat" in greeting_of(parsed, todo)
 
 
-def test_the_greeting_tells_where_workers_take_orders(tmp_path) -> None:
+def test_greeting_tells_where_workers_take_orders(tmp_path) -> None:
     parsed = args("--port", "0", "--run-dir", str(tmp_path))
     todo = plan(parsed)
     [(_, _, prefill), (_, _, decode)] = todo.workers
@@ -282,7 +282,7 @@ def test_the_greeting_tells_where_workers_take_orders(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("host", "url"), [("::1", "http://[::1]:"), ("::", "http://[::1]:"), ("0.0.0.0", "http://127.")]
 )
-def test_an_address_that_is_listened_on_is_one_that_can_be_asked(host, url, tmp_path, monkeypatch) -> None:
+def test_address_that_is_listened_on_is_one_that_can_be_asked(host, url, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tandem_services.cli.up.listen", lambda *_: socket.socket())
     parsed = args("--host", host, "--port", "8123", "--run-dir", str(tmp_path))
     assert f"tandem-mini at {url}" in greeting_of(parsed, plan(parsed))
@@ -331,12 +331,12 @@ def test_up_without_workers_is_wrong_usage(capsys) -> None:
         (["--api-keys", "/does/not/exist"], "--api-keys /does/not/exist: No such file"),
     ],
 )
-def test_a_plan_that_cannot_work_is_refused_before_anything_starts(argv, sentence, tmp_path) -> None:
+def test_plan_that_cannot_work_is_refused_before_anything_starts(argv, sentence, tmp_path) -> None:
     with pytest.raises(ConfigError, match=sentence):
         plan(args("--port", "0", "--run-dir", str(tmp_path), *argv))
 
 
-def test_a_port_in_use_is_named_with_the_way_out(tmp_path) -> None:
+def test_port_in_use_is_named_with_the_way_out(tmp_path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(StartupError, match=f"127.0.0.1:{port}.*--port"):
@@ -350,22 +350,22 @@ def test_errors_made_on_purpose_end_in_one_sentence_and_a_status(capsys) -> None
     assert "is `tandem up` running?" in capsys.readouterr().err
 
 
-def test_the_bundled_model_is_the_default() -> None:
+def test_bundled_model_is_the_default() -> None:
     assert model_folder(None) == bundled_model()
 
 
-def test_a_value_is_no_misspelt_flag(capsys) -> None:
+def test_value_is_no_misspelt_flag(capsys) -> None:
     with pytest.raises(SystemExit):
         main(["up", "--watermark", "x"])
     assert capsys.readouterr().err.endswith("argument --watermark: invalid float value: 'x'\n")
 
 
-def test_a_policy_of_the_simulator_is_named_by_its_flag(tmp_path, capsys) -> None:
+def test_policy_of_the_simulator_is_named_by_its_flag(tmp_path, capsys) -> None:
     assert main(["simulate", "--trace", str(tmp_path / "t.jsonl"), "--policy", "nearest"]) == 2
     assert "error: --policy: there is no policy 'nearest'" in capsys.readouterr().err
 
 
-def test_a_description_is_wrapped_and_examples_are_not(monkeypatch, capsys) -> None:
+def test_description_is_wrapped_and_examples_are_not(monkeypatch, capsys) -> None:
     monkeypatch.setenv("COLUMNS", "80")
     with pytest.raises(SystemExit):
         main(["keys", "--help"])
@@ -375,7 +375,7 @@ def test_a_description_is_wrapped_and_examples_are_not(monkeypatch, capsys) -> N
     assert "--tokens-per-minute 200000 --file keys.json\n" in examples
 
 
-def test_a_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> None:
+def test_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> None:
     turn = Turn()
     assert turn.take({"id": "x", "choices": [{"delta": {"role": "assistant", "content": ""}}]}).content == ""
     assert turn.first_token is None
@@ -387,7 +387,7 @@ def test_a_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> N
 
 
 @pytest.mark.parametrize("command", ["up", "gateway"])
-def test_a_policy_that_is_none_is_refused_before_anything_starts(capsys, command: str) -> None:
+def test_policy_that_is_none_is_refused_before_anything_starts(capsys, command: str) -> None:
     assert main([command, "--redis-url", "redis://127.0.0.1:1", "--router-policy", "nearest"]) == 2
     assert "there is no policy 'nearest'; choose from locality, round_robin" in capsys.readouterr().err
 
@@ -402,7 +402,7 @@ def test_names_behind_the_first_are_aliases():
     assert model.names == ("tandem-mini",)
 
 
-def test_a_models_file_takes_its_defaults_from_the_flags(tmp_path):
+def test_models_file_takes_its_defaults_from_the_flags(tmp_path):
     (tmp_path / "models.toml").write_text(f'[[models]]\nmodel = "{bundled_model()}"\nqueue_timeout = 3\n')
     file = ["--models", str(tmp_path / "models.toml")]
     [model] = models_of(build_parser().parse_args([*GATEWAY, *file, "--max-waiting-requests", "5"]))
@@ -411,6 +411,6 @@ def test_a_models_file_takes_its_defaults_from_the_flags(tmp_path):
 
 
 @pytest.mark.parametrize("flags", [["--model", "x"], ["--served-model-name", "x"]])
-def test_a_models_file_and_a_model_exclude_each_other(tmp_path, flags):
+def test_models_file_and_a_model_exclude_each_other(tmp_path, flags):
     with pytest.raises(ConfigError, match="--models names all models: leave out --model"):
         models_of(build_parser().parse_args([*GATEWAY, "--models", str(tmp_path), *flags]))

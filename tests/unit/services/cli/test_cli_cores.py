@@ -71,7 +71,7 @@ def test_workers_that_need_not_or_cannot_share_the_cores_are_not_bound(argv, cla
     assert none.flag(0) is None
 
 
-def test_a_second_system_takes_what_the_first_has_left(claim):
+def test_second_system_takes_what_the_first_has_left(claim):
     first, second = claim(4, workers=2), claim(4, workers=2)
     assert (first.of_worker, second.of_worker) == (("0", "1"), ("2", "3"))
     assert claim(4, workers=2).of_worker == ()
@@ -79,7 +79,7 @@ def test_a_second_system_takes_what_the_first_has_left(claim):
     assert claim(4, workers=2).of_worker == ("0", "1")
 
 
-def test_a_claim_that_falls_short_leaves_nothing_taken(claim):
+def test_claim_that_falls_short_leaves_nothing_taken(claim):
     held = claim(3, workers=2)
     assert claim(3, workers=2).of_worker == ()
     held.release()
@@ -90,7 +90,7 @@ def test_cores_that_cannot_be_claimed_are_not_bound(claim, tmp_path):
     assert claim(4, workers=2, folder=tmp_path / "missing").of_worker == ()
 
 
-def test_a_worker_is_told_its_cores():
+def test_worker_is_told_its_cores():
     args = build_parser().parse_args(["up", "--threads", "1"])
     assert "--cpu-affinity" not in engine_argv(args)
     args.model, args.role, args.cpu_affinity = "m", "both", "4"

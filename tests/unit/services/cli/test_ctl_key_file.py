@@ -43,7 +43,7 @@ def worker() -> Iterator[Worker]:
     server.server_close()
 
 
-def test_the_token_of_the_key_file_comes_with_the_order(worker, tmp_path):
+def test_token_of_the_key_file_comes_with_the_order(worker, tmp_path):
     keys = KeyPair.generate()
     keys.save(tmp_path / "keys.json")
     address = f"127.0.0.1:{worker.server_port}"
@@ -52,7 +52,7 @@ def test_the_token_of_the_key_file_comes_with_the_order(worker, tmp_path):
     assert worker.brought == [None, f"Bearer {order_token(keys)}"]
 
 
-def test_a_file_that_is_none_is_named(worker, tmp_path, capsys):
+def test_file_that_is_none_is_named(worker, tmp_path, capsys):
     assert main(["ctl", "--curve-keys", str(tmp_path / "none"), f"127.0.0.1:{worker.server_port}", "drain"]) != 0
     assert "--curve-keys" in capsys.readouterr().err
     assert worker.brought == []

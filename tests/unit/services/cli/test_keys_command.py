@@ -34,7 +34,7 @@ def test_keys_are_added_to_a_file_that_a_gateway_takes(tmp_path, capsys) -> None
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_a_file_keeps_its_mode_and_its_entries_when_a_name_is_there_already(tmp_path, capsys) -> None:
+def test_file_keeps_its_mode_and_its_entries_when_a_name_is_there_already(tmp_path, capsys) -> None:
     path = tmp_path / "keys.json"
     assert create("search", "--file", str(path)) == 0
     path.chmod(0o640)
@@ -58,7 +58,7 @@ def of_somebody_else(monkeypatch):
     return lambda: monkeypatch.setattr(keys_command, "_replace", seen)
 
 
-def test_a_file_keeps_its_owner_and_is_his_before_it_has_its_mode(tmp_path, monkeypatch, of_somebody_else) -> None:
+def test_file_keeps_its_owner_and_is_his_before_it_has_its_mode(tmp_path, monkeypatch, of_somebody_else) -> None:
     """`sudo tandem keys create` made the file root's, and the gateway could not read it any more."""
     path = tmp_path / "keys.json"
     assert create("search", "--file", str(path)) == 0
@@ -91,7 +91,7 @@ def test_root_adds_a_key_to_the_file_of_another_user(tmp_path) -> None:
     assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (65534, 65534, 0o600)
 
 
-def test_a_file_whose_owner_cannot_be_kept_is_left_alone(tmp_path, monkeypatch, capsys, of_somebody_else) -> None:
+def test_file_whose_owner_cannot_be_kept_is_left_alone(tmp_path, monkeypatch, capsys, of_somebody_else) -> None:
     path = tmp_path / "keys.json"
     assert create("search", "--file", str(path)) == 0
     before = path.read_bytes()
@@ -135,7 +135,7 @@ def test_two_that_are_made_at_once_are_both_in_the_file(tmp_path, monkeypatch) -
     assert [tenant.name for tenant in read_keys(path).tenants] == ["search", "ops"]
 
 
-def test_a_key_is_added_where_folders_cannot_be_locked(tmp_path, monkeypatch) -> None:
+def test_key_is_added_where_folders_cannot_be_locked(tmp_path, monkeypatch) -> None:
     def refused(descriptor: int, operation: int) -> None:
         raise OSError(errno.EBADF, os.strerror(errno.EBADF))
 
@@ -146,7 +146,7 @@ def test_a_key_is_added_where_folders_cannot_be_locked(tmp_path, monkeypatch) ->
 @pytest.mark.parametrize(
     ("content", "sentence"), [("{}", "--file keys.json"), ("no json", "--file keys.json: not valid JSON")]
 )
-def test_a_file_that_is_no_key_file_is_left_alone(content, sentence, tmp_path, capsys) -> None:
+def test_file_that_is_no_key_file_is_left_alone(content, sentence, tmp_path, capsys) -> None:
     path = tmp_path / "keys.json"
     path.write_text(content)
     assert create("search", "--file", str(path)) == 2
@@ -154,17 +154,17 @@ def test_a_file_that_is_no_key_file_is_left_alone(content, sentence, tmp_path, c
     assert path.read_text() == content
 
 
-def test_a_folder_that_is_not_there_is_named(tmp_path, capsys) -> None:
+def test_folder_that_is_not_there_is_named(tmp_path, capsys) -> None:
     assert create("search", "--file", str(tmp_path / "no" / "keys.json")) == 2
     assert f"--file {tmp_path}/no/keys.json: No such file or directory" in capsys.readouterr().err
 
 
-def test_an_entry_goes_to_standard_output_without_a_file(capsys) -> None:
+def test_entry_goes_to_standard_output_without_a_file(capsys) -> None:
     assert create("search", "--concurrency", "4", "--model", "a", "--model", "b") == 0
     entry = json.loads(capsys.readouterr().out)
     assert (entry["name"], entry["concurrency"], entry["models"]) == ("search", 4, ["a", "b"])
 
 
-def test_a_name_that_no_gateway_takes_is_wrong_usage(capsys) -> None:
+def test_name_that_no_gateway_takes_is_wrong_usage(capsys) -> None:
     assert create("two words") == 2
     assert "no gateway would take this entry" in capsys.readouterr().err

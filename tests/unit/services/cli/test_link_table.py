@@ -12,12 +12,12 @@ def table(*links: LinkReport) -> list[list[str]]:
     return [line.split() for line in links_table(answered).splitlines()]
 
 
-def test_a_measured_link_has_its_figures():
+def test_measured_link_has_its_figures():
     link = LinkReport(peer="d@7", bytes_per_s=5.123e9, latency_s=0.00041, transport=LinkTransport.SHM, age_s=12.4)
     assert table(link)[1] == ["d@7", "5.12", "0.41", "ms", "shm", "12", "s"]
 
 
-def test_a_link_without_figures_says_why():
+def test_link_without_figures_says_why():
     rows = table(
         LinkReport(peer="b@1", problem="no answer"),
         LinkReport(peer="a@1", transport=LinkTransport.TCP, condition="expected rdma, got tcp", broken=True),

@@ -22,7 +22,7 @@ def test_models_need_names_of_their_own(models, folder, capsys):
     assert "unique names" in capsys.readouterr().err
 
 
-def test_a_folder_without_a_model_is_named(tmp_path, capsys):
+def test_folder_without_a_model_is_named(tmp_path, capsys):
     assert main(["router", "--redis-url", "redis://127.0.0.1:1", "--model", f"a={tmp_path}"]) == 2
     assert "no config.json" in capsys.readouterr().err
 

@@ -135,7 +135,7 @@ def test_gpus_that_are_hidden_do_not_count(tmp_path, monkeypatch):
     assert visible_gpus(tmp_path) == 0
 
 
-def test_the_bundled_model_has_a_name(tmp_path):
+def test_bundled_model_has_a_name(tmp_path):
     for words in ((), ("tandem-mini",)):
         args = parsed(*words, "--both", "1", "--port", "0", "--run-dir", str(tmp_path))
         choose_workers(args, gpus=0)
@@ -143,7 +143,7 @@ def test_the_bundled_model_has_a_name(tmp_path):
         assert (todo.model.folder, todo.model_names, args.dtype) == (bundled_model(), ("tandem-mini",), "float32")
 
 
-def test_a_settings_file_names_models(tmp_path):
+def test_settings_file_names_models(tmp_path):
     (tmp_path / "c.yaml").write_text(f"models:\n  mine: {bundled_model()}\n")
     args = parsed(
         "mine", "--config", str(tmp_path / "c.yaml"), "--both", "1", "--port", "0", "--run-dir", str(tmp_path)
@@ -158,13 +158,13 @@ def test_a_settings_file_names_models(tmp_path):
         model_source("mine", {"tandem-mini": "org/other"})
 
 
-def test_the_model_of_serve_has_no_flag(capsys):
+def test_model_of_serve_has_no_flag(capsys):
     with pytest.raises(SystemExit):
         main(["serve", "--model", "org/mini"])
     assert "unrecognized arguments: --model (MODEL stands without a flag)" in capsys.readouterr().err
 
 
-def test_a_download_on_a_terminal_is_a_bar():
+def test_download_on_a_terminal_is_a_bar():
     text = StringIO()
     bar = Bar("org/mini", Progress(DownloadColumn(), console=Console(file=text, force_terminal=True, width=80)))
     bar.say("a [line]")
@@ -175,7 +175,7 @@ def test_a_download_on_a_terminal_is_a_bar():
     assert "100.0/100.0 MB" in text.getvalue()
 
 
-def test_a_download_in_a_pipe_is_a_line_at_each_end(capsys):
+def test_download_in_a_pipe_is_a_line_at_each_end(capsys):
     lines = Lines("org/mini", sys.stderr)
     for done in range(0, 101, 10):
         lines.progress(done * 10**6, 100 * 10**6)

@@ -25,7 +25,7 @@ def failing(number):
     return call
 
 
-def test_a_child_that_exits_while_starting_shows_its_last_words(tmp_path) -> None:
+def test_child_that_exits_while_starting_shows_its_last_words(tmp_path) -> None:
     supervisor = Supervisor()
     code = "import sys; print('cannot find my shoes'); sys.exit(3)"
     supervisor.start(Child(name="walker", argv=[sys.executable, "-c", code], log=tmp_path / "walker.log"))
@@ -35,7 +35,7 @@ def test_a_child_that_exits_while_starting_shows_its_last_words(tmp_path) -> Non
     supervisor.stop(grace=1)
 
 
-def test_a_flag_that_a_child_refuses_is_wrong_usage(tmp_path) -> None:
+def test_flag_that_a_child_refuses_is_wrong_usage(tmp_path) -> None:
     supervisor = Supervisor()
     code = "import sys; print('tandem: error: --cluster must be letters', file=sys.stderr); sys.exit(2)"
     supervisor.start(Child(name="walker", argv=[sys.executable, "-c", code], log=tmp_path / "walker.log"))
@@ -45,7 +45,7 @@ def test_a_flag_that_a_child_refuses_is_wrong_usage(tmp_path) -> None:
     supervisor.stop(grace=1)
 
 
-def test_a_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_path) -> None:
+def test_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_path) -> None:
     supervisor = Supervisor()
     child = Child(name="sleeper", argv=[sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log")
     supervisor.start(child)

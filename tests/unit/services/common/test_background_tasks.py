@@ -26,7 +26,7 @@ async def test_started_tasks_finish_before_the_end():
     assert done == ["work"]
 
 
-async def test_a_failed_task_does_not_keep_the_others_from_settling():
+async def test_failed_task_does_not_keep_the_others_from_settling():
     tasks, done = BackgroundTasks(), []
 
     async def fail() -> None:
@@ -42,7 +42,7 @@ async def test_a_failed_task_does_not_keep_the_others_from_settling():
 
 
 @pytest.mark.parametrize("at_once", [True, False])
-async def test_a_step_that_raises_is_logged_and_done_again(at_once, caplog):
+async def test_step_that_raises_is_logged_and_done_again(at_once, caplog):
     turns, enough = [], asyncio.Event()
 
     async def step() -> None:
@@ -59,7 +59,7 @@ async def test_a_step_that_raises_is_logged_and_done_again(at_once, caplog):
     assert "only once" in str(caplog.records[0].exc_info)
 
 
-async def test_the_first_step_waits_unless_it_is_wanted_at_once():
+async def test_first_step_waits_unless_it_is_wanted_at_once():
     turns = []
 
     async def step() -> None:

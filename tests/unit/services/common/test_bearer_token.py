@@ -14,7 +14,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", "Bearer   s3cret "])
-def test_the_token_lets_in(path, header):
+def test_token_lets_in(path, header):
     assert BearerToken(path=path).admits(header)
 
 
@@ -27,18 +27,18 @@ def test_anything_else_does_not(path, header):
 
 
 @pytest.mark.parametrize("content", [b"", b"\n", b"two words", "é".encode(), b"x" * (MAX_TOKEN_BYTES + 1)])
-def test_a_file_without_a_token_is_refused_at_the_start(path, content):
+def test_file_without_a_token_is_refused_at_the_start(path, content):
     path.write_bytes(content)
     with pytest.raises(ConfigError, match="--token-file"):
         BearerToken(path=path)
 
 
-def test_an_absent_file_is_refused_at_the_start(tmp_path):
+def test_absent_file_is_refused_at_the_start(tmp_path):
     with pytest.raises(ConfigError, match="--token-file"):
         BearerToken(path=tmp_path / "absent")
 
 
-def test_a_token_that_was_exchanged_is_the_only_one(path):
+def test_token_that_was_exchanged_is_the_only_one(path):
     token = BearerToken(path=path)
     new = path.with_name("new")
     new.write_text("other")

@@ -8,7 +8,7 @@ from tandem_services.common import sockets
 from tandem_services.common.errors import StartupError
 
 
-def test_a_port_is_found_below_those_of_outgoing_connections():
+def test_port_is_found_below_those_of_outgoing_connections():
     port = sockets.free_port()
     assert port in sockets.PORTS
     assert sockets.PORTS.stop <= 32_768
@@ -22,7 +22,7 @@ def test_no_port_is_given_twice_though_nobody_listens_on_the_first_yet(monkeypat
         sockets.free_port()
 
 
-def test_a_taken_port_is_passed_over(monkeypatch):
+def test_taken_port_is_passed_over(monkeypatch):
     # Other tests listen on ports beside it: one of so many is free.
     others = [sockets.free_port() for _ in range(20)]
     with socket.create_server(("127.0.0.1", sockets.free_port())) as server:

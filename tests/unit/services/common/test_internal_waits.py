@@ -133,7 +133,7 @@ def test_no_wait_is_longer_than_ten_seconds():
     assert longer == set(LONGER), longer ^ set(LONGER)
 
 
-def test_a_writer_that_wakes_after_it_was_fenced_has_no_grant_any_more():  # [late-write] [grant-expiry]
+def test_writer_that_wakes_after_it_was_fenced_has_no_grant_any_more():  # [late-write] [grant-expiry]
     """Its pages are given to others when it is fenced; until then every lease it may hold has run out."""
     leases = DisaggConfig()
     assert max(leases.grant_timeout, leases.hold_timeout) < FENCE_AFTER_MS / 1000

@@ -40,7 +40,7 @@ def test_units_are_base_units(metric):
         assert metric.name.endswith(("_seconds", "_bytes", "_ratio"))
 
 
-def test_a_help_text_can_be_read_alone(metric):
+def test_help_text_can_be_read_alone(metric):
     assert re.match(r"[A-Z0-9]", metric.documentation)
     assert not re.match(r"(Of (it|them)|Their|Those|The same)\b", metric.documentation)
 

@@ -24,7 +24,7 @@ def breaker(clock):
     return CircuitBreaker(clock=clock, failures_to_open=3, open_s=0.5)
 
 
-def test_the_breaker_opens_after_failures_in_a_row(breaker):
+def test_breaker_opens_after_failures_in_a_row(breaker):
     for _ in range(2):
         breaker.failed()
         assert breaker.admit()
@@ -33,7 +33,7 @@ def test_the_breaker_opens_after_failures_in_a_row(breaker):
     assert not breaker.admit()
 
 
-def test_a_success_in_between_starts_the_count_again(breaker):
+def test_success_in_between_starts_the_count_again(breaker):
     for _ in range(5):
         breaker.failed()
         breaker.failed()
@@ -50,7 +50,7 @@ def test_half_open_admits_one_command_at_a_time(breaker, clock):
     assert not breaker.admit()
 
 
-def test_the_trial_decides(breaker, clock):
+def test_trial_decides(breaker, clock):
     for _ in range(3):
         breaker.failed()
     clock.advance(0.5)
@@ -64,7 +64,7 @@ def test_the_trial_decides(breaker, clock):
     assert breaker.admit()
 
 
-def test_a_trial_that_never_reports_back_does_not_lock_the_breaker(breaker, clock):
+def test_trial_that_never_reports_back_does_not_lock_the_breaker(breaker, clock):
     for _ in range(3):
         breaker.failed()
     clock.advance(0.5)
@@ -88,7 +88,7 @@ def test_passwords_are_masked(url, masked):
     assert mask_password(url) == masked
 
 
-def test_an_address_never_shows_its_password():
+def test_address_never_shows_its_password():
     address = RedisAddress(url="redis://user:secret@host:6379/0")
     assert "secret" not in f"{address} {address!r}"
 
@@ -103,7 +103,7 @@ def test_invalid_redis_url_is_rejected_without_its_password(url):  # [config-ref
     assert "--redis" in str(caught.value)
 
 
-def test_a_password_file_is_read_at_each_connect(tmp_path):  # [secrets-reread]
+def test_password_file_is_read_at_each_connect(tmp_path):  # [secrets-reread]
     path = tmp_path / "password"
     path.write_text("first\n")
     provider = FilePassword(username="me", path=path)
@@ -113,7 +113,7 @@ def test_a_password_file_is_read_at_each_connect(tmp_path):  # [secrets-reread]
     assert FilePassword(username=None, path=path).get_credentials() == ("second",)
 
 
-def test_a_password_can_move_from_the_url_to_a_private_file(tmp_path):  # [secrets-in-files]
+def test_password_can_move_from_the_url_to_a_private_file(tmp_path):  # [secrets-in-files]
     path = tmp_path / "password"
     path.touch(mode=0o644)
     authority = tmp_path / "ca.pem"
@@ -127,12 +127,12 @@ def test_a_password_can_move_from_the_url_to_a_private_file(tmp_path):  # [secre
     assert plain.with_password_in(path) is plain
 
 
-def test_an_absent_password_file_is_named(tmp_path):
+def test_absent_password_file_is_named(tmp_path):
     with pytest.raises(ConfigError, match="redis-password-file"):
         RedisAddress(url="redis://h", password_file=tmp_path / "absent")
 
 
-async def test_a_refused_connection_counts_and_then_costs_nothing(clock):
+async def test_refused_connection_counts_and_then_costs_nothing(clock):
     client = RedisClient(RedisAddress(url="redis://127.0.0.1:1"), timeout_s=1, breaker=CircuitBreaker(clock=clock))
     for _ in range(10):
         with pytest.raises(RedisUnavailableError):
@@ -152,7 +152,7 @@ def test_complaints_are_rare_and_counted(clock, caplog):
     assert "4 similar" in caplog.records[-1].getMessage()
 
 
-async def test_a_transport_that_closes_under_a_command_is_redis_unavailable(monkeypatch):  # [redis-is-optional]
+async def test_transport_that_closes_under_a_command_is_redis_unavailable(monkeypatch):  # [redis-is-optional]
     """uvloop raises RuntimeError, which is no error of redis-py's; a gateway runs on it and answered 500."""
     client = RedisClient(RedisAddress(url="redis://127.0.0.1:1/0"), timeout_s=1.0)
 

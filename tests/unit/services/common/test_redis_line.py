@@ -135,7 +135,7 @@ async def test_many_commands_share_a_connection_and_are_answered_in_order(line, 
     assert wires.all == [wire]
 
 
-async def test_the_reply_of_a_command_that_was_given_up_is_nobody_elses(line, wires):
+async def test_reply_of_a_command_that_was_given_up_is_nobody_elses(line, wires):
     wire = wires.next
     first, second, third = (ask(line, "GET", number) for number in range(3))
     await wire.has_sent(3)
@@ -171,7 +171,7 @@ async def test_rejected_command_affects_no_other(line, wires):
     ],
     ids=lambda refusal: type(refusal).__name__,
 )
-async def test_a_server_that_is_not_the_primary_is_left(line, wires, refusal):
+async def test_server_that_is_not_the_primary_is_left(line, wires, refusal):
     former = wires.next
     asked = [ask(line, "GET", number) for number in range(3)]
     await former.has_sent(3)
@@ -217,7 +217,7 @@ async def test_commands_follow_a_slot_that_has_moved(cluster_line, cluster):
     assert (await answered(cluster_line, owner, "later"), len(cluster.all)) == ("later", 2)
 
 
-async def test_a_slot_that_moves_in_circles_ends_in_an_error(cluster_line, cluster):
+async def test_slot_that_moves_in_circles_ends_in_an_error(cluster_line, cluster):
     asked = ask(cluster_line, "GET", "x")
     for number in range(5):
         await until(lambda: len(cluster.all) > number, PATIENT_S, "a connection")  # noqa: B023
@@ -276,7 +276,7 @@ async def test_broken_connection_to_a_taker_fails_no_load(cluster_line, cluster)
     assert await loaded == b"name"
 
 
-async def test_the_connection_to_a_taker_becomes_that_to_the_owner(cluster_line, cluster):
+async def test_connection_to_a_taker_becomes_that_to_the_owner(cluster_line, cluster):
     owner, taker, asked = await redirected_to_a_taker(cluster_line, cluster)
     taker.replies.put_nowait(b"OK")
     taker.replies.put_nowait(b"found")
@@ -289,7 +289,7 @@ async def test_the_connection_to_a_taker_becomes_that_to_the_owner(cluster_line,
     assert (await asked, taker.sent[-1], len(cluster.all)) == (b"moved", b"GET all", 2)
 
 
-async def test_a_slot_between_two_nodes_keeps_its_connection(cluster_line, cluster):
+async def test_slot_between_two_nodes_keeps_its_connection(cluster_line, cluster):
     owner = cluster.next
     asked = ask(cluster_line, "FCALL", "f")
     await owner.has_sent(1)
@@ -299,7 +299,7 @@ async def test_a_slot_between_two_nodes_keeps_its_connection(cluster_line, clust
     assert (await answered(cluster_line, owner, "later"), len(cluster.all)) == ("later", 1)
 
 
-async def test_a_server_that_loads_its_data_is_left(line, wires):
+async def test_server_that_loads_its_data_is_left(line, wires):
     loading = wires.next
     asked = ask(line, "GET", 0)
     await loading.has_sent(1)
@@ -309,7 +309,7 @@ async def test_a_server_that_loads_its_data_is_left(line, wires):
     assert await answered(line, wires.next, "later") == "later"
 
 
-async def test_a_broken_connection_fails_all_who_wait_and_the_next_command_opens_another(line, wires):
+async def test_broken_connection_fails_all_who_wait_and_the_next_command_opens_another(line, wires):
     wire = wires.next
     asked = [ask(line, "GET", number) for number in range(3)]
     await wire.has_sent(3)
@@ -322,7 +322,7 @@ async def test_a_broken_connection_fails_all_who_wait_and_the_next_command_opens
     assert wire.sent == [f"GET {number}".encode() for number in range(3)], "nothing is sent twice"
 
 
-async def test_an_idle_connection_that_breaks_costs_no_command(line, wires):
+async def test_idle_connection_that_breaks_costs_no_command(line, wires):
     wire = wires.next
     assert await answered(line, wire, 0) == 0
     wire.replies.put_nowait(ConnectionResetError("idle for too long"))
@@ -342,7 +342,7 @@ async def test_after_somebody_waited_too_long_who_comes_later_has_another_connec
     assert len(wires.all) == 2
 
 
-async def test_a_reply_that_is_there_is_read_however_late_the_event_loop_looks(line, wires):
+async def test_reply_that_is_there_is_read_however_late_the_event_loop_looks(line, wires):
     """A busy loop finds its timers run out before it has read what came in time."""
     wire = wires.next
     assert await answered(line, wire, 0) == 0
@@ -373,7 +373,7 @@ async def test_late_time_outs_on_an_old_connection_leave_the_new_one_alone(line,
     assert len(wires.all) == 2
 
 
-async def test_a_connection_that_opens_more_slowly_than_a_command_waits_is_there_for_the_next(line, wires):
+async def test_connection_that_opens_more_slowly_than_a_command_waits_is_there_for_the_next(line, wires):
     wire = wires.next
     wire.opens.clear()
     for number in range(3):
@@ -384,7 +384,7 @@ async def test_a_connection_that_opens_more_slowly_than_a_command_waits_is_there
     assert len(wires.all) == 1
 
 
-async def test_a_reply_that_nobody_asked_for_ends_the_connection(line, wires):
+async def test_reply_that_nobody_asked_for_ends_the_connection(line, wires):
     wire = wires.next
     assert await answered(line, wire, 0) == 0
     wire.replies.put_nowait(b"nobody's")

@@ -67,7 +67,7 @@ async def opened(places: Places) -> Address:
     return wire.address
 
 
-async def test_a_server_without_hello_is_used_as_it_is():
+async def test_server_without_hello_is_used_as_it_is():
     places = nodes({A: Server()}, A)
     assert [await opened(places) for _ in range(2)] == [A, A]
 
@@ -85,7 +85,7 @@ async def test_reply_without_texts_ends_the_opening_by_name(answers):
         await opened(nodes({A: Server(**answers)}, A))
 
 
-async def test_the_owner_is_kept_until_it_does_not_answer():
+async def test_owner_is_kept_until_it_does_not_answer():
     servers = {A: Server(), B: Server(), C: Server()}
     places = nodes(servers, A, B)
     assert await opened(places) == A
@@ -111,13 +111,13 @@ async def test_nodes_that_a_cluster_lists_are_tried_after_the_given():
     assert cluster.open == 1, "a connection that was found stays open"
 
 
-async def test_a_user_who_may_not_list_nodes_has_the_given():
+async def test_user_who_may_not_list_nodes_has_the_given():
     places = nodes({A: Server(HELLO=hello(mode="cluster"), CLUSTER=ResponseError("NOPERM"))}, A)
     assert [await opened(places) for _ in range(2)] == [A, A]
 
 
 @pytest.mark.parametrize(("named", "meant"), [(":7", "10.0.0.1:7"), ("?:7", "10.0.0.1:7"), ("::1:7", "[::1]:7")])
-async def test_a_redirection_without_a_host_means_the_same_one(named, meant):
+async def test_redirection_without_a_host_means_the_same_one(named, meant):
     places = nodes({A: Server()}, B, A)
     wire = places.wire_to(A)
     await wire.connect()
@@ -125,7 +125,7 @@ async def test_a_redirection_without_a_host_means_the_same_one(named, meant):
         assert places.named(redirection, wire) == Address.parse(meant)
 
 
-async def test_a_redirection_to_no_host_is_not_followed():
+async def test_redirection_to_no_host_is_not_followed():
     places = nodes({A: Server()}, A)
     assert places.named(MovedError("1 a/b:7"), places.wire()) is None
 
@@ -141,7 +141,7 @@ async def test_sentinels_that_hang_or_are_gone_are_passed_over():
     assert [server.open for server in sentinels.values()] == [0, 0, 0], "no connection to a Sentinel stays"
 
 
-async def test_a_replica_that_a_sentinel_names_is_not_used():
+async def test_replica_that_a_sentinel_names_is_not_used():
     replica, primary = Server(HELLO=hello(role="slave")), Server(HELLO=hello(role="master"))
     sentinels = {S1: sentinel(A), S2: sentinel(B), S3: sentinel(A)}
     places = Sentinels({A: replica, B: primary}.__getitem__, sentinels.__getitem__, URL)

@@ -25,7 +25,7 @@ from tandem_services.common.redis_url import Kind, RedisUrl
         ("unix:///home/me@here/redis.sock", Kind.SOCKET, False, "", "", 0),
     ],
 )
-def test_a_url_means_its_servers(url, kind, tls, addresses, service, database):
+def test_url_means_its_servers(url, kind, tls, addresses, service, database):
     read = RedisUrl.parse(url)
     assert (read.kind, read.tls, read.service, read.database) == (kind, tls, service, database)
     assert read.addresses == tuple(map(Address.parse, addresses.split()))
@@ -46,7 +46,7 @@ def test_several_hosts_with_brackets_need_no_old_urlsplit(monkeypatch):
     assert (read.username, read.password) == ("me", "p")
 
 
-def test_a_user_and_a_password_are_decoded():
+def test_user_and_a_password_are_decoded():
     read = RedisUrl.parse("redis+sentinel://us%40er:p%2Fw@a,b/main")
     assert (read.username, read.password) == ("us@er", "p/w")
     assert "p/w" not in repr(read)
@@ -89,7 +89,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("url", REFUSED)
-def test_a_wrong_url_is_refused_by_its_part(url):  # [config-refused]
+def test_wrong_url_is_refused_by_its_part(url):  # [config-refused]
     with pytest.raises(ConfigError) as caught:
         RedisUrl.parse(url)
     message = str(caught.value)
@@ -99,6 +99,6 @@ def test_a_wrong_url_is_refused_by_its_part(url):  # [config-refused]
 
 
 @pytest.mark.parametrize("option", ["rediss://h?ssl_ca_certs", "redis+sentinel://h/m?sentinel_password_file"])
-def test_a_file_that_a_url_names_must_exist(option, tmp_path):
+def test_file_that_a_url_names_must_exist(option, tmp_path):
     with pytest.raises(ConfigError, match=f"{option.partition('?')[2]} .*: no such file"):
         RedisAddress(url=f"{option}={tmp_path / 'absent'}")

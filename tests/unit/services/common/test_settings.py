@@ -7,7 +7,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_services.common.settings import read_settings
 
 
-def test_a_switch_is_on_or_off_and_nothing_else():
+def test_switch_is_on_or_off_and_nothing_else():
     assert read_settings({"TANDEM_STANDBY": "1"}).standby
     assert not read_settings({"TANDEM_STANDBY": "0"}).standby
     assert read_settings({"TANDEM_STANDBY": "true"}).standby
@@ -44,25 +44,25 @@ def test_variables_are_read_and_empty_ones_are_not_there():
         ({"OPENAI_API_KEY": ""}, None),
     ],
 )
-def test_a_key_is_taken_from_our_variable_first_and_never_shown(variables, key):
+def test_key_is_taken_from_our_variable_first_and_never_shown(variables, key):
     settings = read_settings(variables)
     assert (settings.api_key, settings.warnings) == (key, ())
     assert "ours" not in repr(settings)
     assert "theirs" not in repr(settings)
 
 
-def test_a_misspelt_variable_is_reported_with_the_nearest_name():  # [config-refused]
+def test_misspelt_variable_is_reported_with_the_nearest_name():  # [config-refused]
     (warning,) = read_settings({"TANDEM_REDIS_URI": "redis://h"}).warnings
     assert "TANDEM_REDIS_URI" in warning
     assert "did you mean TANDEM_REDIS_URL?" in warning
 
 
-def test_a_log_level_that_is_none_is_refused():
+def test_log_level_that_is_none_is_refused():
     with pytest.raises(ConfigError, match="TANDEM_LOG_LEVEL must be one of debug, info, warning, error"):
         read_settings({"TANDEM_LOG_LEVEL": "loud"})
 
 
-def test_an_unlike_variable_is_reported_with_all_names():
+def test_unlike_variable_is_reported_with_all_names():
     (warning,) = read_settings({"TANDEM_ZZZZZZZZ": "1"}).warnings
     assert "TANDEM_CURVE_KEYS" in warning
 

@@ -18,7 +18,7 @@ def write(tmp_path, name, text):
     return path
 
 
-def test_a_mooncake_line_gives_seconds_lengths_and_blocks(tmp_path):
+def test_mooncake_line_gives_seconds_lengths_and_blocks(tmp_path):
     (row,) = read_trace(write(tmp_path, "t.jsonl", json.dumps(GOOD) + "\n\n"))
     assert (row.at, row.prompt_tokens, row.output_tokens, row.blocks) == (1.5, 600, 7, (3, 4))
 
@@ -47,20 +47,20 @@ def test_azure_prompts_share_no_block_and_have_as_many_as_they_need(tmp_path):
         ({"n": "two"}, "$.n"),
     ],
 )
-def test_a_bad_mooncake_line_is_named_with_its_number_and_field(tmp_path, change, reason):
+def test_bad_mooncake_line_is_named_with_its_number_and_field(tmp_path, change, reason):
     path = write(tmp_path, "t.jsonl", json.dumps(GOOD) + "\n" + json.dumps(GOOD | change) + "\n")
     with pytest.raises(ConfigError, match=r"t\.jsonl line 2: ") as error:
         list(read_trace(path))
     assert reason in str(error.value)
 
 
-def test_a_mooncake_line_may_name_a_tenant_and_a_priority(tmp_path):
+def test_mooncake_line_may_name_a_tenant_and_a_priority(tmp_path):
     lines = [GOOD, GOOD | {"tenant": "search", "priority": -5}]
     rows = list(read_trace(write(tmp_path, "t.jsonl", "".join(json.dumps(line) + "\n" for line in lines))))
     assert [(row.tenant, row.priority) for row in rows] == [("", 0), ("search", -5)]
 
 
-def test_a_mooncake_line_may_have_as_many_choices_as_gateways_take(tmp_path):
+def test_mooncake_line_may_have_as_many_choices_as_gateways_take(tmp_path):
     assert MAX_CHOICES == limits.MAX_CHOICES
     lines = [GOOD, GOOD | {"n": MAX_CHOICES}]
     rows = list(read_trace(write(tmp_path, "t.jsonl", "".join(json.dumps(line) + "\n" for line in lines))))
@@ -77,7 +77,7 @@ def test_invalid_trace_line_is_named(tmp_path, line):
     "line",
     ["yesterday,10,10", "2023-11-16 18:15:46.6805900,ten,10", "2023-11-16 18:15:46.6805900,10,0", "only"],
 )
-def test_a_bad_azure_line_is_named_with_its_number(tmp_path, line):
+def test_bad_azure_line_is_named_with_its_number(tmp_path, line):
     path = write(tmp_path, "t.csv", AZURE + "2023-11-16 18:15:46.6805900,10,10\n" + line + "\n")
     with pytest.raises(ConfigError, match=r"t\.csv line 3: "):
         list(read_trace(path))

@@ -25,19 +25,19 @@ GATEWAY = ["gateway", "--redis-url", "redis://h"]
         ("http://[::1]:4318", "http://[::1]:4318/v1/traces"),
     ],
 )
-def test_a_collector_without_a_path_gets_the_standard_one(endpoint, url):
+def test_collector_without_a_path_gets_the_standard_one(endpoint, url):
     assert TracingConfig(endpoint=endpoint).url == url
 
 
 @pytest.mark.parametrize(
     "endpoint", ["", "collector:4317", "grpc://collector:4317", "http://", "http://h:99999", "x y"]
 )
-def test_an_endpoint_that_is_none_is_named_by_its_flag(endpoint):
+def test_endpoint_that_is_none_is_named_by_its_flag(endpoint):
     with pytest.raises(ConfigError, match="--otlp-traces-endpoint"):
         TracingConfig(endpoint=endpoint)
 
 
-def test_a_protocol_that_is_not_spoken_is_named_with_the_one_that_is():
+def test_protocol_that_is_not_spoken_is_named_with_the_one_that_is():
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL 'grpc' is not spoken here: set it to http/prot"):
         TracingConfig(endpoint="http://h:4317", protocol="grpc")
 
@@ -51,7 +51,7 @@ def test_a_protocol_that_is_not_spoken_is_named_with_the_one_that_is():
         ({"OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "", "OTEL_EXPORTER_OTLP_ENDPOINT": ""}, None),
     ],
 )
-def test_the_standards_variables_name_the_collector(variables, endpoint):
+def test_standards_variables_name_the_collector(variables, endpoint):
     assert read_settings(variables).otlp_traces_endpoint == endpoint
 
 
@@ -65,11 +65,11 @@ def test_the_standards_variables_name_the_collector(variables, endpoint):
         ({"OTEL_TRACES_EXPORTER": "console,otlp"}, False),
     ],
 )
-def test_the_standards_variables_switch_it_off(variables, off):
+def test_standards_variables_switch_it_off(variables, off):
     assert read_settings(variables).otel_switched_off is off
 
 
-def test_the_queue_is_bounded_by_the_standards_variable():
+def test_queue_is_bounded_by_the_standards_variable():
     assert read_settings({"OTEL_BSP_MAX_QUEUE_SIZE": "64"}).otel_max_waiting_spans == 64
     for wrong in ("0", "-1", "many"):
         with pytest.raises(ConfigError, match="OTEL_BSP_MAX_QUEUE_SIZE"):

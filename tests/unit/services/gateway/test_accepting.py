@@ -78,7 +78,7 @@ async def test_connections_beyond_the_descriptors_are_not_reset(run, idle):
         server.wait()
 
 
-def test_a_quarter_of_few_descriptors_is_reserved(monkeypatch):
+def test_quarter_of_few_descriptors_is_reserved(monkeypatch):
     for limit, most, needed in ((256, 192, True), (4096, 4032, True), (1_048_576, 1_048_512, False)):
         monkeypatch.setattr(resource, "getrlimit", lambda _kind, limit=limit: (limit, limit))
         assert (most_descriptors(), needs_acceptor()) == (most, needed)

@@ -37,7 +37,7 @@ def shown(choice: dict) -> str:
 
 @ENDPOINTS
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_stream_has_one_id_one_finish_per_choice_and_usage_last(gateway, endpoint, n):
+async def test_stream_has_one_id_one_finish_per_choice_and_usage_last(gateway, endpoint, n):
     fields = {"n": n, "max_tokens": 4, "stream": True, "stream_options": {"include_usage": True}}
     chunks = events(await ask(gateway, endpoint, **fields))
     assert len({(chunk["id"], chunk["model"], chunk["object"]) for chunk in chunks}) == 1
@@ -91,7 +91,7 @@ ONE_TOKEN_OUTPUTS = {
 @pytest.mark.parametrize("disaggregated", [False, True])
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("text", "fields", "reason"), ONE_TOKEN_OUTPUTS.values(), ids=ONE_TOKEN_OUTPUTS.keys())
-async def test_an_output_may_end_with_its_first_token(tokenizer, disaggregated, stream, text, fields, reason):
+async def test_output_may_end_with_its_first_token(tokenizer, disaggregated, stream, text, fields, reason):
     [dot] = tokenizer.encode(".")
     fields = {name: [dot] if name == "stop_token_ids" else value for name, value in fields.items()}
     reason = dot if "stop_token_ids" in fields else reason
@@ -136,7 +136,7 @@ BIASES = [
 
 @ENDPOINTS
 @pytest.mark.parametrize(("bias", "words"), BIASES, ids=lambda value: json.dumps(value)[:40])
-async def test_a_bad_logit_bias_names_what_is_bad(gateway, rack, tokenizer, endpoint, bias, words):
+async def test_bad_logit_bias_names_what_is_bad(gateway, rack, tokenizer, endpoint, bias, words):
     answer = await ask(gateway, endpoint, logit_bias=bias)
     assert answer.status_code == 400
     error = answer.json()["error"]
@@ -332,7 +332,7 @@ async def test_n_and_best_of(gateway, rack, fields, status):
 
 
 @pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl-"), (COMPLETIONS, "cmpl-"), ("/v1/responses", "resp_")])
-async def test_the_answers_id_has_the_prefix_of_its_kind_and_our_request_id(gateway, path, prefix):
+async def test_answers_id_has_the_prefix_of_its_kind_and_our_request_id(gateway, path, prefix):
     answer = await gateway.http.post(path, json=POSTS[path])
     assert answer.json()["id"] == prefix + answer.headers["x-request-id"]
     missing = await gateway.http.post(path, json={})
@@ -348,7 +348,7 @@ ANTHROPIC = {"model": "mock", "messages": [{"role": "user", "content": "hi"}], "
     [({}, "mine", "mine"), ({"X-Request-Id": "theirs"}, "mine", "theirs"), ({}, "no id\n", None), ({}, "", None)],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/v1/responses", "/v1/messages"])
-async def test_a_body_may_name_its_request_where_the_head_does_not(gateway, path, head, body, known_as):
+async def test_body_may_name_its_request_where_the_head_does_not(gateway, path, head, body, known_as):
     fields = ANTHROPIC if path == "/v1/messages" else POSTS[path]
     answer = await gateway.http.post(path, json={**fields, "request_id": body}, headers=head)
     assert answer.status_code == 200

@@ -94,13 +94,13 @@ BODIES = [
 
 @BOTH
 @pytest.mark.parametrize(("body", "message"), BODIES, ids=lambda value: str(value)[:25])
-async def test_a_body_that_is_no_request_is_told_why(gateway, engine, path, body, message):  # [body-is-json]
+async def test_body_that_is_no_request_is_told_why(gateway, engine, path, body, message):  # [body-is-json]
     assert re.search(message, refusal(await send(gateway, path, body))["message"])
     assert not engine.received
 
 
 @BOTH
-async def test_a_bomb_in_another_encoding_is_not_unpacked(gateway, engine, path):  # [body-is-json]
+async def test_bomb_in_another_encoding_is_not_unpacked(gateway, engine, path):  # [body-is-json]
     for encoding in ("gzip", "deflate", "br", "zstd", "made-up", "gzip, identity"):
         answer = await send(gateway, path, b"\x1f\x8b" + bytes(1000), **{"Content-Encoding": encoding})
         assert "Content-Encoding" in refusal(answer, 415)["message"]
@@ -108,7 +108,7 @@ async def test_a_bomb_in_another_encoding_is_not_unpacked(gateway, engine, path)
 
 
 @BOTH
-async def test_a_long_url_is_refused_before_the_body_is_read(gateway, path):  # [heads-bounded]
+async def test_long_url_is_refused_before_the_body_is_read(gateway, path):  # [heads-bounded]
     answer = await gateway.http.post(f"{path}?{'x' * 60_000}", json=SOUND[path])
     refusal(answer, 414)
 
@@ -138,7 +138,7 @@ WRONG_TYPES = {  # [bad-field-named]
 
 @BOTH
 @pytest.mark.parametrize("field", WRONG_TYPES)
-async def test_a_value_of_the_wrong_type_is_named(gateway, engine, path, field):  # [bad-field-named]
+async def test_value_of_the_wrong_type_is_named(gateway, engine, path, field):  # [bad-field-named]
     error = refusal(await send(gateway, path, {**SOUND[path], field: WRONG_TYPES[field]}))
     assert error["param"] == field
     assert error["message"].startswith(f"{field}: expected ")
@@ -195,14 +195,14 @@ PROMPTS = [  # [token-id-prompts]
 
 
 @pytest.mark.parametrize(("prompt", "message"), PROMPTS, ids=lambda value: str(value)[:25])
-async def test_a_bad_prompt_is_told_where_and_what_the_limit_is(gateway, engine, prompt, message):  # [token-id-prompts]
+async def test_bad_prompt_is_told_where_and_what_the_limit_is(gateway, engine, prompt, message):  # [token-id-prompts]
     error = refusal(await gateway.complete(prompt, max_tokens=1))
     assert re.search(message, error["message"])
     assert error["param"] in ("prompt", "prompt[0]", "n")
     assert not engine.received
 
 
-async def test_a_bad_embedding_input_is_told_where(gateway, engine):  # [token-id-prompts]
+async def test_bad_embedding_input_is_told_where(gateway, engine):  # [token-id-prompts]
     body = {"model": "mock", "input": [[5], [6, 400]]}
     error = refusal(await gateway.http.post("/v1/embeddings", json=body))
     assert (error["param"], error["message"].partition(":")[0]) == ("input", "input[1][1]")
@@ -224,12 +224,12 @@ EDGES = [
 
 @BOTH
 @pytest.mark.parametrize(("fields", "holds"), EDGES, ids=[str(fields)[:30] for fields, _ in EDGES])
-async def test_the_last_good_value_is_good(gateway, engine, path, fields, holds):  # [bad-field-named]
+async def test_last_good_value_is_good(gateway, engine, path, fields, holds):  # [bad-field-named]
     assert (await send(gateway, path, {**SOUND[path], **fields})).status_code == 200
     assert holds(engine.received[0].sampling)
 
 
-async def test_a_prompt_may_end_with_a_stop_string(gateway, engine):  # [bad-field-named]
+async def test_prompt_may_end_with_a_stop_string(gateway, engine):  # [bad-field-named]
     plain = (await gateway.complete("hello", max_tokens=4, seed=1)).json()["choices"][0]
     stopped = (await gateway.complete("hello", max_tokens=4, seed=1, stop="lo")).json()["choices"][0]
     assert stopped["text"] == plain["text"]
@@ -247,7 +247,7 @@ async def test_equal_request_ids_at_once_are_two_requests(gateway, engine):  # [
 
 
 @BOTH
-async def test_a_client_names_no_peer_and_no_upstream(gateway, engine, path, monkeypatch):  # [client-names-nothing]
+async def test_client_names_no_peer_and_no_upstream(gateway, engine, path, monkeypatch):  # [client-names-nothing]
     for field in ("kv_transfer_params", "bootstrap_host", "bootstrap_port", "bootstrap_room"):
         assert refusal(await send(gateway, path, {**SOUND[path], field: "10.0.0.1"}))["param"] == field
     assert not engine.received
@@ -288,7 +288,7 @@ STOPS = [  # [stop-strings]
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("tokens_per_output", [1, 4])
 @pytest.mark.parametrize(("text", "stop", "shown"), STOPS)
-async def test_a_stop_string_cuts_where_it_begins(tokenizer, text, stop, shown, stream, tokens_per_output):
+async def test_stop_string_cuts_where_it_begins(tokenizer, text, stop, shown, stream, tokens_per_output):
     token = scripted_tokens(script(tokenizer, text, eos=EOS))
     with EngineRack() as rack:
         rack.add("solo", MockBehaviour(token=token, eos=EOS, tokens_per_output=tokens_per_output))
@@ -324,7 +324,7 @@ async def test_composed_and_decomposed_text_are_two_prompts(gateway, engine):  #
     [" " * 1_000_000, "x" * 1_000_000, "\n" * 1_000_000, bytes(range(256)).decode("latin-1") * 4000],
     ids=["spaces", "letters", "lines", "bytes"],
 )
-async def test_a_million_characters_are_a_400(gateway, engine, text):  # [long-text-off-loop]
+async def test_million_characters_are_a_400(gateway, engine, text):  # [long-text-off-loop]
     for answer in (await gateway.complete(text), await gateway.chat(text)):
         assert refusal(answer)["code"] == "context_length_exceeded"
     assert not engine.received
@@ -333,7 +333,7 @@ async def test_a_million_characters_are_a_400(gateway, engine, text):  # [long-t
 # clients that leave
 
 
-async def test_a_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # [client-leaves-aborts]
+async def test_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # [client-leaves-aborts]
     body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
     for chunks in (0, 1, 5):
         for _ in range(2):
@@ -348,7 +348,7 @@ async def test_a_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # [c
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # [client-leaves-aborts]
+async def test_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # [client-leaves-aborts]
     """Two hundred long requests are asked for and left; the next one is answered, and nothing runs on."""
     body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "min_tokens": 400, "stream": stream}
     engine.behaviour.mute = True

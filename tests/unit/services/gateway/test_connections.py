@@ -102,7 +102,7 @@ HOSTS = {
 
 @pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())
 @pytest.mark.parametrize("path", [b"/live", b"/nope"])
-async def test_a_request_has_one_host_that_is_a_host(gateway, host, path):  # [one-host], Starlette CVE-2026-48710
+async def test_request_has_one_host_that_is_a_host(gateway, host, path):  # [one-host], Starlette CVE-2026-48710
     answer = await said(gateway, b"GET " + path + b" HTTP/1.1\r\n" + host + b"Connection: close\r\n\r\n")
     assert "Host" in check_refusal(answer, 400)
 
@@ -119,7 +119,7 @@ async def test_old_clients_need_no_host_and_older_ones_are_refused(gateway):  # 
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET", b"GET /live HTTP/1.1\r\nHo"])
-async def test_a_head_that_never_ends_is_given_up(gateway, monkeypatch, sent):  # [slow-request-ends]
+async def test_head_that_never_ends_is_given_up(gateway, monkeypatch, sent):  # [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.http.connection.HEAD_TIMEOUT_S", 0.05)
     assert "did not arrive" in check_refusal(await said(gateway, sent), 408)
 
@@ -133,7 +133,7 @@ async def test_nor_is_one_behind_a_request_waited_for(gateway, monkeypatch):  # 
         assert "did not arrive" in check_refusal(await reader.read(), 408)
 
 
-async def test_an_idle_connection_between_requests_owes_no_head(gateway, monkeypatch):  # [slow-request-ends]
+async def test_idle_connection_between_requests_owes_no_head(gateway, monkeypatch):  # [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.http.connection.HEAD_TIMEOUT_S", HEAD_S)
     async with connection(gateway) as (silent, _), connection(gateway) as (reader, writer):
         writer.write(LIVE)
@@ -144,7 +144,7 @@ async def test_an_idle_connection_between_requests_owes_no_head(gateway, monkeyp
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_a_head_without_end_is_not_kept(gateway, monkeypatch):  # [heads-bounded], vLLM CVE-2025-48956
+async def test_head_without_end_is_not_kept(gateway, monkeypatch):  # [heads-bounded], vLLM CVE-2025-48956
     monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_HEAD_BYTES", 1000)
     async with connection(gateway) as (reader, writer):
         writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nX: ")
@@ -156,12 +156,12 @@ async def test_a_head_without_end_is_not_kept(gateway, monkeypatch):  # [heads-b
 
 
 @pytest.mark.parametrize("size", [9_000, 30_000])
-async def test_a_url_that_is_too_long_is_a_414(gateway, size):  # [heads-bounded]
+async def test_url_that_is_too_long_is_a_414(gateway, size):  # [heads-bounded]
     answer = await said(gateway, b"GET /live?%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (b"x" * size))
     assert "URL is limited to" in check_refusal(answer, 414)
 
 
-async def test_a_url_without_end_is_a_414_as_well(gateway):  # [heads-bounded]
+async def test_url_without_end_is_a_414_as_well(gateway):  # [heads-bounded]
     async with connection(gateway) as (reader, writer):
         writer.write(b"GET /live?")
         answer = asyncio.ensure_future(reader.read())
@@ -179,14 +179,14 @@ async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # [slow
 
 
 @pytest.mark.parametrize("head", [b"Expect: 100-continue\r\nContent-Length: 2\r\n", b"Content-Length: 5000\r\n"])
-async def test_a_body_that_was_promised_and_never_sent_is_a_408(gateway, rack, monkeypatch, head):  # [one-reading]
+async def test_body_that_was_promised_and_never_sent_is_a_408(gateway, rack, monkeypatch, head):  # [one-reading]
     monkeypatch.setattr("tandem_services.gateway.http.body.BODY_TIMEOUT_S", 0.05)
     answer = await said(gateway, POST + b"Connection: close\r\n" + head + b"\r\n")
     check_refusal(answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n"), 408)
     assert not rack.engines[0].received
 
 
-async def test_a_body_longer_than_it_says_is_no_request(gateway, rack):  # [one-reading]
+async def test_body_longer_than_it_says_is_no_request(gateway, rack):  # [one-reading]
     check_refusal(await said(gateway, POST + b"Connection: close\r\nContent-Length: 5\r\n\r\n" + BODY), 400)
     # What follows is the next request, which is none: it must not be the answer of the one that runs.
     answer = await said(gateway, POST + b"Content-Length: 5\r\n\r\n" + BODY)
@@ -205,7 +205,7 @@ async def test_running_request_is_answered_before_invalid_bytes(gateway, rack, b
     assert not rack.engines[0].aborted
 
 
-async def test_a_body_of_one_byte_chunks_is_a_body(gateway, rack):  # [body-bounded]
+async def test_body_of_one_byte_chunks_is_a_body(gateway, rack):  # [body-bounded]
     chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in BODY)
     head = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
     assert (await said(gateway, head + chunks + b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
@@ -219,7 +219,7 @@ async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # [b
     check_refusal(answer, 413)
 
 
-async def test_a_body_in_very_many_very_small_pieces_is_refused(gateway, rack, monkeypatch):  # [body-bounded]
+async def test_body_in_very_many_very_small_pieces_is_refused(gateway, rack, monkeypatch):  # [body-bounded]
     monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_BODY_PIECES", 1000)
     head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
     assert "pieces" in check_refusal(await said(gateway, head + b"1\r\n \r\n" * 1001), 400)
@@ -274,7 +274,7 @@ async def test_connection_beyond_busy_limit_gets_a_503(gateway, rack, monkeypatc
     busy.cancel()
 
 
-async def test_a_refusal_is_never_written_into_anothers_answer(gateway, rack):  # [one-reading]: smuggling
+async def test_refusal_is_never_written_into_anothers_answer(gateway, rack):  # [one-reading]: smuggling
     rack.engines[0].behaviour.mute = True
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
@@ -305,7 +305,7 @@ def fail_at(monkeypatch, name: str, *, call: int) -> None:
 
 
 @pytest.mark.parametrize("name", ["on_message_begin", "on_url", "on_headers_complete", "on_body"])
-async def test_an_exception_of_a_parser_callback_is_a_500(gateway, monkeypatch, caplog, name):
+async def test_exception_of_a_parser_callback_is_a_500(gateway, monkeypatch, caplog, name):
     fail_at(monkeypatch, name, call=1)
     answer = await said(gateway, POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
     assert "The gateway failed" in check_refusal(answer, 500)
@@ -314,7 +314,7 @@ async def test_an_exception_of_a_parser_callback_is_a_500(gateway, monkeypatch, 
 
 
 @pytest.mark.parametrize("name", ["on_url", "on_headers_complete"])
-async def test_an_exception_is_not_written_into_anothers_answer(gateway, rack, monkeypatch, name):
+async def test_exception_is_not_written_into_anothers_answer(gateway, rack, monkeypatch, name):
     rack.engines[0].behaviour.mute = True
     fail_at(monkeypatch, name, call=2)
     async with connection(gateway) as (reader, writer):
@@ -364,7 +364,7 @@ def small_buffers(host: str, port: int) -> socket.socket:
     return listener
 
 
-async def test_a_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatch):  # [slow-reader-bounded]
+async def test_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatch):  # [slow-reader-bounded]
     monkeypatch.setattr("tandem_testing.gateway_builders.listen", small_buffers)
     monkeypatch.setattr("tandem_services.gateway.http.connection.SEND_STALL_S", 0.2)
     engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, step_s=0.0005))
@@ -407,7 +407,7 @@ class Wire(asyncio.Transport):
         self.aborted = True
 
 
-async def test_a_client_that_reads_slowly_is_not():  # [slow-reader-bounded]
+async def test_client_that_reads_slowly_is_not():  # [slow-reader-bounded]
     connection = GatewayConnection(uvicorn.Config(lambda: None), ServerState(), {}, asyncio.get_running_loop())
     wire = connection.transport = Wire()
     connection.flow = FlowControl(wire)

@@ -169,7 +169,7 @@ def unlogged() -> Iterator[None]:
 @pytest.mark.usefixtures("unlogged")
 @pytest.mark.filterwarnings("ignore:coroutine .* was never awaited:RuntimeWarning")
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-async def test_an_exception_in_any_function_has_a_shape(gateway: LiveGateway, rack: EngineRack) -> None:
+async def test_exception_in_any_function_has_a_shape(gateway: LiveGateway, rack: EngineRack) -> None:
     rack.engines[0].behaviour.step_s = STEP_S
     functions = {code: name for code, name in (await functions_of(gateway)).items() if name_of(code) not in OUTERMOST}
     names = {name_of(code) for code in functions}

@@ -51,14 +51,14 @@ async def test_otherwise_a_gateway_without_workers_is_not_ready_and_refuses(rack
         assert (await gateway.complete("hi")).status_code == 503
 
 
-def test_the_length_is_that_of_the_text_model(tmp_path):
+def test_length_is_that_of_the_text_model(tmp_path):
     assert checkpoint_length(write_config(tmp_path, text_config={"max_position_embeddings": 77})) == 77
 
 
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b'{"max_position_embeddings": "x"}', b'{"max_position_embeddings": 0}']
 )
-def test_a_checkpoint_that_does_not_say_is_named(tmp_path, content):
+def test_checkpoint_that_does_not_say_is_named(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         checkpoint_length(tmp_path)
@@ -66,6 +66,6 @@ def test_a_checkpoint_that_does_not_say_is_named(tmp_path, content):
         checkpoint_length(tmp_path / "absent")
 
 
-def test_a_checkpoint_without_a_length_is_told_which_flag_needs_it(tmp_path):
+def test_checkpoint_without_a_length_is_told_which_flag_needs_it(tmp_path):
     with pytest.raises(CheckpointError, match="--from-zero-timeout"):
         checkpoint_length(write_config(tmp_path, hidden_size=8))

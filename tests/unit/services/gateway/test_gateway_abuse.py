@@ -125,7 +125,7 @@ async def raw(gateway, head: str) -> tuple[int, bytes]:
         "/v1/x?y#z",
     ],
 )
-async def test_a_path_is_taken_as_it_is_written(gateway, target):  # [heads-bounded] [one-host]
+async def test_path_is_taken_as_it_is_written(gateway, target):  # [heads-bounded] [one-host]
     status, body = await raw(gateway, f"GET {target} HTTP/1.1\r\nHost: x\r\nConnection: close")
     assert status in (400, 404, 405)
     if status != 400:
@@ -172,7 +172,7 @@ def test_brackets_in_strings_and_side_by_side_are_not_nesting(body):
     ],
     ids=["lists", "keys", "strings"],
 )
-def test_a_body_of_too_many_parts_is_refused(body):  # [json-bounded]
+def test_body_of_too_many_parts_is_refused(body):  # [json-bounded]
     with pytest.raises(ApiError, match=f"more than {MAX_JSON_PARTS}"):
         check_json_shape(body)
 

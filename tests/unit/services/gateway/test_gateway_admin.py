@@ -111,7 +111,7 @@ async def test_metrics_and_adapters_are_not_on_the_apis_port(ports):
     assert "tandem_gateway_requests_total" in (await ports.admin.get("/metrics")).text
 
 
-async def test_an_administrator_sees_anybodys_request(ports):
+async def test_administrator_sees_anybodys_request(ports):
     journal = ports.gateway.answering.journal
     journal.open(record("r1", "ann"))
     for known in ("r1", "chatcmpl-r1", "mine"):
@@ -121,7 +121,7 @@ async def test_an_administrator_sees_anybodys_request(ports):
     assert (await ports.api.get("/v1/requests/r1/explain", headers=bearer("root"))).status_code == 404
 
 
-async def test_a_drain_is_ordered(ports):
+async def test_drain_is_ordered(ports):
     answer = await ports.admin.post("/drain", json={}, headers=bearer("root"))
     assert (answer.status_code, answer.json(), ports.drained) == (202, {"status": "draining"}, 1)
 

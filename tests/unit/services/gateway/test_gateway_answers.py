@@ -39,7 +39,7 @@ def chat_text(chunks: list[dict], index: int = 0) -> str:
 # [stream-shape]: streams
 
 
-async def test_a_chat_stream_opens_with_the_role_and_ends_with_one_finish_and_usage(gateway):
+async def test_chat_stream_opens_with_the_role_and_ends_with_one_finish_and_usage(gateway):
     chunks = events(await gateway.chat(max_tokens=6, stream=True, stream_options=USAGE))
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert not any("role" in choice["delta"] for chunk in chunks[1:] for choice in chunk["choices"])
@@ -101,7 +101,7 @@ async def test_usage_counts_every_generated_token_and_each_prompt_once(gateway, 
     assert usage["completion_tokens_details"] == {"reasoning_tokens": 0}
 
 
-async def test_an_output_that_is_only_eos_counts_one_token(says):  # [stop-strings]
+async def test_output_that_is_only_eos_counts_one_token(says):  # [stop-strings]
     gateway = await says("")
     answer = (await gateway.chat(max_tokens=5)).json()
     assert answer["usage"]["completion_tokens"] == 1
@@ -187,7 +187,7 @@ async def test_chat_logprobs_without_alternatives_are_empty_lists(gateway):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_string_cuts_text_tokens_and_logprobs_at_one_place(says, tokenizer, rack, stream):  # [one-cut]
+async def test_stop_string_cuts_text_tokens_and_logprobs_at_one_place(says, tokenizer, rack, stream):  # [one-cut]
     gateway = await says("hello wSTOPorld and much more text")
     fields = {"max_tokens": 60, "stop": ["STOP"], "logprobs": 0, "stream": stream, "stream_options": None}
     if stream:
@@ -214,13 +214,13 @@ async def test_no_chunk_shows_a_possible_beginning_of_a_stop_string(says):
     assert shown == "go ST on "
 
 
-async def test_the_stop_string_stays_on_request(says):
+async def test_stop_string_stays_on_request(says):
     gateway = await says("hello STOP world")
     answer = await gateway.complete(max_tokens=60, stop="STOP", include_stop_str_in_output=True)
     assert answer.json()["choices"][0]["text"] == "hello STOP"
 
 
-async def test_a_stop_token_is_reported_and_not_shown(says, tokenizer):
+async def test_stop_token_is_reported_and_not_shown(says, tokenizer):
     gateway = await says("ab.cd")
     [dot] = tokenizer.encode(".")
     choice = (await gateway.complete(max_tokens=60, stop_token_ids=[dot])).json()["choices"][0]
@@ -281,12 +281,12 @@ async def test_completions_default_to_sixteen_tokens_or_what_fits(gateway, rack)
     assert [r.sampling.max_tokens for r in rack.engines[0].received] == [16, 4]
 
 
-async def test_a_prompt_that_fills_the_context_exactly_is_served(gateway):
+async def test_prompt_that_fills_the_context_exactly_is_served(gateway):
     assert (await gateway.complete([7] * 500, max_tokens=12)).status_code == 200
     assert (await gateway.complete([7] * 511, max_tokens=1)).status_code == 200
 
 
-async def test_the_newer_name_of_max_tokens_wins(gateway):
+async def test_newer_name_of_max_tokens_wins(gateway):
     usage = (await gateway.chat(max_tokens=9, max_completion_tokens=3)).json()["usage"]
     assert usage["completion_tokens"] == 3
 
@@ -295,7 +295,7 @@ async def test_the_newer_name_of_max_tokens_wins(gateway):
 
 
 @pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}])
-async def test_the_model_goes_on_with_the_final_message(gateway, rack, tokenizer, fields):  # [known-fields]
+async def test_model_goes_on_with_the_final_message(gateway, rack, tokenizer, fields):  # [known-fields]
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the quick"}]
     body = {"model": "mock", "messages": messages, "continue_final_message": True, **fields}
     answer = await gateway.http.post("/v1/chat/completions", json={**body, "max_tokens": 2})
@@ -305,7 +305,7 @@ async def test_the_model_goes_on_with_the_final_message(gateway, rack, tokenizer
     assert (await gateway.http.post("/tokenize", json=body)).json()["tokens"] == list(prompt)
 
 
-async def test_a_template_with_a_place_for_them_gets_documents_and_effort(rack, tmp_path):  # [known-fields]
+async def test_template_with_a_place_for_them_gets_documents_and_effort(rack, tmp_path):  # [known-fields]
     template = "{{ reasoning_effort }}:{% for d in documents %}{{ d.text }};{% endfor %}" + CHATML
     knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=template))
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
@@ -363,7 +363,7 @@ async def test_parts_of_type_text_are_joined_and_developers_are_the_system(gatew
 # [response-ids]: ids
 
 
-async def test_the_clients_request_id_is_echoed_and_ours_names_the_answer(gateway):
+async def test_clients_request_id_is_echoed_and_ours_names_the_answer(gateway):
     headers = {"X-Request-Id": "mine-1"}
     body = {"model": "mock", "prompt": "a", "max_tokens": 1}
     answer = await gateway.http.post("/v1/completions", json=body, headers=headers)
@@ -374,7 +374,7 @@ async def test_the_clients_request_id_is_echoed_and_ours_names_the_answer(gatewa
 
 
 @pytest.mark.parametrize("bad", ["a b", "x" * 129, ""])
-async def test_an_insane_request_id_is_replaced(gateway, bad):
+async def test_insane_request_id_is_replaced(gateway, bad):
     answer = await gateway.http.get("/live", headers={"X-Request-Id": bad})
     assert len(answer.headers["x-request-id"]) == 32
 
@@ -382,7 +382,7 @@ async def test_an_insane_request_id_is_replaced(gateway, bad):
 # [errors-in-place]: errors
 
 
-async def test_an_error_after_the_first_chunk_is_one_event_before_done(rack, tokenizer):
+async def test_error_after_the_first_chunk_is_one_event_before_done(rack, tokenizer):
     failure = Finish(reason=FinishReason.ERROR, code="engine_error", error="/secret/path exploded")
     ids = script(tokenizer, "hello there", eos=EOS)
     behaviour = MockBehaviour(token=scripted_tokens(ids), eos=EOS, fail_after=(3, failure))
@@ -397,7 +397,7 @@ async def test_an_error_after_the_first_chunk_is_one_event_before_done(rack, tok
         assert "secret" not in answer.text
 
 
-async def test_an_error_before_the_first_chunk_is_a_status(rack, tokenizer):
+async def test_error_before_the_first_chunk_is_a_status(rack, tokenizer):
     refuse = Finish(reason=FinishReason.ERROR, code="invalid_request", error="top_k is odd", param="top_k")
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 200), refuse=refuse))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
@@ -411,7 +411,7 @@ async def test_an_error_before_the_first_chunk_is_a_status(rack, tokenizer):
         }
 
 
-async def test_a_request_that_outlives_its_deadline_is_a_504(rack, tokenizer):
+async def test_request_that_outlives_its_deadline_is_a_504(rack, tokenizer):
     engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 200), mute=True))
     async with live_gateway(rack.context, tokenizer, rack.engines, request_timeout_s=30.0) as gateway:
         answering = asyncio.ensure_future(gateway.chat(max_tokens=9))

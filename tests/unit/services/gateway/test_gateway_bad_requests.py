@@ -78,7 +78,7 @@ BODIES = {
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS, "/tokenize", "/detokenize"])
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES.keys())
-async def test_a_body_that_is_no_request_is_refused(gateway, rack, path, body):  # [body-is-json] [json-bounded]
+async def test_body_that_is_no_request_is_refused(gateway, rack, path, body):  # [body-is-json] [json-bounded]
     answer = await gateway.http.post(path, content=body, headers={"Content-Type": "application/json"})
     await check_refused(gateway, rack, answer, 400)
 
@@ -88,7 +88,7 @@ NUMBERS = {"1e999": b"1e999", "10,000 digits": b"9" * 10_000, "a lone minus": b"
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS.keys())
-async def test_a_number_that_is_none_is_refused(gateway, rack, path, number):  # [finite-numbers]
+async def test_number_that_is_none_is_refused(gateway, rack, path, number):  # [finite-numbers]
     for field in (b"temperature", b"max_tokens"):
         body = b'{"model": "mock", "prompt": "a", "messages": [], "' + field + b'": ' + number + b"}"
         await check_refused(gateway, rack, await gateway.http.post(path, content=body), 400)
@@ -120,7 +120,7 @@ async def test_json_with_a_byte_order_mark_is_accepted(gateway):
 
 
 @pytest.mark.parametrize("declared", [True, False])
-async def test_a_body_over_the_limit_is_refused(gateway, rack, monkeypatch, declared):  # [body-bounded]
+async def test_body_over_the_limit_is_refused(gateway, rack, monkeypatch, declared):  # [body-bounded]
     monkeypatch.setattr("tandem_services.gateway.limits.MAX_BODY_BYTES", 1000)
 
     async def chunks():
@@ -131,7 +131,7 @@ async def test_a_body_over_the_limit_is_refused(gateway, rack, monkeypatch, decl
     await check_refused(gateway, rack, answer, 413)
 
 
-async def test_a_body_that_never_ends_is_given_up(gateway, rack, monkeypatch):  # [one-reading] [slow-request-ends]
+async def test_body_that_never_ends_is_given_up(gateway, rack, monkeypatch):  # [one-reading] [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.http.body.BODY_TIMEOUT_S", 0.05)
     answered = asyncio.Event()
 
@@ -319,7 +319,7 @@ BOTH = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "status", "param"), BOTH, ids=lambda value: json.dumps(value)[:40])
-async def test_a_bad_field_is_named(
+async def test_bad_field_is_named(
     gateway, rack, fields, status, param, stream
 ):  # [bad-field-named] [unknown-model] [output-limit] [logit-bias] [request-ids-apart] [structured-output] [tool-calls]
     for ask in (gateway.chat, gateway.complete):
@@ -354,7 +354,7 @@ PROMPTS = [
 
 
 @pytest.mark.parametrize("prompt", PROMPTS, ids=lambda prompt: json.dumps(prompt)[:30])
-async def test_a_bad_prompt_is_refused(gateway, rack, prompt):  # [token-id-prompts] [context-length]
+async def test_bad_prompt_is_refused(gateway, rack, prompt):  # [token-id-prompts] [context-length]
     await check_refused(gateway, rack, await gateway.complete(prompt, max_tokens=1), 400)
 
 
@@ -371,7 +371,7 @@ COMPLETION_FIELDS = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), COMPLETION_FIELDS, ids=str)
-async def test_a_bad_completion_field_is_named(gateway, rack, fields, param, stream):  # [logprobs-fields]
+async def test_bad_completion_field_is_named(gateway, rack, fields, param, stream):  # [logprobs-fields]
     body = {"model": "mock", "prompt": "a", "stream": stream, **fields}
     await check_refused(gateway, rack, await gateway.http.post(COMPLETIONS, json=body), 400, param)
 
@@ -433,7 +433,7 @@ CHAT_FIELDS = [
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize(("fields", "param"), CHAT_FIELDS, ids=lambda value: str(value)[:40])
-async def test_a_bad_chat_field_is_named(gateway, rack, fields, param, stream):  # [logprobs-fields] [bad-field-named]
+async def test_bad_chat_field_is_named(gateway, rack, fields, param, stream):  # [logprobs-fields] [bad-field-named]
     await check_refused(gateway, rack, await gateway.chat(stream=stream, **fields), 400, param)
 
 
@@ -447,7 +447,7 @@ async def test_too_long_is_a_400_that_tells_the_limit(gateway, rack, prompt, max
     await check_refused(gateway, rack, answer, 400, "prompt")
 
 
-async def test_a_conversation_that_is_too_long_is_a_400(gateway, rack):
+async def test_conversation_that_is_too_long_is_a_400(gateway, rack):
     for content in ("hello " * 600, "x" * 1_000_000):
         await check_refused(gateway, rack, await gateway.chat(content), 400, "messages")
         rack.engines[0].received.clear()

@@ -64,7 +64,7 @@ async def test_through_a_named_pair(rack, tokenizer):
     assert metric_sum(text, "tandem_gateway_asked_prompt_tokens_total") == 0, "it keeps no service from scaling to zero"
 
 
-async def test_a_canary_is_greedy_short_bounded_and_shares_no_prefix(rack, tokenizer):
+async def test_canary_is_greedy_short_bounded_and_shares_no_prefix(rack, tokenizer):
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d", healthy(), Role.DECODE)
     async with admin_port(rack, tokenizer) as (client, _):
@@ -87,7 +87,7 @@ async def test_through_the_router(rack, tokenizer):
         assert service.chooser.open == 0, "what was reserved is given back"
 
 
-async def test_a_canary_may_name_a_model(rack, tokenizer):
+async def test_canary_may_name_a_model(rack, tokenizer):
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d", healthy(), Role.DECODE)
     async with admin_port(rack, tokenizer) as (client, gateway):
@@ -108,7 +108,7 @@ async def failed(rack, tokenizer, **body) -> str:
     return report["message"]
 
 
-async def test_a_worker_that_is_not_there_is_named(rack, tokenizer):
+async def test_worker_that_is_not_there_is_named(rack, tokenizer):
     rack.add("p", healthy(), Role.PREFILL)
     assert await failed(rack, tokenizer, prefill="p", decode="d9") == "worker d9 is not registered"
 
@@ -135,13 +135,13 @@ async def test_workers_of_other_weights_or_layouts_fail_it_and_are_named(rack, t
     assert [engine.received for engine in rack.engines] == [[], []]
 
 
-async def test_a_worker_that_says_nothing_fails_it_in_time(rack, tokenizer):
+async def test_worker_that_says_nothing_fails_it_in_time(rack, tokenizer):
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d", healthy(mute=True), Role.DECODE)
     assert await failed(rack, tokenizer, prefill="p", decode="d", within_s=0.3) == "no answer within 0.3 s"
 
 
-async def test_a_worker_that_errs_fails_it(rack, tokenizer):
+async def test_worker_that_errs_fails_it(rack, tokenizer):
     broken = Finish(reason=FinishReason.ERROR, code="transfer_failed", error="no", retryable=True)
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d", healthy(refuse=broken), Role.DECODE)

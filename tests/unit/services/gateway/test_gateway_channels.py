@@ -132,7 +132,7 @@ async def test_strict_tools_need_a_forced_call(says):
     assert (response.status_code, response.json()["error"]["param"]) == (400, "tools")
 
 
-async def test_a_budget_ends_the_analysis_with_its_markers(says, rack, tokenizer):
+async def test_budget_ends_the_analysis_with_its_markers(says, rack, tokenizer):
     async with says(ANSWER) as gateway:
         assert (await gateway.chat(thinking_token_budget=7)).status_code == 200
     budget = rack.engines[0].received[-1].sampling.reasoning_budget

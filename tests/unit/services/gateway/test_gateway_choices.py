@@ -13,12 +13,12 @@ async def test_choices_of_one_prompt_are_sent_as_one_group_to_one_place(gateway,
     await until(lambda: gateway.chooser.open == 0, 60, "every reservation is given back")
 
 
-async def test_a_single_choice_has_no_group(gateway, rack):
+async def test_single_choice_has_no_group(gateway, rack):
     await gateway.complete(max_tokens=4)
     assert {request.group for engine in rack.engines for request in engine.received} == {""}
 
 
-async def test_the_user_is_the_key_by_which_sessions_are_routed(gateway):
+async def test_user_is_the_key_by_which_sessions_are_routed(gateway):
     await gateway.complete(max_tokens=2, user="ann")
     await gateway.complete(max_tokens=2)
     assert [query.session_key for query in gateway.chooser.queries] == ["ann", ""]

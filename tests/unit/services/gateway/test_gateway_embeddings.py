@@ -24,7 +24,7 @@ def vectors(answer) -> list[list[float]]:
     return [item["embedding"] for item in answer.json()["data"]]
 
 
-async def test_the_answer_has_the_shape_of_openai(gateway, tokenizer):
+async def test_answer_has_the_shape_of_openai(gateway, tokenizer):
     answer = await embed(gateway)
     ids = tokenizer.encode("hi", add_special_tokens=True)
     assert answer.status_code == 200
@@ -96,7 +96,7 @@ async def test_openai_client_decodes_what_it_asked_for_by_default(gateway):
         ({"user": "x" * 513}, "user"),
     ],
 )
-async def test_a_bad_request_is_refused_by_name_and_reaches_no_engine(gateway, rack, fields, param):
+async def test_bad_request_is_refused_by_name_and_reaches_no_engine(gateway, rack, fields, param):
     answer = await gateway.http.post(PATH, json={"model": "mock", "input": "hi", **fields})
     assert answer.status_code == 400, answer.text
     assert answer.json()["error"]["param"] == param
@@ -109,7 +109,7 @@ async def test_dimensions_that_no_message_can_carry_are_a_400_not_a_500(gateway,
     assert not rack.engines[0].received
 
 
-async def test_a_refusal_of_the_engine_is_the_clients_fault(gateway, rack):
+async def test_refusal_of_the_engine_is_the_clients_fault(gateway, rack):
     rack.engines[0].behaviour.refuse = Finish(
         reason=FinishReason.ERROR,
         error="dimensions are up to 64",
@@ -121,11 +121,11 @@ async def test_a_refusal_of_the_engine_is_the_clients_fault(gateway, rack):
     assert answer.json()["error"]["param"] == "dimensions"
 
 
-async def test_an_unknown_model_is_not_found(gateway):
+async def test_unknown_model_is_not_found(gateway):
     assert (await embed(gateway, model="other")).status_code == 404
 
 
-async def test_a_prefill_worker_computes_it_alone(rack, tokenizer):
+async def test_prefill_worker_computes_it_alone(rack, tokenizer):
     behaviour = MockBehaviour(token=hash_tokens(3, 250))
     rack.add("p", behaviour, Role.PREFILL)
     rack.add("d", behaviour, Role.DECODE)
@@ -137,7 +137,7 @@ async def test_a_prefill_worker_computes_it_alone(rack, tokenizer):
     assert not decode.received
 
 
-async def test_a_lost_worker_is_replaced(rack, tokenizer):
+async def test_lost_worker_is_replaced(rack, tokenizer):
     rack.add("dying", MockBehaviour(token=hash_tokens(3, 250), die_after=0))
     rack.add("well", MockBehaviour(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
@@ -145,7 +145,7 @@ async def test_a_lost_worker_is_replaced(rack, tokenizer):
         assert live.chooser.open == 0
 
 
-async def test_a_client_that_leaves_aborts_what_is_under_way(rack, tokenizer):
+async def test_client_that_leaves_aborts_what_is_under_way(rack, tokenizer):
     engine = rack.add("slow", MockBehaviour(token=hash_tokens(3, 250), mute=True))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         task = asyncio.create_task(embed(live, [[5], [6]]))

@@ -92,7 +92,7 @@ async def test_tokens_of_both_workers_are_put_in_order(rack, faulty, reference, 
     assert answer["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 
-async def test_the_cache_hit_is_reported_though_the_prefill_worker_is_heard_too_late(rack, faulty):
+async def test_cache_hit_is_reported_though_the_prefill_worker_is_heard_too_late(rack, faulty):
     gate = threading.Event()
     rack.add("p", healthy(first_token_gate=gate), Role.PREFILL)
     rack.add("d", healthy(awaits_handoff=False), Role.DECODE)
@@ -102,7 +102,7 @@ async def test_the_cache_hit_is_reported_though_the_prefill_worker_is_heard_too_
     assert usage["prompt_tokens_details"]["cached_tokens"] == 4
 
 
-async def test_an_output_of_one_token_ends_with_the_prefill_worker(rack, faulty):  # [stop-strings]
+async def test_output_of_one_token_ends_with_the_prefill_worker(rack, faulty):  # [stop-strings]
     rack.add("p", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(mute=True), Role.DECODE)
     async with faulty() as gateway:
@@ -117,7 +117,7 @@ async def test_an_output_of_one_token_ends_with_the_prefill_worker(rack, faulty)
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 1}])
-async def test_a_decode_worker_that_dies_costs_no_token(rack, faulty, reference, stream, fields):
+async def test_decode_worker_that_dies_costs_no_token(rack, faulty, reference, stream, fields):
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d1", healthy(die_after=5), Role.DECODE)
     survivor = rack.add("d2", healthy(), Role.DECODE)
@@ -138,7 +138,7 @@ async def test_a_decode_worker_that_dies_costs_no_token(rack, faulty, reference,
     assert all(request.handoff.generation == 1 for request in survivor.received)
 
 
-async def test_the_next_attempt_resumes_after_the_tokens_received(rack, faulty, reference):  # [resume-from-tokens]
+async def test_next_attempt_resumes_after_the_tokens_received(rack, faulty, reference):  # [resume-from-tokens]
     first = rack.add("d1", healthy(die_after=4))
     second = rack.add("d2", healthy())
     async with faulty() as gateway:
@@ -181,7 +181,7 @@ async def test_explain_tells_when_each_attempt_began_and_ended(rack, faulty):
     assert 0.0 <= first["began_s"] <= first["ended_s"] <= second["began_s"] <= second["ended_s"] <= record["e2e_s"]
 
 
-async def test_a_worker_that_was_told_to_reload_may_go_on_with_its_new_weights(rack, faulty):
+async def test_worker_that_was_told_to_reload_may_go_on_with_its_new_weights(rack, faulty):
     ended = Finish(reason=FinishReason.ERROR, code="reloaded", retryable=True)
     worker = rack.add("only", healthy(step_s=0.05, fail_after=(4, ended)))
     async with faulty() as gateway:
@@ -193,7 +193,7 @@ async def test_a_worker_that_was_told_to_reload_may_go_on_with_its_new_weights(r
     assert {query.compat_hash for query in gateway.chooser.queries} == {None}
 
 
-async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(rack, faulty, reference):
+async def test_prefill_worker_that_dies_before_the_first_token_is_replaced(rack, faulty, reference):
     rack.add("p1", healthy(die_after=0), Role.PREFILL)
     rack.add("p2", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(first_token_gate=None), Role.DECODE)
@@ -208,7 +208,7 @@ async def test_a_prefill_worker_that_dies_before_the_first_token_is_replaced(rac
     assert decode.aborted == [decode.received[0].rid]
 
 
-async def test_a_prefill_worker_that_dies_after_the_handoff_disturbs_nobody(rack, faulty, reference):
+async def test_prefill_worker_that_dies_after_the_handoff_disturbs_nobody(rack, faulty, reference):
     prefill = rack.add("p", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(), Role.DECODE)
     async with (
@@ -231,7 +231,7 @@ async def test_a_prefill_worker_that_dies_after_the_handoff_disturbs_nobody(rack
 
 
 @pytest.mark.parametrize("failure", [OVERLOADED, Finish(reason=FinishReason.ABORT)])
-async def test_a_retryable_refusal_goes_to_another_worker(rack, faulty, failure):
+async def test_retryable_refusal_goes_to_another_worker(rack, faulty, failure):
     rack.add("full", healthy(refuse=failure))
     free = rack.add("free", healthy())
     async with faulty() as gateway:
@@ -239,7 +239,7 @@ async def test_a_retryable_refusal_goes_to_another_worker(rack, faulty, failure)
     assert len(free.received) == 1
 
 
-async def test_a_failed_transfer_is_blamed_on_its_sender(rack, faulty):
+async def test_failed_transfer_is_blamed_on_its_sender(rack, faulty):
     broken = rack.add("p1", healthy(mute=True), Role.PREFILL)
     rack.add("p2", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(refuse=TRANSFER_FAILED), Role.DECODE)
@@ -271,7 +271,7 @@ async def test_attempts_are_bounded(rack, faulty):  # [attempts-bounded]
     assert [len(engine.received) for engine in rack.engines] == [1, 1, 1, 0]
 
 
-async def test_an_error_that_no_worker_can_help_is_not_retried(rack, faulty):
+async def test_error_that_no_worker_can_help_is_not_retried(rack, faulty):
     rack.add("a", healthy(refuse=Finish(reason=FinishReason.ERROR, code="engine_error")))
     other = rack.add("b", healthy())
     async with faulty() as gateway:
@@ -287,14 +287,14 @@ async def test_without_workers_a_new_request_is_refused_at_once(faulty):
     assert answer.headers["retry-after"] == "2"
 
 
-async def test_a_stream_whose_only_worker_died_ends_with_one_clear_error(rack, faulty):  # [streams-wait]
+async def test_stream_whose_only_worker_died_ends_with_one_clear_error(rack, faulty):  # [streams-wait]
     rack.add("only", healthy(die_after=3))
     async with faulty() as gateway:
         chunks = events(await gateway.complete([7, 8], max_tokens=30, stream=True, skip_special_tokens=False))
     assert chunks[-1]["error"]["type"] == "ServiceUnavailableError"
 
 
-async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference):  # [streams-wait]
+async def test_stream_waits_for_a_worker_to_come_back(rack, faulty, reference):  # [streams-wait]
     rack.add("first", healthy(die_after=3))
     replacement = rack.add("second", healthy())
     async with faulty(recovery_s=20.0) as gateway:
@@ -309,7 +309,7 @@ async def test_a_stream_waits_for_a_worker_to_come_back(rack, faulty, reference)
 # Liveness
 
 
-async def test_a_worker_that_answers_nothing_is_given_up(rack, faulty, reference):  # [silent-peer-dropped]
+async def test_worker_that_answers_nothing_is_given_up(rack, faulty, reference):  # [silent-peer-dropped]
     frozen = rack.add("frozen", healthy(deaf=True))
     rack.add("awake", healthy())
     async with faulty(ping_interval_s=PING_S, unanswered_pings=3) as gateway:
@@ -348,7 +348,7 @@ async def test_silence_counts_from_the_last_word_of_a_worker(rack, faulty, refer
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
 
 
-async def test_a_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty, reference):  # [redis-values-untrusted]
+async def test_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty, reference):  # [redis-values-untrusted]
     broken = rack.add("broken", healthy())
     rack.add("sound", healthy())
     async with faulty() as gateway:
@@ -358,7 +358,7 @@ async def test_a_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty,
     assert gateway.chooser.dead == {"broken@1"}
 
 
-async def test_an_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rack, faulty, reference):
+async def test_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rack, faulty, reference):
     """Every worker's connection at once: nobody else could take the next request."""
     worker = rack.add("only", healthy())
     address = worker.view.request_endpoint.removeprefix("tcp://").split(":")
@@ -379,7 +379,7 @@ async def test_an_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rac
         await proxy.close()
 
 
-async def test_a_worker_that_dies_idle_is_known_to_be_dead_before_the_next_request(rack, faulty):
+async def test_worker_that_dies_idle_is_known_to_be_dead_before_the_next_request(rack, faulty):
     worker = rack.add("only", healthy())
     async with faulty() as gateway:
         assert (await gateway.complete(max_tokens=3, seed=1)).status_code == 200
@@ -388,7 +388,7 @@ async def test_a_worker_that_dies_idle_is_known_to_be_dead_before_the_next_reque
         assert gateway.chooser.dead == {"only@1"}
 
 
-async def test_a_long_queue_is_not_death(rack, faulty):
+async def test_long_queue_is_not_death(rack, faulty):
     busy = rack.add("busy", healthy(mute=True))
     async with faulty(ping_interval_s=0.25, unanswered_pings=50) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
@@ -404,7 +404,7 @@ async def test_a_long_queue_is_not_death(rack, faulty):
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("n", [1, 3])
-async def test_a_client_that_leaves_aborts_everything_everywhere(rack, faulty, stream, n):  # [client-leaves-aborts]
+async def test_client_that_leaves_aborts_everything_everywhere(rack, faulty, stream, n):  # [client-leaves-aborts]
     prefill = rack.add("p", healthy(mute=True), Role.PREFILL)
     decode = rack.add("d", healthy(mute=True), Role.DECODE)
     async with faulty() as gateway:
@@ -428,7 +428,7 @@ async def test_a_client_that_leaves_aborts_everything_everywhere(rack, faulty, s
         await until(lambda: gateway.chooser.open == 0, PATIENCE_S, "its reservations are given back")
 
 
-async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it(rack, faulty):
+async def test_client_that_leaves_in_the_middle_of_a_stream_aborts_it(rack, faulty):
     engine = rack.add("solo", healthy(hold_at=20))
     async with faulty() as gateway:
         body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": True, "ignore_eos": True}
@@ -438,7 +438,7 @@ async def test_a_client_that_leaves_in_the_middle_of_a_stream_aborts_it(rack, fa
         assert engine.running == 0
 
 
-async def test_an_unreadable_reply_condemns_the_worker(rack, faulty, reference):  # [wire-refused]
+async def test_unreadable_reply_condemns_the_worker(rack, faulty, reference):  # [wire-refused]
     liar = rack.add("liar", healthy(mute=True))
     rack.add("honest", healthy())
     async with faulty(ping_interval_s=0.1, unanswered_pings=50) as gateway:
@@ -477,19 +477,19 @@ async def test_our_own_failure_is_a_500_that_tells_nothing(rack, faulty, caplog,
 
 
 @pytest.mark.parametrize(("host", "port"), [("127.0.0.1", 70_000), ("192.0.2.1", 0), ("no.such.host.invalid", 0)])
-def test_an_address_that_cannot_be_listened_on_is_named(host, port):  # [config-refused]
+def test_address_that_cannot_be_listened_on_is_named(host, port):  # [config-refused]
     with pytest.raises(StartupError, match="choose another --host or --port"):
         listen(host, port)
 
 
-def test_a_taken_port_is_named():  # [config-refused]
+def test_taken_port_is_named():  # [config-refused]
     with listen("127.0.0.1", 0) as taken:
         port = taken.getsockname()[1]
         with pytest.raises(StartupError, match=str(port)):
             listen("127.0.0.1", port)
 
 
-async def test_a_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retry-storm]
+async def test_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retry-storm]
     """Clients that ask again at once, whatever they are told: what workers compute is what is answered."""
     engine = rack.add("solo", healthy())
     engine.behaviour.mute = True

@@ -4,7 +4,7 @@ import subprocess
 import sys
 
 
-def test_a_gateway_imports_no_torch():
+def test_gateway_imports_no_torch():
     program = (
         "import sys, tandem_services.gateway.serve\n"
         "heavy = {'torch', 'transformers', 'numpy', 'nixl', 'numba', 'safetensors'} & set(sys.modules)\n"

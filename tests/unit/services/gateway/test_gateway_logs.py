@@ -17,7 +17,7 @@ def fields_of(caplog, message: str) -> dict:
 
 
 @pytest.mark.parametrize("headers", [{}, HEADERS])
-async def test_the_last_line_of_a_request(rack, tokenizer, caplog, headers):
+async def test_last_line_of_a_request(rack, tokenizer, caplog, headers):
     caplog.set_level("INFO")
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
@@ -28,7 +28,7 @@ async def test_the_last_line_of_a_request(rack, tokenizer, caplog, headers):
     assert fields["trace_id"] == (TRACE if headers else None)
 
 
-async def test_an_attempt_that_fails_and_an_answer_that_breaks(rack, tokenizer, caplog, monkeypatch):
+async def test_attempt_that_fails_and_an_answer_that_breaks(rack, tokenizer, caplog, monkeypatch):
     rack.add("first", MockBehaviour(token=hash_tokens(3, 250), fail_after=(2, FAULT)))
     rack.add("second", MockBehaviour(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:

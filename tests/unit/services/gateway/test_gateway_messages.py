@@ -63,7 +63,7 @@ def prompts(gateway, rack) -> list[str]:
 # What is answered
 
 
-async def test_a_text_is_answered(says):
+async def test_text_is_answered(says):
     async with says("hello there") as gateway:
         response = await ask(gateway)
         explained = await gateway.http.get(f"/v1/requests/{response.json()['id']}/explain")
@@ -90,7 +90,7 @@ async def test_tokens_found_in_a_cache_are_no_input_tokens(says):
     ("fields", "reason", "sequence"),
     [({"max_tokens": 3}, "max_tokens", None), ({"stop_sequences": ["there", "x"]}, "stop_sequence", "there")],
 )
-async def test_an_answer_says_why_it_ended(says, fields, reason, sequence):
+async def test_answer_says_why_it_ended(says, fields, reason, sequence):
     async with says("hello there you") as gateway:
         whole = (await ask(gateway, **fields)).json()
         streamed = named_events(await ask(gateway, stream=True, **fields))
@@ -111,7 +111,7 @@ async def test_thinking_text_and_calls_are_blocks_of_their_own(says):
     assert answer["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 
 
-async def test_a_call_that_was_cut_is_not_there_to_be_run(says):
+async def test_call_that_was_cut_is_not_there_to_be_run(says):
     async with says(CALL.replace('"Bern"', '"Bern, the capital of Switzerland, on the river Aare"')) as gateway:
         answer = (await ask(gateway, tools=[WEATHER], max_tokens=60)).json()
     assert answer["stop_reason"] == "max_tokens"
@@ -174,7 +174,7 @@ async def test_deltas_add_up_to_the_blocks_of_the_whole_answer(says, tokens_per_
     assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
 
 
-async def test_a_stream_that_cannot_go_on_ends_with_an_error(says):
+async def test_stream_that_cannot_go_on_ends_with_an_error(says):
     async with says("hello there you all", die_after=4) as gateway:
         found = named_events(await ask(gateway, stream=True, timeout=30))
     assert found[-1]["type"] == "error"
@@ -245,7 +245,7 @@ async def test_it_means_the_same_as_the_chat(says, rack):
         ({"type": "tool", "name": "weather"}, GrammarKind.JSON_SCHEMA),
     ],
 )
-async def test_a_tool_choice_is_held_to_by_a_grammar(says, rack, choice, kind):
+async def test_tool_choice_is_held_to_by_a_grammar(says, rack, choice, kind):
     async with says("[]") as gateway:
         await ask(gateway, tools=[WEATHER], tool_choice=choice)
     grammar = rack.engines[0].received[0].sampling.grammar
@@ -269,7 +269,7 @@ async def test_no_tools_are_shown_when_none_may_be_used(says, rack):
     assert first.input_ids == second.input_ids
 
 
-async def test_an_error_of_a_tool_is_told_in_words(says, rack):
+async def test_error_of_a_tool_is_told_in_words(says, rack):
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "no such city", "is_error": True}
     messages = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
@@ -286,7 +286,7 @@ async def test_thinking_is_switched_where_the_template_knows_how(says, rack):
     assert default == disabled == adaptive != enabled
 
 
-async def test_an_output_can_be_held_to_a_schema(says, rack):
+async def test_output_can_be_held_to_a_schema(says, rack):
     async with says("{}") as gateway:
         schema = {"type": "object", "properties": {}, "additionalProperties": False}
         wanted = {"format": {"type": "json_schema", "schema": schema}}
@@ -370,7 +370,7 @@ async def test_errors_have_anthropics_shape_on_its_routes_alone(says, tmp_path):
     assert other.json()["error"]["code"] == "model_not_found"
 
 
-async def test_a_key_may_come_in_either_header_but_only_one_key(says, tmp_path):
+async def test_key_may_come_in_either_header_but_only_one_key(says, tmp_path):
     keys = write_keys(tmp_path, ann={}, bob={})
     async with says("ok", config={"api_keys": keys}) as gateway:
         headers = [

@@ -28,7 +28,7 @@ async def outcomes(gateway, answer_id: str) -> list[str]:
     return [attempt["outcome"] for attempt in record["choices"][0]["attempts"]]
 
 
-async def test_a_worker_that_asks_to_be_left_sends_what_it_has_to_the_next(rack, gateway):
+async def test_worker_that_asks_to_be_left_sends_what_it_has_to_the_next(rack, gateway):
     leaver = rack.add("d1", leaving(6), Role.DECODE)
     taker = rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:
@@ -48,7 +48,7 @@ async def test_a_worker_that_asks_to_be_left_sends_what_it_has_to_the_next(rack,
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("fields", [{}, {"n": 3}, {"logprobs": 1}])
-async def test_a_moved_stream_is_the_stream_of_one_worker(rack, gateway, stream, fields):
+async def test_moved_stream_is_the_stream_of_one_worker(rack, gateway, stream, fields):
     leaver = rack.add("d1", healthy(), Role.DECODE)
     rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:
@@ -74,7 +74,7 @@ async def test_without_another_worker_the_request_stays_where_it_is(rack, gatewa
     assert len(only.received) == 1
 
 
-async def test_a_move_that_fails_costs_a_recomputation_and_no_token(rack, gateway):
+async def test_move_that_fails_costs_a_recomputation_and_no_token(rack, gateway):
     leaver = rack.add("d1", healthy(), Role.DECODE)
     taker = rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:

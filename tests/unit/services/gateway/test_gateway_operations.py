@@ -35,7 +35,7 @@ async def pair(rack, tokenizer):
 # Models
 
 
-async def test_the_model_is_listed_and_found(gateway):
+async def test_model_is_listed_and_found(gateway):
     listing = (await gateway.http.get("/v1/models")).json()
     card = (await gateway.http.get("/v1/models/mock")).json()
     assert listing == {"object": "list", "data": [card]}
@@ -71,7 +71,7 @@ async def test_messages_are_tokenized_as_generation_sees_them(gateway, rack):
 
 
 @pytest.mark.parametrize("body", [{}, {"prompt": "a", "messages": []}, {"prompt": "a", "model": "other"}])
-async def test_a_tokenize_request_must_be_one_thing(gateway, body):
+async def test_tokenize_request_must_be_one_thing(gateway, body):
     assert (await gateway.http.post("/tokenize", json=body)).status_code in (400, 404)
 
 
@@ -85,7 +85,7 @@ async def test_partial_characters_are_replaced(gateway, tokenizer):  # [whole-ch
     assert (await gateway.http.post("/detokenize", json={"tokens": half})).json() == {"prompt": "\ufffd"}
 
 
-async def test_a_model_without_a_chat_template_says_so(rack, tmp_path):  # [template-sandboxed]
+async def test_model_without_a_chat_template_says_so(rack, tmp_path):  # [template-sandboxed]
     bare = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=None))
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, bare, rack.engines) as gateway:
@@ -111,7 +111,7 @@ async def test_explain_tells_where_cached_tokens_were(rack, tokenizer):
     assert choice["unusable_tokens"] == 48
 
 
-async def test_a_worker_of_an_older_release_does_not_say_where_cached_tokens_were(gateway):
+async def test_worker_of_an_older_release_does_not_say_where_cached_tokens_were(gateway):
     answer = (await gateway.complete(max_tokens=1)).json()
     [choice] = (await gateway.http.get(f"/v1/requests/{answer['id']}/explain")).json()["choices"]
     assert (choice["cached_tokens"], choice["cache_hits"]) == (4, None)
@@ -163,11 +163,11 @@ async def test_explain_finds_the_clients_own_id(pair):
     assert record["client_request_id"] == "mine"
 
 
-async def test_an_unknown_request_cannot_be_explained(pair):
+async def test_unknown_request_cannot_be_explained(pair):
     assert (await pair.http.get("/v1/requests/nobody/explain")).status_code == 404
 
 
-def test_the_journal_forgets_the_oldest_with_its_alias():
+def test_journal_forgets_the_oldest_with_its_alias():
     journal = RequestJournal(2)
     for number in range(4):
         journal.open(record(f"id{number}", client="same" if number < 2 else None))
@@ -176,7 +176,7 @@ def test_the_journal_forgets_the_oldest_with_its_alias():
     assert journal.find("chatcmpl-id3") is not None
 
 
-def test_the_newest_of_equal_client_ids_is_explained():
+def test_newest_of_equal_client_ids_is_explained():
     journal = RequestJournal(2)
     for number in range(3):
         journal.open(record(f"id{number}", client="same"))
@@ -200,7 +200,7 @@ def record(request_id: str, *, client: str | None) -> RequestRecord:
     )
 
 
-async def test_a_finished_request_is_one_log_line_with_the_same_facts(pair, caplog):
+async def test_finished_request_is_one_log_line_with_the_same_facts(pair, caplog):
     caplog.set_level(logging.INFO)
     answer = await pair.complete("secret prompt", max_tokens=3)
     [line] = [r for r in caplog.records if r.message == "request finished"]
@@ -244,7 +244,7 @@ async def test_metrics_count_requests_tokens_and_attempts(pair):
     assert "unheard-of" not in text
 
 
-def test_a_resumption_is_counted_by_how_the_attempt_before_ended():
+def test_resumption_is_counted_by_how_the_attempt_before_ended():
     registry = CollectorRegistry()
     GatewayMetrics(MetricFamilies(registry), model="m").finished(resumed_record())
     assert (
@@ -266,7 +266,7 @@ FETCH = PredictedFetch(source="w@1", tokens=32, seconds=0.01)
         ("load", "redis", None, 0),
     ],
 )
-def test_a_route_decision_is_counted_by_what_spoke_for_the_workers(reason, source, fetch, matched_tokens):
+def test_route_decision_is_counted_by_what_spoke_for_the_workers(reason, source, fetch, matched_tokens):
     done = resumed_record()
     [choice] = done.choices
     attempt = msgspec.structs.replace(choice.attempts[0], source=source, fetch=fetch, matched_tokens=matched_tokens)
@@ -277,7 +277,7 @@ def test_a_route_decision_is_counted_by_what_spoke_for_the_workers(reason, sourc
     assert registry.get_sample_value("tandem_gateway_route_decisions_total", labels) == 1
 
 
-async def test_a_gateway_serves_every_metric_that_is_checked_for_conventions(rack, tokenizer, tmp_path):
+async def test_gateway_serves_every_metric_that_is_checked_for_conventions(rack, tokenizer, tmp_path):
     keys = write_keys(tmp_path, root={"admin": True})
     spans = SpanExport(TracingConfig(endpoint="http://127.0.0.1:1"), service="g", instance="g1")
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans, api_keys=keys) as gateway:

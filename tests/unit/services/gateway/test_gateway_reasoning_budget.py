@@ -84,7 +84,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("fields", "param"), BAD, ids=lambda value: json.dumps(value)[:60])
-async def test_a_bad_budget_is_named(says, rack, fields, param):
+async def test_bad_budget_is_named(says, rack, fields, param):
     async with says("ok") as gateway:
         answer = await gateway.chat(**fields)
     assert answer.status_code == 400
@@ -92,7 +92,7 @@ async def test_a_bad_budget_is_named(says, rack, fields, param):
     assert not rack.engines[0].received
 
 
-async def test_a_token_that_stops_and_ends_the_reasoning_is_refused_with_min_tokens(says, thinking):
+async def test_token_that_stops_and_ends_the_reasoning_is_refused_with_min_tokens(says, thinking):
     ids = thinking.encode("</think>", add_special_tokens=False)[-1:]
     async with says("ok") as gateway:
         fields = {FIELD: 7, "stop_token_ids": [*ids]}
@@ -134,7 +134,7 @@ async def test_budget_tokens_of_a_message_are_the_budget(says, rack):
     assert "thinking.budget_tokens" in refused.json()["error"]["message"]
 
 
-async def test_a_model_that_does_not_reason_needs_no_budget_for_messages(says, rack):
+async def test_model_that_does_not_reason_needs_no_budget_for_messages(says, rack):
     async with says("ok", reasoning_parser="none") as gateway:
         assert (await message(gateway, thinking={"type": "enabled", "budget_tokens": 5})).status_code == 200
     assert sampling_of(rack).reasoning_budget is None
@@ -150,7 +150,7 @@ async def test_max_tokens_of_a_response_s_reasoning_are_the_budget(says, rack):
 # Another worker
 
 
-async def test_an_output_that_moves_keeps_its_budget(thinking):  # [resume-from-tokens]
+async def test_output_that_moves_keeps_its_budget(thinking):  # [resume-from-tokens]
     with EngineRack() as rack:
         rack.add("a", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, die_after=4))
         rack.add("b", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))

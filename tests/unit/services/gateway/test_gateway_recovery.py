@@ -36,7 +36,7 @@ async def metric(gateway, name: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_request_that_killed_two_workers_is_refused_and_the_others_live(rack, serving, stream):
+async def test_request_that_killed_two_workers_is_refused_and_the_others_live(rack, serving, stream):
     for name in ("a", "b", "c"):
         rack.add(name, healthy(dies_of=POISON))
     async with serving() as gateway:
@@ -118,7 +118,7 @@ async def test_requests_in_a_crowd_outlive_workers_out_of_memory(rack, serving):
     assert [answer.json()["usage"]["completion_tokens"] for answer in done] == [9] * 3
 
 
-async def test_a_stream_outlives_any_number_of_workers_that_bring_it_further(rack, serving):
+async def test_stream_outlives_any_number_of_workers_that_bring_it_further(rack, serving):
     for nth in range(5):
         rack.add(f"w{nth}", healthy(die_after=20))
     rack.add("last", healthy())
@@ -146,7 +146,7 @@ async def test_workers_that_were_dead_before_cost_no_attempt(rack, serving):  # 
 # Budget
 
 
-async def test_a_fleet_in_trouble_is_asked_less_and_less(rack, serving):
+async def test_fleet_in_trouble_is_asked_less_and_less(rack, serving):
     rack.add("broken", healthy(refuse=BROKEN))
     async with serving() as gateway:
         answers = await asyncio.gather(*[gateway.complete(max_tokens=3) for _ in range(200)])
@@ -160,7 +160,7 @@ async def test_a_fleet_in_trouble_is_asked_less_and_less(rack, serving):
 # Waiting
 
 
-async def test_a_new_request_waits_for_a_worker_to_come_back(rack, serving):  # [streams-wait]
+async def test_new_request_waits_for_a_worker_to_come_back(rack, serving):  # [streams-wait]
     worker = rack.add("w", healthy())
     async with serving() as gateway:
         assert (await gateway.complete(max_tokens=3)).status_code == 200
@@ -188,7 +188,7 @@ async def test_only_so_many_wait_and_only_so_long(rack, serving):  # [streams-wa
             assert answer.headers["retry-after"] == "2"
 
 
-async def test_a_stream_that_has_begun_waits_until_its_deadline_and_then_says_so(rack, serving):  # [streams-wait]
+async def test_stream_that_has_begun_waits_until_its_deadline_and_then_says_so(rack, serving):  # [streams-wait]
     rack.add("only", healthy(die_after=3))
     body = {"model": "mock", "prompt": [7, 8], "max_tokens": 30, "stream": True}
     async with (
@@ -246,7 +246,7 @@ async def test_workers_that_send_a_request_away_for_now_are_asked_again_in_a_whi
     assert max(len(worker.received) for worker in workers) <= 3
 
 
-async def test_the_router_is_told_who_drains_and_of_no_other_failure(rack, serving):
+async def test_router_is_told_who_drains_and_of_no_other_failure(rack, serving):
     rack.add("a", healthy(fail_after=(0, Finish(reason=FinishReason.ERROR, code="draining", retryable=True))))
     rack.add("b", healthy(fail_after=(0, Finish(reason=FinishReason.ERROR, code="engine_error", retryable=True))))
     rack.add("c", healthy())

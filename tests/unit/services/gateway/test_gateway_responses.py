@@ -58,7 +58,7 @@ def order(found: list[dict]) -> list[str]:
 # What is answered
 
 
-async def test_a_text_is_answered(says):
+async def test_text_is_answered(says):
     async with says("hello there") as gateway:
         answer = (await respond(gateway, metadata={"a": "b"}, temperature=0.5)).json()
     assert answer["id"].startswith("resp_")
@@ -71,7 +71,7 @@ async def test_a_text_is_answered(says):
     assert (answer["metadata"], answer["temperature"], answer["store"]) == ({"a": "b"}, 0.5, False)
 
 
-async def test_an_output_that_was_cut_is_incomplete(says):
+async def test_output_that_was_cut_is_incomplete(says):
     async with says("hello there") as gateway:
         whole = (await respond(gateway, max_output_tokens=3)).json()
         streamed = named_events(await respond(gateway, max_output_tokens=3, stream=True))
@@ -131,7 +131,7 @@ def _nameless(item: dict) -> dict:
     return {key: value for key, value in item.items() if key not in ("id", "call_id")}
 
 
-async def test_a_stream_that_cannot_go_on_has_failed(says):
+async def test_stream_that_cannot_go_on_has_failed(says):
     async with says("hello there", die_after=3, step_s=0.01) as gateway:
         found = named_events(await respond(gateway, stream=True))
     assert found[-1]["type"] == "response.failed"
@@ -139,7 +139,7 @@ async def test_a_stream_that_cannot_go_on_has_failed(says):
     assert found[-1]["response"]["error"]["code"] == "server_error"
 
 
-async def test_the_response_can_be_explained(says):
+async def test_response_can_be_explained(says):
     async with says("hello") as gateway:
         answer = (await respond(gateway)).json()
         record = (await gateway.http.get(f"/v1/requests/{answer['id']}/explain")).json()
@@ -187,7 +187,7 @@ async def test_items_mean_what_the_same_chat_means(says, rack, thinking):
     assert as_response == as_chat
 
 
-async def test_the_form_of_a_text_is_a_grammar(says, rack):
+async def test_form_of_a_text_is_a_grammar(says, rack):
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     fields = {"text": {"format": {"type": "json_schema", "name": "x", "schema": schema}}}
     async with says('{"a": 1}') as gateway:
@@ -199,14 +199,14 @@ async def test_the_form_of_a_text_is_a_grammar(says, rack):
 
 
 @pytest.mark.parametrize("choice", ["required", {"type": "function", "name": "weather"}])
-async def test_a_call_can_be_required(says, choice):
+async def test_call_can_be_required(says, choice):
     async with says('[{"name": "weather", "arguments": {}}]') as gateway:
         answer = (await respond(gateway, tools=[WEATHER], tool_choice=choice)).json()
     (item,) = answer["output"]
     assert (item["name"], item["arguments"]) == ("weather", "{}")
 
 
-async def test_a_template_with_a_place_for_it_gets_the_effort(rack, tmp_path):  # [known-fields]
+async def test_template_with_a_place_for_it_gets_the_effort(rack, tmp_path):  # [known-fields]
     knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template="{{ reasoning_effort }}:" + CHATML))
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, knowing, rack.engines) as gateway:
@@ -279,7 +279,7 @@ async def test_neutral_values_are_accepted(says, fields):
         assert (await respond(gateway, **fields)).status_code == 200
 
 
-async def test_a_response_goes_on_at_another_worker_as_if_nothing_had_happened(thinking):  # [resume-from-tokens]
+async def test_response_goes_on_at_another_worker_as_if_nothing_had_happened(thinking):  # [resume-from-tokens]
     ids = script(thinking, f"<think>\nRain?\n</think>\n{CALL}", eos=EOS)
     with EngineRack() as rack:
         rack.add("a", MockBehaviour(token=scripted_tokens(ids), eos=EOS, die_after=len(ids) - 12))

@@ -104,18 +104,18 @@ async def assert_unbroken(reaper: Reaper, ask: Ask, *, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_a_death_after_any_token_changes_nothing_that_the_client_is_told(reaper, kind):
+async def test_death_after_any_token_changes_nothing_that_the_client_is_told(reaper, kind):
     await assert_unbroken(reaper, KINDS[kind], tokens=LENGTH)
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_chat_says_its_role_once_and_its_logprobs_unbroken(reaper, stream):
+async def test_chat_says_its_role_once_and_its_logprobs_unbroken(reaper, stream):
     chat = {"messages": [{"role": "user", "content": "hello"}], "logprobs": True, "top_logprobs": 2, "stream": stream}
     await assert_unbroken(reaper, chat, tokens=LENGTH)
 
 
 @pytest.mark.parametrize("kept", [False, True])
-async def test_a_stop_string_that_straddles_the_break_is_found(reaper, kept):  # [stop-strings]
+async def test_stop_string_that_straddles_the_break_is_found(reaper, kept):  # [stop-strings]
     text = (await reaper.answer({"max_tokens": 40}))["choices"][0]["text"][0]
     stop = text[len(text) // 2 - 3 : len(text) // 2 + 4]
     ask = {"max_tokens": 40, "stop": [stop], "include_stop_str_in_output": kept, **STREAM}

@@ -65,7 +65,7 @@ async def test_bad_words_are_forbidden_at_the_beginning_and_after_a_space(gatewa
     assert len(sampling.bad_words) == 4
 
 
-async def test_a_spelling_that_ends_in_another_forbids_nothing_more(gateway, rack, tokenizer):
+async def test_spelling_that_ends_in_another_forbids_nothing_more(gateway, rack, tokenizer):
     word = "\N{SNOWMAN}"
     bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
     assert spaced[-len(bare) :] == bare
@@ -108,7 +108,7 @@ async def test_choices_of_one_prompt_share_them(gateway, rack):
     assert sum(request.sampling.prompt_logprobs is not None for request in rack.engines[0].received) == 2
 
 
-async def test_the_best_choices_keep_the_logprobs_of_their_prompt(gateway):
+async def test_best_choices_keep_the_logprobs_of_their_prompt(gateway):
     answer = (await gateway.complete([[5, 6], [8, 9]], max_tokens=2, best_of=3, prompt_logprobs=0)).json()
     assert [list(choice["prompt_logprobs"][1]) for choice in answer["choices"]] == [["6"], ["9"]]
 
@@ -230,7 +230,7 @@ async def test_tokens_of_the_decode_worker_wait_for_the_prompts_logprobs(rack, f
     assert len(decode.received) == 1
 
 
-async def test_a_prefill_worker_that_dies_with_them_is_replaced(rack, faulty):
+async def test_prefill_worker_that_dies_with_them_is_replaced(rack, faulty):
     gate = threading.Event()
     first = rack.add("p1", healthy(first_token_gate=gate), Role.PREFILL)
     rack.add("p2", healthy(), Role.PREFILL)
@@ -246,7 +246,7 @@ async def test_a_prefill_worker_that_dies_with_them_is_replaced(rack, faulty):
     assert (again.resume_ids, again.sampling.prompt_logprobs) == ((), 0)
 
 
-async def test_a_later_attempt_carries_every_edit_and_does_not_ask_for_the_prompt_again(rack, faulty):
+async def test_later_attempt_carries_every_edit_and_does_not_ask_for_the_prompt_again(rack, faulty):
     dying = rack.add("d1", healthy(die_after=4))
     second = rack.add("d2", healthy())
     edits = {"presence_penalty": 0.5, "logit_bias": {"7": 1}, "bad_words": ["fox"], "repetition_penalty": 1.5}

@@ -55,7 +55,7 @@ async def test_later_turns_go_to_the_worker_that_has_the_first(two):
     assert gateway.chooser.open == 0
 
 
-async def test_a_session_that_was_opened_begins_with_its_first_turn(two):
+async def test_session_that_was_opened_begins_with_its_first_turn(two):
     gateway, (a, _) = two
     opened = (await gateway.http.post("/v1/sessions", json={"session_id": "s"})).json()
     assert opened == {"id": "s", "object": "session", "expires_in": 600.0}
@@ -75,7 +75,7 @@ async def test_clients_of_sglang_open_and_close_in_their_way(two):
     assert (await gateway.http.post("/close_session", json={"session_id": session_id})).status_code == 404
 
 
-async def test_a_closed_session_is_lost(two):
+async def test_closed_session_is_lost(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)
     closed = (await gateway.http.delete("/v1/sessions/s")).json()
@@ -84,7 +84,7 @@ async def test_a_closed_session_is_lost(two):
     assert_lost(await turn(gateway))
 
 
-async def test_a_session_nobody_opened_is_lost(two):
+async def test_session_nobody_opened_is_lost(two):
     gateway, engines = two
     assert_lost(await turn(gateway))
     assert_lost(await turn(gateway, number=3))
@@ -100,7 +100,7 @@ async def test_sessions_belong_to_a_cache_salt(two):
     assert len(a.received) == 1
 
 
-async def test_a_session_is_lost_with_its_worker_and_no_other_is_asked(two):
+async def test_session_is_lost_with_its_worker_and_no_other_is_asked(two):
     gateway, (a, b) = two
     await turn(gateway, number=0)
     a.behaviour.die_after = a.emitted + 2
@@ -112,7 +112,7 @@ async def test_a_session_is_lost_with_its_worker_and_no_other_is_asked(two):
     assert gateway.chooser.open == 0
 
 
-async def test_a_stream_learns_that_its_session_is_lost(two):
+async def test_stream_learns_that_its_session_is_lost(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)
     a.behaviour.step_s, a.behaviour.die_after = 0.01, a.emitted + 20
@@ -120,7 +120,7 @@ async def test_a_stream_learns_that_its_session_is_lost(two):
     assert last["error"]["code"] == "session_lost"
 
 
-async def test_a_first_turn_survives_its_worker_and_the_session_lives_on_the_next(two):
+async def test_first_turn_survives_its_worker_and_the_session_lives_on_the_next(two):
     gateway, (a, b) = two
     a.behaviour.die_after = 2
     assert (await turn(gateway, number=0)).status_code == 200
@@ -151,7 +151,7 @@ async def test_session_error_of_worker_reaches_the_client(two, refusal, status, 
     assert gateway.sessions.bindings[NAME] == before
 
 
-async def test_a_first_turn_that_failed_may_be_sent_again(rack, tokenizer):
+async def test_first_turn_that_failed_may_be_sent_again(rack, tokenizer):
     engine = rack.add("a", healthy(refuse=Finish(reason=FinishReason.ERROR, code="invalid_request", error="no")))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         await gateway.http.post("/v1/sessions", json={"session_id": "s"})
@@ -161,7 +161,7 @@ async def test_a_first_turn_that_failed_may_be_sent_again(rack, tokenizer):
         assert [request.session.turn for request in engine.received] == [0, 0]
 
 
-async def test_the_decode_worker_keeps_a_session_and_computes_its_later_turns(rack, tokenizer):
+async def test_decode_worker_keeps_a_session_and_computes_its_later_turns(rack, tokenizer):
     prefill = rack.add("p", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(), Role.DECODE)
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
@@ -185,7 +185,7 @@ async def test_nothing_is_sent_while_bindings_cannot_be_read(two):
     assert (await gateway.complete("without a session")).status_code == 200
 
 
-async def test_a_chat_goes_on_with_its_new_messages_alone(rack, tokenizer):
+async def test_chat_goes_on_with_its_new_messages_alone(rack, tokenizer):
     answer = [*tokenizer.encode("fox", add_special_tokens=False), EOS]
     engine = rack.add("a", MockBehaviour(token=scripted_tokens(answer), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
@@ -203,7 +203,7 @@ async def test_a_chat_goes_on_with_its_new_messages_alone(rack, tokenizer):
     assert first + answer + second + answer[:1] + third == tokenizer.encode_chat([*talk, *more])
 
 
-async def test_a_session_that_fills_the_context_is_refused(two):
+async def test_session_that_fills_the_context_is_refused(two):
     gateway, (a, _) = two
     await turn(gateway, [5] * 500, number=0)
     response = await turn(gateway, [6] * 10)
@@ -233,7 +233,7 @@ async def test_options_unsupported_in_sessions_are_rejected_by_name(two, fields,
     assert not any(engine.received for engine in engines)
 
 
-async def test_a_turn_that_no_message_can_carry_is_a_400_not_a_500(two):
+async def test_turn_that_no_message_can_carry_is_a_400_not_a_500(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)
     answer = await turn(gateway, number=10**30)
@@ -241,7 +241,7 @@ async def test_a_turn_that_no_message_can_carry_is_a_400_not_a_500(two):
     assert len(a.received) == 1
 
 
-async def test_a_client_that_leaves_leaves_the_session_as_it_was(two):
+async def test_client_that_leaves_leaves_the_session_as_it_was(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)
     before = gateway.sessions.bindings[NAME]
@@ -254,7 +254,7 @@ async def test_a_client_that_leaves_leaves_the_session_as_it_was(two):
     assert gateway.sessions.bindings[NAME] == before == SessionBinding("a@1", 2 + 4, before.last_token)
 
 
-def test_a_template_that_rewrites_answers_cannot_be_continued(tmp_path):
+def test_template_that_rewrites_answers_cannot_be_continued(tmp_path):
     from tandem_engine.base.errors import InvalidRequestError
     from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 

@@ -147,7 +147,7 @@ async def test_wrong_types_are_refused_with_their_path(rack, tokenizer, fields, 
     assert answer.json()["error"]["param"] == param
 
 
-async def test_the_grammar_reaches_every_worker_of_every_choice(rack, tokenizer):
+async def test_grammar_reaches_every_worker_of_every_choice(rack, tokenizer):
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         answer = await gateway.complete(max_tokens=2, n=2, guided_regex="a+")
     assert answer.status_code == 200
@@ -173,7 +173,7 @@ async def test_engine_rejection_is_a_400_with_the_client_field(tokenizer, fields
 
 
 @pytest.mark.parametrize(("by_grammar", "shown"), [(True, "a b"), (False, "a ")])
-def test_the_last_token_of_a_grammar_is_text_and_that_of_a_stop_is_not(tokenizer, by_grammar, shown):
+def test_last_token_of_a_grammar_is_text_and_that_of_a_stop_is_not(tokenizer, by_grammar, shown):
     ids = [*tokenizer.encode("a "), *tokenizer.encode("b")]
     text = ChoiceText(0, tokenizer.vocabulary, SamplingParams(max_tokens=9), skip_special_tokens=True, keep_stop=False)
     piece = text.absorb(Accepted(ids, [], Finish(reason=FinishReason.STOP, by_grammar=by_grammar)))

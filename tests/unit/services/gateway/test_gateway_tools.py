@@ -89,7 +89,7 @@ async def test_call_without_readable_arguments_is_not_empty_object(says, cut):
 
 
 @pytest.mark.parametrize("tokens_per_output", [1, 7, 1000])
-async def test_a_call_is_answered_whole_and_streamed_alike(says, tokens_per_output):  # [tool-calls]
+async def test_call_is_answered_whole_and_streamed_alike(says, tokens_per_output):  # [tool-calls]
     async with says(TWO_CALLS, tokens_per_output=tokens_per_output) as gateway:
         whole = (await gateway.chat(tools=[WEATHER, TIME])).json()["choices"][0]
         chunks = events(await gateway.chat(tools=[WEATHER, TIME], stream=True))
@@ -127,14 +127,14 @@ async def test_content_is_null_beside_calls_without_any(says):
     assert message["content"] is None
 
 
-async def test_an_answer_without_calls_ends_with_stop(says):
+async def test_answer_without_calls_ends_with_stop(says):
     async with says("Nothing to do.") as gateway:
         choice = (await gateway.chat(tools=[WEATHER])).json()["choices"][0]
     assert (choice["message"]["content"], choice["finish_reason"]) == ("Nothing to do.", "stop")
     assert "tool_calls" not in choice["message"]
 
 
-async def test_a_call_cut_by_max_tokens_says_length(says):
+async def test_call_cut_by_max_tokens_says_length(says):
     async with says(ONE_CALL) as gateway:
         choice = (await gateway.chat(tools=[WEATHER], max_tokens=45)).json()["choices"][0]
     assert choice["finish_reason"] == "length"
@@ -234,7 +234,7 @@ async def test_references_inside_a_tools_schema_still_find_their_place(says, rac
     assert schema["$defs"]["f"]["properties"]["x"] == {"$ref": "#/$defs/f/$defs/x"}
 
 
-async def test_a_strict_tool_is_held_to_its_schema_once_a_call_begins(says, rack):
+async def test_strict_tool_is_held_to_its_schema_once_a_call_begins(says, rack):
     strict = {"type": "function", "function": {**WEATHER["function"], "strict": True}}
     async with says(ONE_CALL) as gateway:
         choice = (await gateway.chat(tools=[strict, TIME])).json()["choices"][0]
@@ -256,7 +256,7 @@ async def test_tools_that_are_not_strict_cost_no_grammar(says, rack):
 
 
 @pytest.mark.parametrize("die_after", range(20, 60, 4))
-async def test_a_call_goes_on_at_another_worker_as_if_nothing_had_happened(tool_tokenizer, die_after):
+async def test_call_goes_on_at_another_worker_as_if_nothing_had_happened(tool_tokenizer, die_after):
     ids = script(tool_tokenizer, TWO_CALLS, eos=EOS)
     with EngineRack() as rack:
         rack.add("a", MockBehaviour(token=scripted_tokens(ids), eos=EOS, die_after=die_after))
@@ -309,7 +309,7 @@ async def test_reasoning_can_be_left_out(says, thinking_tokenizer):
     assert "reasoning_content" not in message
 
 
-async def test_an_output_held_to_a_grammar_has_no_reasoning(says, thinking_tokenizer):
+async def test_output_held_to_a_grammar_has_no_reasoning(says, thinking_tokenizer):
     fields = {"response_format": {"type": "json_object"}, "chat_template_kwargs": {"enable_thinking": True}}
     async with says('{"a": 1}', thinking_tokenizer) as gateway:
         message = (await gateway.chat(**fields)).json()["choices"][0]["message"]
@@ -397,20 +397,20 @@ async def test_turns_with_tools_that_do_not_fit_together_are_refused(says, messa
     assert answer.json()["error"]["param"] == param
 
 
-def test_a_new_turn_of_a_session_may_answer_calls_that_it_does_not_bring():
+def test_new_turn_of_a_session_may_answer_calls_that_it_does_not_bring():
     message = ChatMessage(role="tool", content="rain", tool_call_id="c1")
     assert template_messages([message], continues=True)[0]["tool_call_id"] == "c1"
     with pytest.raises(ApiError, match="answers no tool call"):
         template_messages([message])
 
 
-async def test_a_template_without_a_place_for_tools_is_named(gateway):
+async def test_template_without_a_place_for_tools_is_named(gateway):
     answer = await gateway.chat(tools=[TIME])
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "tools")
     assert "chat template" in answer.json()["error"]["message"]
 
 
-async def test_a_model_whose_form_of_calls_nobody_knows_is_named(says):
+async def test_model_whose_form_of_calls_nobody_knows_is_named(says):
     async with says("ok", config={"tool_call_parser": "none"}) as gateway:
         answer = await gateway.chat(tools=[TIME])
     assert answer.status_code == 400

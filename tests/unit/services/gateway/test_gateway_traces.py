@@ -50,7 +50,7 @@ def assert_within(inner: ReceivedSpan, outer: ReceivedSpan) -> None:
     assert outer.began <= inner.began <= inner.ended <= outer.ended
 
 
-async def test_a_trace_tells_where_cached_tokens_were(rack, tokenizer, collector, spans):
+async def test_trace_tells_where_cached_tokens_were(rack, tokenizer, collector, spans):
     solo(rack, cached_tokens=40, cache_hits=CacheHits(host=16, fetched=8))
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         await gateway.complete([1, 2], max_tokens=1)
@@ -59,7 +59,7 @@ async def test_a_trace_tells_where_cached_tokens_were(rack, tokenizer, collector
     assert (root["gen_ai.usage.cache_read.input_tokens"], places) == (40, {"host": 16, "disk": None, "fetched": 8})
 
 
-async def test_a_plain_request_is_one_tree(rack, tokenizer, collector, spans):
+async def test_plain_request_is_one_tree(rack, tokenizer, collector, spans):
     solo(rack)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         answer = await gateway.chat("tell nobody", max_tokens=5, temperature=0.5, ignore_eos=True)
@@ -100,7 +100,7 @@ async def test_a_plain_request_is_one_tree(rack, tokenizer, collector, spans):
     assert (attempt["gen_ai.usage.output_tokens"], attempt.links) == (5, ())
 
 
-async def test_the_clients_trace_is_gone_on_with_and_handed_on_to_the_engine(rack, tokenizer, collector, spans):
+async def test_clients_trace_is_gone_on_with_and_handed_on_to_the_engine(rack, tokenizer, collector, spans):
     solo(rack)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         gateway.http.headers.update({"traceparent": PARENT, "tracestate": "vendor=a:1,other=b"})
@@ -128,7 +128,7 @@ async def test_both_workers_of_a_handoff_hear_of_the_same_attempt(rack, tokenize
     assert sides[HandoffSide.SEND].span_id == attempt.span_id
 
 
-async def test_a_resumed_request_is_two_attempts_and_a_link(rack, tokenizer, collector, spans):
+async def test_resumed_request_is_two_attempts_and_a_link(rack, tokenizer, collector, spans):
     fault = Finish(reason=FinishReason.ERROR, error="step raised", code="engine_error", retryable=True)
     rack.add("first", MockBehaviour(token=hash_tokens(3, 250), fail_after=(3, fault), tokens_per_output=1))
     rack.add("second", MockBehaviour(token=hash_tokens(3, 250)))
@@ -147,7 +147,7 @@ async def test_a_resumed_request_is_two_attempts_and_a_link(rack, tokenizer, col
     assert (root.failed, root["gen_ai.usage.output_tokens"]) == (False, 8)
 
 
-async def test_a_move_is_linked_as_one(rack, tokenizer, collector, spans):
+async def test_move_is_linked_as_one(rack, tokenizer, collector, spans):
     rack.add("left", MockBehaviour(token=hash_tokens(3, 250), leave_after=2, step_s=0.02), Role.DECODE)
     rack.add("taker", MockBehaviour(token=hash_tokens(3, 250)), Role.DECODE)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
@@ -158,7 +158,7 @@ async def test_a_move_is_linked_as_one(rack, tokenizer, collector, spans):
     assert taken.links == ((left.span_id, {"tandem.link": "moves"}),)
 
 
-async def test_a_retry_before_any_token_is_linked_as_one(rack, tokenizer, collector, spans):
+async def test_retry_before_any_token_is_linked_as_one(rack, tokenizer, collector, spans):
     full = Finish(reason=FinishReason.ERROR, error="full", code="queue_full", retryable=True)
     rack.add("first", MockBehaviour(token=hash_tokens(3, 250), refuse=full))
     rack.add("second", MockBehaviour(token=hash_tokens(3, 250)))
@@ -229,7 +229,7 @@ HOSTILE = [
 ]
 
 
-async def test_a_hostile_traceparent_begins_a_trace_of_its_own(rack, tokenizer, collector, spans):
+async def test_hostile_traceparent_begins_a_trace_of_its_own(rack, tokenizer, collector, spans):
     solo(rack)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         for value in HOSTILE:
@@ -276,7 +276,7 @@ async def test_requests_that_are_refused_are_spans_without_attempts(rack, tokeni
     )
 
 
-async def test_an_answer_that_fails_marks_its_span(rack, tokenizer, collector, spans):
+async def test_answer_that_fails_marks_its_span(rack, tokenizer, collector, spans):
     async with live_gateway(rack.context, tokenizer, [], spans=spans, queue_s=0.05) as gateway:
         assert (await gateway.complete()).status_code == 503
     (root,) = await received(collector, spans)
@@ -301,7 +301,7 @@ async def test_no_text_of_a_request_is_in_its_spans(rack, tokenizer, collector, 
     assert not [word for word in ("zanzibar", "quagga", "xylophone", text) if word in said]
 
 
-async def test_a_collector_that_hangs_costs_no_request_and_dropped_spans_are_counted(rack, tokenizer, collector):
+async def test_collector_that_hangs_costs_no_request_and_dropped_spans_are_counted(rack, tokenizer, collector):
     solo(rack)
     collector.hold = threading.Event()
     few = SpanExport(TracingConfig(endpoint=collector.url, max_waiting_spans=4), service="g", instance="g1")
@@ -316,7 +316,7 @@ async def test_a_collector_that_hangs_costs_no_request_and_dropped_spans_are_cou
     few.close(within_s=0.0)
 
 
-async def test_a_collector_that_refuses_costs_no_request_and_is_counted(rack, tokenizer, collector, spans):
+async def test_collector_that_refuses_costs_no_request_and_is_counted(rack, tokenizer, collector, spans):
     solo(rack)
     collector.status = 400
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:

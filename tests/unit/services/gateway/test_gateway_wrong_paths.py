@@ -12,13 +12,13 @@ import pytest
         ("/v1/%1b[31m", "POST /v1/\\x1b[31m is not served"),
     ],
 )
-async def test_a_path_that_is_not_there_is_named_with_the_one_that_was_meant(gateway, path, sentence):
+async def test_path_that_is_not_there_is_named_with_the_one_that_was_meant(gateway, path, sentence):
     answer = await gateway.http.post(path, json={})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == sentence
 
 
-async def test_a_method_that_is_not_there_is_named_with_the_one_that_is(gateway):
+async def test_method_that_is_not_there_is_named_with_the_one_that_is(gateway):
     answer = await gateway.http.get("/v1/chat/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["message"] == "GET /v1/chat/completions is not served: use POST"

@@ -74,7 +74,7 @@ def front(rack, tokenizer, tmp_path):
     return front
 
 
-async def test_a_gateway_without_models_is_ready_once_it_has_read(front):
+async def test_gateway_without_models_is_ready_once_it_has_read(front):
     async with front() as one:
         await one.models.poll()
         unread = await one.http.get("/ready")
@@ -95,7 +95,7 @@ async def test_a_gateway_without_models_is_ready_once_it_has_read(front):
 
 
 @pytest.mark.parametrize("error", [RedisUnavailableError, RuntimeError], ids=["expected", "defect"])
-async def test_an_entry_that_cannot_be_opened_keeps_no_other_out(front, error):
+async def test_entry_that_cannot_be_opened_keeps_no_other_out(front, error):
     async with front() as one:
         one.door.refusal = error("redis://bad:6379 does not answer")
         nowhere = {**entry("lost"), "model": "nowhere"}
@@ -115,7 +115,7 @@ async def test_an_entry_that_cannot_be_opened_keeps_no_other_out(front, error):
         assert one.door.closed == []
 
 
-async def test_a_successor_that_cannot_be_opened_leaves_its_model_alone(front):
+async def test_successor_that_cannot_be_opened_leaves_its_model_alone(front):
     async with front() as one:
         await one.say(entry("bad"), entry("a"))
         one.door.refusal = RedisUnavailableError("it does not answer")
@@ -128,7 +128,7 @@ async def test_a_successor_that_cannot_be_opened_leaves_its_model_alone(front):
         assert await one.answers("bad", "worse") == {"bad": "I am bad.", "worse": "I am bad."}
 
 
-async def test_an_invalid_file_changes_nothing_until_it_is_mended(front):
+async def test_invalid_file_changes_nothing_until_it_is_mended(front):
     async with front() as one:
         await one.say(entry("a"))
         await one.say(entry("a"), entry("a"))

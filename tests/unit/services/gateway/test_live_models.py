@@ -88,7 +88,7 @@ def serve(rack, tokenizer, tmp_path):
     return serve
 
 
-async def test_a_model_that_the_file_adds_is_served_and_one_that_it_drops_is_not(serve):
+async def test_model_that_the_file_adds_is_served_and_one_that_it_drops_is_not(serve):
     async with serve("a", "b") as live:
         await live.follower.poll()
         assert live.door.closed == []
@@ -102,7 +102,7 @@ async def test_a_model_that_the_file_adds_is_served_and_one_that_it_drops_is_not
         assert await live.metric('tandem_gateway_models_file_reloads_total{outcome="loaded"}') == 1
 
 
-async def test_a_stream_of_a_model_that_goes_is_finished_before_it_is_closed(serve, rack):
+async def test_stream_of_a_model_that_goes_is_finished_before_it_is_closed(serve, rack):
     async with serve("a", "b") as live:
         [engine] = [each for each in rack.engines if each.model == "b"]
         engine.behaviour.hold_at = 1
@@ -153,7 +153,7 @@ async def test_other_words_for_a_model_leave_the_others_alone(serve):
         (None, "cannot read"),
     ],
 )
-async def test_a_bad_file_changes_nothing_and_is_told_once(serve, caplog, text, complaint):
+async def test_bad_file_changes_nothing_and_is_told_once(serve, caplog, text, complaint):
     async with serve("a", "b") as live:
         live.door.refusal = RedisUnavailableError("Redis cannot be reached")
         before = live.models.fleets
@@ -186,7 +186,7 @@ async def test_fleets_opened_by_a_failed_change_are_closed(serve):
         assert await live.metric("tandem_gateway_models_file_stale") == 0
 
 
-async def test_the_first_fleet_stays_open_whatever_its_model_is_called(serve):
+async def test_first_fleet_stays_open_whatever_its_model_is_called(serve):
     async with serve("a") as live:
         await live.say("renamed", cluster="a")
         assert await live.served() == ["renamed"]

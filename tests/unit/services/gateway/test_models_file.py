@@ -64,7 +64,7 @@ def test_toml_says_the_same(write, tmp_path):
     assert (model.path, model.names) == (tmp_path / "llama", ("a",))
 
 
-def test_a_redis_of_its_own_does_not_take_the_others_password(write, tmp_path):
+def test_redis_of_its_own_does_not_take_the_others_password(write, tmp_path):
     (tmp_path / "secret").write_text("s", encoding="utf-8")
     shared = RedisAddress(url="redis://a", password_file=tmp_path / "secret")
     flags = ModelConfig(path=Path(), names=("x",), redis=shared)
@@ -97,7 +97,7 @@ def test_a_redis_of_its_own_does_not_take_the_others_password(write, tmp_path):
         ([{"model": "llama"}] * (MAX_MODELS + 1), f"length <= {MAX_MODELS}"),
     ],
 )
-def test_a_file_that_is_no_good_is_refused_by_name(write, entries, sentence):
+def test_file_that_is_no_good_is_refused_by_name(write, entries, sentence):
     path = write(*entries)
     with pytest.raises(ConfigError, match=sentence) as caught:
         read_models(path, FLAGS)
@@ -121,11 +121,11 @@ def test_invalid_models_document_is_rejected(tmp_path, name, content, sentence):
         read_models(path, FLAGS)
 
 
-def test_a_file_that_is_not_there_is_refused(tmp_path):
+def test_file_that_is_not_there_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="cannot read .*absent"):
         read_models(tmp_path / "absent", FLAGS)
 
 
-def test_a_name_must_not_be_empty():
+def test_name_must_not_be_empty():
     with pytest.raises(ConfigError, match="--served-model-name: a name must not be empty"):
         check_models([ModelConfig(path=Path(), names=("a", ""))], "--served-model-name")

@@ -70,7 +70,7 @@ async def serving(rack, tokenizer, keys):
         await gateway.close()
 
 
-async def test_an_adapter_is_loaded_listed_and_unloaded(served):
+async def test_adapter_is_loaded_listed_and_unloaded(served):
     assert await served.registered() == {}
     done = await served.load()
     assert (done.done, done.failed) == (True, {})
@@ -81,7 +81,7 @@ async def test_an_adapter_is_loaded_listed_and_unloaded(served):
     assert [port.loaded for port in served.ports] == [{}, {}]
 
 
-async def test_the_spec_replaces_what_a_name_stands_for(served):
+async def test_spec_replaces_what_a_name_stands_for(served):
     await served.load()
     assert (await served.load(replace(SQL, folder="two"))).done
     held = (await served.registered())["sql"]
@@ -105,12 +105,12 @@ async def test_each_failed_worker_is_named_with_its_reason(served):
     assert "no such folder" in report.failed["p"]
 
 
-async def test_a_pinned_adapter_is_pinned_on_workers(served):
+async def test_pinned_adapter_is_pinned_on_workers(served):
     await served.load(replace(SQL, pinned=True))
     assert [order.pinned for port in served.ports for order in port.orders] == [True, True]
 
 
-async def test_a_wrong_name_is_an_answer_of_one_sentence(served):
+async def test_wrong_name_is_an_answer_of_one_sentence(served):
     report = await served.load(replace(SQL, name="a/b"))
     assert (report.done, "a name has 1 to 128 bytes" in report.message) == (False, True)
     missing = await served.send(Unload(name="sql"))
@@ -127,7 +127,7 @@ async def test_one_of_several_models_is_selected_by_name(served):
     assert (report.done, "no model 'other'" in report.message) == (False, True)
 
 
-async def test_a_command_about_another_fleet_changes_no_adapter(served):
+async def test_command_about_another_fleet_changes_no_adapter(served):
     await served.load()
     elsewhere = ModelAt("mock", "another")
     with pytest.raises(OrderFailedError, match="404: .*no model 'mock' is served here yet"):

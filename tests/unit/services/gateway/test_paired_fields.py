@@ -59,7 +59,7 @@ def test_pieces_of_a_stream_equal_the_whole_answer() -> None:
         ),
     ],
 )
-def test_a_stream_that_differs_is_found(other, place) -> None:
+def test_stream_that_differs_is_found(other, place) -> None:
     assert place in [*differences(whole_answer(other), streamed_answer(stream(*PIECES)))]
 
 
@@ -68,6 +68,6 @@ def test_logprobs_are_equal_within_the_tolerance() -> None:
     assert [*differences([-1.0], [-1.002])] == ["[0]: -1.0 and -1.002"]
 
 
-def test_a_stream_without_its_end_is_no_answer() -> None:
+def test_stream_without_its_end_is_no_answer() -> None:
     with pytest.raises(AssertionError, match="the stream ends with"):
         streamed_answer(stream(*PIECES, end="{}"))

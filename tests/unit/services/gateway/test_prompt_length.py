@@ -50,7 +50,7 @@ async def test_every_prompt_of_a_list_is_cut_for_all_its_choices(gateway, rack, 
         assert text.startswith(tokenizer.decode(ids)), "what is echoed is what the model saw"
 
 
-async def test_a_conversation_is_cut_as_it_is_rendered(gateway, rack, tokenizer):
+async def test_conversation_is_cut_as_it_is_rendered(gateway, rack, tokenizer):
     content = "hello " * 600
     messages = [{"role": "user", "content": content}]
     whole = tokenizer.encode_chat(messages)
@@ -60,7 +60,7 @@ async def test_a_conversation_is_cut_as_it_is_rendered(gateway, rack, tokenizer)
     assert received(rack) == [whole[-40:], whole[:500]]
 
 
-async def test_an_output_too_long_for_any_prompt_is_told_as_that(gateway, rack):
+async def test_output_too_long_for_any_prompt_is_told_as_that(gateway, rack):
     answer = await gateway.complete(IDS, max_tokens=600, truncate_prompt_tokens=-1)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert not rack.engines[0].received

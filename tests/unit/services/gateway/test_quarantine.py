@@ -79,7 +79,7 @@ def refuses(quarantine: Quarantine, ask: Ask) -> bool:
 # Memory
 
 
-def test_the_same_request_is_refused_whatever_its_seed_and_others_are_not(make):
+def test_same_request_is_refused_whatever_its_seed_and_others_are_not(make):
     quarantine = make()
     assert not refuses(quarantine, Ask())
     convict(quarantine, Ask())
@@ -144,7 +144,7 @@ def test_memory_is_bounded(make):
     assert [refuses(quarantine, ask) for ask in asks[:4]] == [False, False, False, True]
 
 
-async def test_a_digest_says_nothing_without_the_salt(make, board):
+async def test_digest_says_nothing_without_the_salt(make, board):
     ours, theirs = make(), make(salt=b"other")
     convict(ours, Ask())
     await ours.sync()

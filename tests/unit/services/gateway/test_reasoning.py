@@ -54,7 +54,7 @@ def test_reasoning_that_nobody_wants_is_left_out():
         ("deepseek_r1", "…<｜Assistant｜></think>", False),
     ],
 )
-def test_the_prompt_tells_whether_reasoning_has_begun(style, prompt, opened):
+def test_prompt_tells_whether_reasoning_has_begun(style, prompt, opened):
     assert STYLES[style].opened(prompt) is opened
 
 
@@ -67,7 +67,7 @@ def test_the_prompt_tells_whether_reasoning_has_begun(style, prompt, opened):
         ("<|start|>assistant<|channel|>analysis<|message|>{{ thinking }}", "openai_gptoss"),
     ],
 )
-def test_a_style_is_known_by_its_template(template, style):
+def test_style_is_known_by_its_template(template, style):
     assert detect_reasoning(template) is STYLES[style]
 
 

@@ -23,7 +23,7 @@ def test_many_may_fail_at_once(clock):
     assert [budget.spend() for _ in range(65)] == [True] * 64 + [False]
 
 
-def test_a_share_of_all_choices_may_be_tried_again(clock):
+def test_share_of_all_choices_may_be_tried_again(clock):
     budget = drained(clock, share=0.2)
     spent = 0
     for _ in range(1000):

@@ -85,7 +85,7 @@ async def test_all_connections_cut_at_once_cost_nobody_anything(rack, tokenizer)
     assert all(chunk.get("error") is None for chunks in answers for chunk in chunks)
 
 
-async def test_a_request_whose_workers_live_is_not_quarantined_for_a_network_that_fails(rack, tokenizer):
+async def test_request_whose_workers_live_is_not_quarantined_for_a_network_that_fails(rack, tokenizer):
     """Two workers are lost with it in hand, which convicts it of their deaths; but they answer again."""
     engines = [rack.add(name, behaviour(mute=True)) for name in ("a", "b")]
     async with contextlib.AsyncExitStack() as stack:
@@ -109,7 +109,7 @@ async def test_a_request_whose_workers_live_is_not_quarantined_for_a_network_tha
     assert (answer.status_code, answer.json()["usage"]["completion_tokens"]) == (200, 9)
 
 
-async def test_a_worker_is_asked_until_its_line_is_back(rack, revival, alive):
+async def test_worker_is_asked_until_its_line_is_back(rack, revival, alive):
     async with proxied(rack.add("w", behaviour())) as (view, proxy):
         proxy.weather = Weather(refusing=True)
         revival.ask(view)
@@ -120,7 +120,7 @@ async def test_a_worker_is_asked_until_its_line_is_back(rack, revival, alive):
         assert revival.asking == frozenset()
 
 
-async def test_a_worker_that_hung_and_wakes_is_trusted_again(rack, revival, alive):
+async def test_worker_that_hung_and_wakes_is_trusted_again(rack, revival, alive):
     worker = rack.add("w", behaviour(deaf=True))
     revival.ask(worker.view)
     await until(lambda: revival.asking == {"w@1"}, PATIENCE_S, "it is asked")
@@ -137,7 +137,7 @@ async def test_another_incarnation_at_the_address_is_not_the_one_that_was_lost(r
     assert alive == []
 
 
-async def test_a_dead_worker_is_not_asked_for_ever(rack, revival, alive):
+async def test_dead_worker_is_not_asked_for_ever(rack, revival, alive):
     worker = rack.add("w", behaviour())
     await asyncio.to_thread(worker.stop)
     revival.ask(worker.view)
@@ -145,7 +145,7 @@ async def test_a_dead_worker_is_not_asked_for_ever(rack, revival, alive):
     assert alive == []
 
 
-async def test_a_line_that_does_not_hold_is_tried_less_and_less_often(rack, revival, alive, clock):
+async def test_line_that_does_not_hold_is_tried_less_and_less_often(rack, revival, alive, clock):
     worker = rack.add("w", behaviour())
     assert revival.pause_s("w@1") == 0.0
     revival.ask(worker.view)
@@ -159,7 +159,7 @@ async def test_a_line_that_does_not_hold_is_tried_less_and_less_often(rack, revi
     assert revival.pause_s("w@1") == 0.0
 
 
-async def test_a_closed_gateway_asks_nobody(rack, revival, alive):
+async def test_closed_gateway_asks_nobody(rack, revival, alive):
     worker = rack.add("w", behaviour(deaf=True))
     revival.ask(worker.view)
     revival.close()

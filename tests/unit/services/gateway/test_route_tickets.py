@@ -32,7 +32,7 @@ async def where(gateway, ticket: str | None, **fields) -> tuple[str, str]:
     return attempt["decode"].partition("@")[0], attempt["source"]
 
 
-async def test_a_request_goes_where_its_ticket_says_and_gives_the_reservation_back(two, rack):
+async def test_request_goes_where_its_ticket_says_and_gives_the_reservation_back(two, rack):
     two.chooser.tickets[TICKET] = rack.engines[1].view
     assert await where(two, TICKET) == ("second", "router")
     assert two.chooser.open == 0
@@ -50,7 +50,7 @@ async def test_without_a_ticket_that_holds_the_gateway_chooses(two, ticket):
     assert await where(two, ticket) == ("first", "local")
 
 
-async def test_a_ticket_is_for_the_first_attempt_alone(rack, tokenizer):
+async def test_ticket_is_for_the_first_attempt_alone(rack, tokenizer):
     rack.add("good", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
     bad = rack.add("bad", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, refuse=DRAINING))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:

@@ -71,14 +71,14 @@ WHOLE = {
 
 
 @pytest.mark.parametrize(("path", "kind", "fields"), WHOLE.values(), ids=WHOLE.keys())
-async def test_an_answer_is_of_the_clients_type(serving, path, kind, fields):
+async def test_answer_is_of_the_clients_type(serving, path, kind, fields):
     async with serving() as gateway:
         answer = await gateway.http.post(path, json={"model": "mock", **fields})
     assert answer.status_code == 200
     reader(kind).validate_python(answer.json())
 
 
-async def test_a_model_is_of_the_clients_type(serving):
+async def test_model_is_of_the_clients_type(serving):
     async with serving() as gateway:
         listed = (await gateway.http.get("/v1/models")).json()
     reader(list[Model]).validate_python(listed["data"])
@@ -107,7 +107,7 @@ async def test_every_event_of_a_stream_is_of_the_clients_type(serving, path, kin
         reader(kind).validate_python(document)
 
 
-async def test_the_end_of_a_response_that_failed_is_of_the_clients_type(serving):
+async def test_end_of_a_response_that_failed_is_of_the_clients_type(serving):
     async with serving(die_after=40, step_s=0.005) as gateway:
         answer = await gateway.http.post("/v1/responses", json={"model": "mock", "stream": True, **RESPONSE})
     told = documents(answer.text)

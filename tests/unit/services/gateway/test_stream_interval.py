@@ -44,14 +44,14 @@ def test_tokens_come_in_the_intervals_that_were_asked_for(tokenizer, interval, a
     assert not any(piece.finish for piece in made[:-1])
 
 
-def test_a_stop_string_does_not_wait_for_its_interval(tokenizer):
+def test_stop_string_does_not_wait_for_its_interval(tokenizer):
     made = pieces(tokenizer, 100, stop=("fox",))
     assert [piece.finish and piece.finish.reason for piece in made] == [None, "stop"]
     assert "".join(piece.text for piece in made) == TEXT[: TEXT.index("fox")]
 
 
 @pytest.mark.parametrize("ask", ["chat", "complete"])
-async def test_a_stream_in_intervals_says_what_one_without_says(gateway, ask):
+async def test_stream_in_intervals_says_what_one_without_says(gateway, ask):
     fields = {"max_tokens": 20, "seed": 1, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
 
     async def told(**more):

@@ -39,7 +39,7 @@ def test_among_other_suspects_it_takes_a_third_worker():
     assert suspicion.convicted
 
 
-def test_a_worker_that_lives_after_all_was_not_killed():
+def test_worker_that_lives_after_all_was_not_killed():
     suspicion = lost("a@1", alone=False)
     suspicion.acquit(["a@1", "c@1"])
     suspicion.note_loss("b@1", gained=0, alone=True)
@@ -67,7 +67,7 @@ async def test_each_of_several_suspects_on_a_lost_worker_sees_the_others():
     assert not suspects.alone("b@1")
 
 
-async def test_a_suspect_that_proved_itself_is_none_any_more():
+async def test_suspect_that_proved_itself_is_none_any_more():
     suspects = Suspects()
     first, _ = [await suspects.enter(lost("a@1"), rid, ["b@1", "p@1"]) for rid in ("x", "y")]
     first.cleared()
@@ -75,7 +75,7 @@ async def test_a_suspect_that_proved_itself_is_none_any_more():
     assert suspects.alone("p@1")
 
 
-async def test_the_other_worker_of_a_lost_pair_has_one_suspect_less():
+async def test_other_worker_of_a_lost_pair_has_one_suspect_less():
     suspects = Suspects()
     first, _ = [await suspects.enter(lost("a@1"), rid, ["d@1", "p@1"]) for rid in ("x", "y")]
     first.lost("d@1")
@@ -106,7 +106,7 @@ async def test_trials_follow_one_another(end):
     first.cleared()
 
 
-async def test_a_trial_that_is_given_up_while_it_waits_holds_up_nobody():
+async def test_trial_that_is_given_up_while_it_waits_holds_up_nobody():
     suspects, guilty = Suspects(), lost("a@1", "b@1", alone=False)
     first = await suspects.enter(guilty, "x", ["c@1"])
     leaving = asyncio.ensure_future(suspects.enter(guilty, "y", ["c@1"]))

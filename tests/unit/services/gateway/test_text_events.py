@@ -20,6 +20,6 @@ def test_only_the_text_differs(model):
         assert [events.of(choice, text) for text in TEXTS] == [encode(choice, text) for text in TEXTS]
 
 
-def test_an_event_without_its_text_is_a_mistake():
+def test_event_without_its_text_is_a_mistake():
     with pytest.raises(AssertionError, match="does not have its text"):
         TextEvents(lambda choice, _: b"data: %d\n\n" % choice).of(0, "a")

@@ -27,7 +27,7 @@ def choices_of(answer) -> list[dict]:
     return [choice for chunk in chunks for choice in chunk["choices"]]
 
 
-async def test_a_chat_tells_the_ids_of_its_prompt_once_and_of_each_choice(gateway, rack):
+async def test_chat_tells_the_ids_of_its_prompt_once_and_of_each_choice(gateway, rack):
     answer = (await gateway.chat(max_tokens=LENGTH, return_token_ids=True, seed=3, n=2)).json()
     assert answer["prompt_token_ids"] == [*rack.engines[0].received[0].input_ids]
     assert [len(choice["token_ids"]) for choice in answer["choices"]] == [LENGTH, LENGTH]
@@ -36,7 +36,7 @@ async def test_a_chat_tells_the_ids_of_its_prompt_once_and_of_each_choice(gatewa
         assert choice["token_ids"] == [TOKEN(by_seed[seed], position) for position in range(LENGTH)]
 
 
-async def test_a_streamed_chat_tells_its_prompt_first_and_every_token_once(gateway, rack):
+async def test_streamed_chat_tells_its_prompt_first_and_every_token_once(gateway, rack):
     chunks = events(await gateway.chat(max_tokens=LENGTH, return_token_ids=True, **STREAM))
     first, *others = chunks
     assert first["prompt_token_ids"] == [*rack.engines[0].received[0].input_ids]
@@ -54,7 +54,7 @@ async def test_completions_tell_each_choice_its_prompt(gateway, rack):
 
 
 @pytest.mark.parametrize("echo", [False, True])
-async def test_a_streamed_completion_tells_its_prompt_with_the_first_chunk_of_each_choice(gateway, echo):
+async def test_streamed_completion_tells_its_prompt_with_the_first_chunk_of_each_choice(gateway, echo):
     fields = {"max_tokens": 3, "n": 2, "return_token_ids": True, "echo": echo, "stream": True}
     chunks = events(await gateway.complete([5, 6, 7], **fields))
     for index in (0, 1):
@@ -65,7 +65,7 @@ async def test_a_streamed_completion_tells_its_prompt_with_the_first_chunk_of_ea
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_an_echo_alone_has_no_output_ids(gateway, stream):
+async def test_echo_alone_has_no_output_ids(gateway, stream):
     fields = {"max_tokens": 0, "echo": True, "return_token_ids": True, "stream": stream}
     choices = choices_of(await gateway.complete([5, 6], **fields))
     assert choices[0]["prompt_token_ids"] == [5, 6]
@@ -73,7 +73,7 @@ async def test_an_echo_alone_has_no_output_ids(gateway, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_a_stop_id_is_told_and_nothing_after_a_stop_string_is(rack, tokenizer, stream):
+async def test_stop_id_is_told_and_nothing_after_a_stop_string_is(rack, tokenizer, stream):
     ids = tokenizer.encode("the quick STOP and more", add_special_tokens=False)
     rack.add("solo", MockBehaviour(token=lambda _, position: [*ids, EOS][position], eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:

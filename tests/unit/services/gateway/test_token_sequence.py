@@ -36,16 +36,16 @@ def test_later_tokens_wait_for_earlier_ones_and_their_finish_waits_with_them():
     assert (accepted.token_ids, accepted.finish) == ([10, 11, 12], LENGTH)
 
 
-def test_a_resumed_sequence_starts_where_the_last_attempt_ended():
+def test_resumed_sequence_starts_where_the_last_attempt_ended():
     assert accept_all(TokenSequence(5), [output(3, 13, 14), output(5, 15)]).token_ids == [15]
 
 
-def test_a_finish_without_tokens_counts_at_its_place_only():
+def test_finish_without_tokens_counts_at_its_place_only():
     assert accept_all(TokenSequence(2), [output(1, finish=LENGTH)]).finish is None
     assert accept_all(TokenSequence(2), [output(2, finish=LENGTH)]).finish is LENGTH
 
 
-def test_a_lost_output_is_noticed_before_memory_is():
+def test_lost_output_is_noticed_before_memory_is():
     sequence = TokenSequence(0)
     with pytest.raises(SequenceGapError):
         accept_all(sequence, [output(i, i) for i in range(1, MAX_WAITING_OUTPUTS + 2)])
@@ -86,7 +86,7 @@ def test_prompt_logprobs_that_nobody_awaits_any_more_are_dropped():
 
 
 @given(data=st.data(), length=st.integers(1, 8))
-def test_the_prompts_logprobs_come_with_the_first_tokens_in_any_order(data, length):
+def test_prompts_logprobs_come_with_the_first_tokens_in_any_order(data, length):
     others = [output(i, i, finish=LENGTH if i == length - 1 else None) for i in range(length)]
     sequence, accepted = TokenSequence(0, awaits_prompt=True), Accepted([], [], None)
     first: Accepted | None = None

@@ -168,7 +168,7 @@ async def test_brief_work_beyond_its_time_is_for_the_threads(threads, monkeypatc
 
 
 @pytest.mark.parametrize("brief", [False, True])
-async def test_a_panic_of_a_tokenizer_ends_only_its_request(gateway, monkeypatch, brief):
+async def test_panic_of_a_tokenizer_ends_only_its_request(gateway, monkeypatch, brief):
     """A panic of the tokenizer's Rust code is no `Exception`."""
     monkeypatch.setattr(prompts, "BRIEF_TEXT_CHARACTERS", 512 if brief else 0)
 
@@ -188,7 +188,7 @@ async def test_a_panic_of_a_tokenizer_ends_only_its_request(gateway, monkeypatch
 
 
 @pytest.mark.usefixtures("nothing_brief")
-async def test_a_fault_in_a_thread_is_an_error_of_openais_shape(gateway, monkeypatch):
+async def test_fault_in_a_thread_is_an_error_of_openais_shape(gateway, monkeypatch):
     def broken(*_, **__):
         raise RuntimeError("/secret/path")
 
@@ -199,7 +199,7 @@ async def test_a_fault_in_a_thread_is_an_error_of_openais_shape(gateway, monkeyp
     assert "secret" not in answer.text
 
 
-async def test_a_short_text_does_not_wait_behind_a_long_one(threads):
+async def test_short_text_does_not_wait_behind_a_long_one(threads):
     long = Gate()
     waiting = asyncio.create_task(threads.run(long, characters=LONG))
     await long.reached()
@@ -270,7 +270,7 @@ async def test_too_much_that_waits_is_refused(threads, waiting, characters):
     assert await threads.run(lambda: "room", characters=characters) == "room"
 
 
-async def test_a_single_text_is_never_too_much(threads):
+async def test_single_text_is_never_too_much(threads):
     assert await threads.run(lambda: "taken", characters=100 * LONG) == "taken"
 
 
@@ -289,7 +289,7 @@ def slow_tokenizer(monkeypatch, nothing_brief):
 
 
 @pytest.mark.parametrize("name", ["chat", "embedding", "tokenize", "count"])
-async def test_a_deadline_holds_while_text_is_encoded(gateway, slow_tokenizer, name):
+async def test_deadline_holds_while_text_is_encoded(gateway, slow_tokenizer, name):
     path, body = REQUESTS[name]
     answer = await gateway.http.post(path, json=body, headers={"X-Request-Timeout": "0.05"})
     assert answer.status_code == 504
@@ -298,7 +298,7 @@ async def test_a_deadline_holds_while_text_is_encoded(gateway, slow_tokenizer, n
 
 
 @pytest.mark.parametrize("name", ["chat", "embedding", "tokenize", "count"])
-async def test_a_client_may_leave_while_text_is_encoded(gateway, slow_tokenizer, name):
+async def test_client_may_leave_while_text_is_encoded(gateway, slow_tokenizer, name):
     path, body = REQUESTS[name]
     leaving = asyncio.create_task(gateway.http.post(path, json=body))
     await slow_tokenizer.reached()

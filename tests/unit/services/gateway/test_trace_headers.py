@@ -15,7 +15,7 @@ def context(parent: str | bytes, *states: str) -> TraceContext | None:
     return client_context([*headers, *((b"tracestate", state.encode("latin-1")) for state in states)])
 
 
-def test_a_good_header_is_taken_as_it_is():
+def test_good_header_is_taken_as_it_is():
     found = context(GOOD, "rojo=00f067aa0ba902b7,congo=t61rcWkgMzE")
     assert found == TraceContext(traceparent=GOOD, tracestate="rojo=00f067aa0ba902b7,congo=t61rcWkgMzE")
     assert (found.trace_id, found.span_id, found.sampled) == (TRACE, SPAN, True)
@@ -27,7 +27,7 @@ def test_only_the_first_flag_means_sampled(flags, sampled):
     assert context(f"00-{TRACE}-{SPAN}-{flags}").sampled is sampled
 
 
-def test_a_later_version_is_read_as_far_as_it_is_known_and_handed_on_as_this_one():
+def test_later_version_is_read_as_far_as_it_is_known_and_handed_on_as_this_one():
     assert context(f"cc-{TRACE}-{SPAN}-01").traceparent == GOOD
     assert context(f"cc-{TRACE}-{SPAN}-01-what-the-future-brings").traceparent == GOOD
     assert context(f"cc-{TRACE}-{SPAN}-01.not-this") is None
@@ -77,7 +77,7 @@ def test_nothing_and_twice_are_none():
         ([",".join(f"k{n}=v" for n in range(33))], ""),
     ],
 )
-def test_a_state_is_handed_on_whole_or_not_at_all(states, handed_on):
+def test_state_is_handed_on_whole_or_not_at_all(states, handed_on):
     found = context(GOOD, *states)
     assert found.tracestate == handed_on
     found.check()

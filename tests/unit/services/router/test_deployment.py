@@ -14,7 +14,7 @@ def signed(fields: dict[str, str], by: Deployment = OURS) -> dict[str, str]:
     return {**fields, "proof": by.row_proof(fields)}
 
 
-def test_a_row_is_known_by_its_proof():
+def test_row_is_known_by_its_proof():
     assert OURS.wrote(signed(FIELDS))
     assert OURS.wrote({**signed(FIELDS), "number": "7"})
     assert not OURS.wrote(FIELDS)
@@ -23,11 +23,11 @@ def test_a_row_is_known_by_its_proof():
 
 @pytest.mark.parametrize("name", ["incarnation", "role", "request_endpoint", "proof"])
 @pytest.mark.parametrize("value", ["", "garbage", "-7", "9" * 400, "\ud800", "w@2"])
-def test_a_changed_field_breaks_the_proof_of_a_row(name, value):
+def test_changed_field_breaks_the_proof_of_a_row(name, value):
     assert not OURS.wrote({**signed(FIELDS), name: value})
 
 
-def test_a_field_more_or_less_breaks_the_proof_of_a_row():
+def test_field_more_or_less_breaks_the_proof_of_a_row():
     row = signed(FIELDS)
     assert not OURS.wrote({**row, "more": "x"})
     assert not OURS.wrote({name: value for name, value in row.items() if name != "role"})
@@ -35,13 +35,13 @@ def test_a_field_more_or_less_breaks_the_proof_of_a_row():
     assert not OURS.wrote({**signed({"a": "b", "c": "d"}), "a": "bc", "c": "d"})
 
 
-def test_a_claim_names_its_incarnation():
+def test_claim_names_its_incarnation():
     assert OURS.claimant(OURS.claim("w@7")) == "w@7"
     for forged in (THEIRS.claim("w@7"), OURS.claim("w@7").replace("@7", "@8"), "w@7", "", "w@7 ", "x" * 1000):
         assert OURS.claimant(forged) is None
 
 
-def test_a_verdict_is_signed_or_the_claim_of_a_newer_incarnation():
+def test_verdict_is_signed_or_the_claim_of_a_newer_incarnation():
     assert OURS.condemner(OURS.verdict("w@7", by="p@1"), "w@7") == "p@1"
     assert OURS.condemner(OURS.claim("w@8"), "w@7") == "w@8"
     for forged in (
@@ -77,7 +77,7 @@ def test_verdict_for_memory_is_signed_and_distinct_from_others():
         ("", "w@9", False),
     ],
 )
-def test_the_newer_of_two_incarnations_has_the_larger_number(one, other, newer):
+def test_newer_of_two_incarnations_has_the_larger_number(one, other, newer):
     assert supersedes(one, other) is newer
 
 

@@ -64,7 +64,7 @@ def test_each_term_by_hand():
     assert cost.decode_room_s(load, DEMAND) == NO_ROOM_S
 
 
-def test_a_cached_prompt_still_costs_one_token():
+def test_cached_prompt_still_costs_one_token():
     assert cost.prefill_compute_s(make_load(), PROMPT, DEMAND) == 0.001
     assert cost.transfer_s(0.5, PROMPT, DEMAND) == HANDOFF_S + 0.5
 
@@ -74,16 +74,16 @@ def test_a_cached_prompt_still_costs_one_token():
     [(None, 1e-6), (1e6, 1e-3), (0.0, BROKEN_TOKEN_S), (1.0, BROKEN_TOKEN_S)],
     ids=["no figure", "measured", "broken", "absurdly slow"],
 )
-def test_a_link_costs_what_was_measured_or_what_its_worker_has_typically(rate, seconds):
+def test_link_costs_what_was_measured_or_what_its_worker_has_typically(rate, seconds):
     assert cost.token_s(make_load(), rate) == seconds
 
 
-def test_a_long_prompt_goes_to_a_prefill_worker_even_when_the_decode_worker_is_idle():
+def test_long_prompt_goes_to_a_prefill_worker_even_when_the_decode_worker_is_idle():
     option = choose(candidate("p", Role.PREFILL), candidate("d", Role.DECODE))
     assert option.placement is Placement.PAIR
 
 
-def test_a_cached_prefix_is_worth_a_queue_but_not_any_queue():
+def test_cached_prefix_is_worth_a_queue_but_not_any_queue():
     has_it = {"matched": PROMPT - 100}
     busy = candidate("has", Role.BOTH, queue_tokens=2000, **has_it)
     assert choose(busy, candidate("idle", Role.BOTH)).decode.view.worker_id == "has"
@@ -91,7 +91,7 @@ def test_a_cached_prefix_is_worth_a_queue_but_not_any_queue():
     assert choose(full, candidate("idle", Role.BOTH)).decode.view.worker_id == "idle"
 
 
-def test_a_short_rest_is_computed_where_it_is_decoded():
+def test_short_rest_is_computed_where_it_is_decoded():
     option = choose(candidate("p", Role.PREFILL, matched=999), candidate("d", Role.DECODE, matched=999))
     assert option.placement is Placement.LOCAL
 
@@ -101,12 +101,12 @@ def test_running_sequences_of_the_decode_worker_keep_even_a_short_rest_away():
     assert option.placement is Placement.PAIR
 
 
-def test_a_long_queue_at_the_prefill_workers_makes_it_local():
+def test_long_queue_at_the_prefill_workers_makes_it_local():
     assert choose(candidate("p", Role.PREFILL, queue_tokens=500), candidate("d", Role.DECODE)).prefill is not None
     assert choose(candidate("p", Role.PREFILL, queue_tokens=5000), candidate("d", Role.DECODE)).prefill is None
 
 
-def test_a_prefix_is_computed_again_where_moving_it_takes_longer():
+def test_prefix_is_computed_again_where_moving_it_takes_longer():
     decode = candidate("d", Role.DECODE)
     has_it = {"matched": PROMPT - 1}
     assert choose(candidate("p", Role.PREFILL, links={"d@1": FAST}, **has_it), decode).placement is Placement.PAIR
@@ -114,7 +114,7 @@ def test_a_prefix_is_computed_again_where_moving_it_takes_longer():
     assert choose(slow, decode).placement is Placement.LOCAL
 
 
-def test_a_slow_link_is_avoided_and_so_is_a_broken_one():
+def test_slow_link_is_avoided_and_so_is_a_broken_one():
     decode = candidate("d", Role.DECODE)
     for rate in (SLOW, 0.0):
         option = choose(
@@ -126,21 +126,21 @@ def test_a_slow_link_is_avoided_and_so_is_a_broken_one():
         assert option.prefill.view.worker_id == "near"
 
 
-def test_the_decode_end_is_chosen_with_the_link_too():
+def test_decode_end_is_chosen_with_the_link_too():
     prefill = candidate("p", Role.PREFILL, links={"near@1": FAST, "far@1": SLOW})
     option = choose(prefill, candidate("near", Role.DECODE, sequences=5), candidate("far", Role.DECODE))
     assert option.decode.view.worker_id == "near"
     assert term(option, "transfer") == pytest.approx(HANDOFF_S + PROMPT * 1000 / FAST)
 
 
-def test_an_operator_can_keep_decode_workers_from_computing_unless_nobody_else_can():
+def test_operator_can_keep_decode_workers_from_computing_unless_nobody_else_can():
     never = Demand(prompt_tokens=PROMPT, output_tokens=1, local_prefill_tokens=0)
     decode = candidate("d", Role.DECODE, matched=PROMPT)
     assert choose(candidate("p", Role.PREFILL, queue_tokens=1e6), decode, demand=never).placement is Placement.PAIR
     assert choose(decode, demand=never).placement is Placement.DEGRADED
 
 
-def test_a_worker_for_both_alone_is_neither_local_nor_degraded():
+def test_worker_for_both_alone_is_neither_local_nor_degraded():
     assert choose(candidate("b", Role.BOTH)).placement is Placement.ALONE
 
 

@@ -40,7 +40,7 @@ def fetches(*candidates: Candidate) -> dict[str, str | None]:
     return {each.view.worker_id: each.fetch and each.fetch.source.worker_id for each in found}
 
 
-def test_an_idle_worker_fetches_what_a_busy_one_has():
+def test_idle_worker_fetches_what_a_busy_one_has():
     home = candidate("home", Role.PREFILL, matched=960, queue_tokens=100_000, prefill_rate=10_000)
     option = choose(home, candidate("idle", Role.PREFILL), candidate("d", Role.DECODE))
     assert option.computing.view.worker_id == "idle"
@@ -52,7 +52,7 @@ def test_an_idle_worker_fetches_what_a_busy_one_has():
     assert terms["prefill_stall"] == pytest.approx(0.04 * FOLLOWERS + 0.96 * COPY_FOLLOWERS)
 
 
-def test_a_second_copy_is_not_made_for_a_short_queue():
+def test_second_copy_is_not_made_for_a_short_queue():
     home = candidate("home", Role.PREFILL, matched=960, queue_tokens=1000)
     rest = [candidate("idle", Role.PREFILL), candidate("d", Role.DECODE)]
     assert choose(home, *rest).computing.view.worker_id == "home"
@@ -60,7 +60,7 @@ def test_a_second_copy_is_not_made_for_a_short_queue():
     assert choose(longer, *rest).computing.view.worker_id == "idle"
 
 
-def test_the_kv_of_an_answer_flows_back_to_the_worker_that_computes_the_next_turn():
+def test_kv_of_an_answer_flows_back_to_the_worker_that_computes_the_next_turn():
     option = choose(candidate("p", Role.PREFILL, matched=320), candidate("d", Role.DECODE, matched=960))
     assert option.prefill is not None
     assert option.prefill.fetch is not None
@@ -93,7 +93,7 @@ def test_kv_of_another_shape_is_not_fetched():
     assert option.computing.fetch is None
 
 
-def test_a_worker_with_a_queue_waits_for_a_fetch_meanwhile():
+def test_worker_with_a_queue_waits_for_a_fetch_meanwhile():
     have = candidate("d", Role.DECODE, matched=960, token_bytes=1e5)
     (idle, busy, _) = with_fetches(
         [candidate("idle", Role.PREFILL), candidate("busy", Role.PREFILL, queue_tokens=500), have], DEMAND, Random(0)
@@ -103,7 +103,7 @@ def test_a_worker_with_a_queue_waits_for_a_fetch_meanwhile():
     assert terms["prefix_fetch"] == 0.0
 
 
-def test_the_nearer_of_two_sources_is_asked():
+def test_nearer_of_two_sources_is_asked():
     near = candidate("near", Role.DECODE, matched=928)
     far = candidate("far", Role.DECODE, matched=960, links={"p@1": 1e6})
     assert fetches(candidate("p", Role.PREFILL), near, far)["p"] == "near"

@@ -17,5 +17,5 @@ def test_names_that_cannot_be_part_of_a_key_are_refused(name):
         Keys(name)
 
 
-def test_the_worker_of_an_incarnation():
+def test_worker_of_an_incarnation():
     assert worker_id_of("pool-decode-0@123") == "pool-decode-0"

@@ -1,7 +1,7 @@
 from tandem_services.router.redis_functions import CONSTANTS, SCRIPTS, library_source
 
 
-def test_the_name_follows_the_content():
+def test_name_follows_the_content():
     source = library_source()
     assert source.text.startswith(f"#!lua name={source.name}\n")
     assert library_source({**CONSTANTS, "LEASE_MS": 1}).name != source.name

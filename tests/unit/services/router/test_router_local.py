@@ -41,7 +41,7 @@ def test_equal_prompts_go_to_the_same_workers_while_they_are_idle(routing, clock
     assert len(seen) == 1
 
 
-def test_a_hot_prompt_spreads_when_waiting_costs_more_than_computing(routing):
+def test_hot_prompt_spreads_when_waiting_costs_more_than_computing(routing):
     chosen = Counter(send(routing, b"hot").prefill.view.worker_id for _ in range(12))
     assert len(chosen) == 3
 
@@ -56,7 +56,7 @@ def test_different_prompts_have_different_homes(routing, clock):
     assert homes == {"p0", "p1", "p2"}
 
 
-def test_a_worker_that_leaves_moves_only_its_own_prompts(routing, clock):
+def test_worker_that_leaves_moves_only_its_own_prompts(routing, clock):
     def homes(records):
         found = {}
         for number in range(40):
@@ -84,7 +84,7 @@ def test_prompts_without_a_whole_block_spread_by_load(routing):
     assert max(chosen.values()) == 3
 
 
-def test_a_guess_never_makes_a_decode_worker_compute_a_long_prompt(routing):
+def test_guess_never_makes_a_decode_worker_compute_a_long_prompt(routing):
     assert all(send(routing, bytes([n]) * 16).prefill is not None for n in range(20))
 
 

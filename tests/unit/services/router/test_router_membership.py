@@ -26,7 +26,7 @@ def names(members: Membership) -> set[str]:
     return {worker.incarnation for worker in members.workers()}
 
 
-def test_a_snapshot_replaces_the_view(members):
+def test_snapshot_replaces_the_view(members):
     members.update(snapshot(make_record("a"), make_record("b")))
     members.update(snapshot(make_record("b")))
     assert names(members) == {"b@1"}
@@ -69,7 +69,7 @@ def test_after_a_wipe_a_new_incarnation_takes_the_place_of_the_old_one(members):
     assert names(members) == {"a@2"}
 
 
-def test_a_dead_worker_is_left_out_until_it_has_shown_life_for_long_enough(members, clock):
+def test_dead_worker_is_left_out_until_it_has_shown_life_for_long_enough(members, clock):
     members.update(snapshot(make_record("a"), make_record("b")))
     members.mark_dead("a@1")
     assert names(members) == {"b@1"}
@@ -82,7 +82,7 @@ def test_a_dead_worker_is_left_out_until_it_has_shown_life_for_long_enough(membe
     assert names(members) == {"a@1", "b@1"}
 
 
-def test_a_dead_worker_that_has_answered_since_is_used_again(members):  # [cut-is-not-death]
+def test_dead_worker_that_has_answered_since_is_used_again(members):  # [cut-is-not-death]
     members.update(snapshot(make_record("a"), make_record("b")))
     members.mark_dead("a@1")
     members.mark_alive("a@1")
@@ -90,7 +90,7 @@ def test_a_dead_worker_that_has_answered_since_is_used_again(members):  # [cut-i
     assert len(members.candidates(MODEL, prompt_tokens=1, exclude=frozenset())) == 2
 
 
-def test_an_answer_brings_nobody_back_whom_the_registry_does_not_have(members):
+def test_answer_brings_nobody_back_whom_the_registry_does_not_have(members):
     members.update(snapshot(make_record("a")))
     members.mark_dead("a@1")
     members.update(snapshot())
@@ -98,7 +98,7 @@ def test_an_answer_brings_nobody_back_whom_the_registry_does_not_have(members):
     assert names(members) == set()
 
 
-def test_a_dead_worker_that_left_the_registry_is_forgotten(members):
+def test_dead_worker_that_left_the_registry_is_forgotten(members):
     members.update(snapshot(make_record("a")))
     members.mark_dead("a@1")
     members.update(snapshot())
@@ -126,7 +126,7 @@ def test_draining_stalled_short_and_foreign_workers_are_no_candidates(members):
     assert [record.view.worker_id for record in found] == ["good"]
 
 
-def test_the_page_size_of_the_majority_counts(members):
+def test_page_size_of_the_majority_counts(members):
     assert members.page_size(MODEL) is None
     members.update(
         snapshot(make_record("a", page_size=32), make_record("b", page_size=16), make_record("c", page_size=16))
@@ -146,7 +146,7 @@ def offered(members: Membership) -> set[str]:
 
 
 @pytest.mark.parametrize("state", [WorkerState.DRAINING, WorkerState.PAUSED])
-def test_a_worker_that_has_sent_a_request_away_is_not_offered_until_a_later_view_says_that_it_is_ready(
+def test_worker_that_has_sent_a_request_away_is_not_offered_until_a_later_view_says_that_it_is_ready(
     members, clock, state
 ):
     both = snapshot(make_record("a"), make_record("b"))
@@ -163,7 +163,7 @@ def test_a_worker_that_has_sent_a_request_away_is_not_offered_until_a_later_view
     assert offered(members) == {"a", "b"}
 
 
-def test_a_view_that_was_asked_for_before_the_worker_can_have_told_redis_knows_nothing_of_its_refusal(members, clock):
+def test_view_that_was_asked_for_before_the_worker_can_have_told_redis_knows_nothing_of_its_refusal(members, clock):
     both = snapshot(make_record("a"), make_record("b"))
     members.update(both)
     requested_at = clock.now()
@@ -179,7 +179,7 @@ def test_a_view_that_was_asked_for_before_the_worker_can_have_told_redis_knows_n
     assert offered(members) == {"a", "b"}
 
 
-def test_a_worker_that_refuses_again_is_left_out_again(members, clock):
+def test_worker_that_refuses_again_is_left_out_again(members, clock):
     both = snapshot(make_record("a"), make_record("b"))
     for _ in range(3):
         clock.advance(1.0)
@@ -198,7 +198,7 @@ def test_without_redis_a_worker_that_refused_is_asked_again_in_a_while(members, 
     assert offered(members) == {"a", "b"}
 
 
-def test_a_new_incarnation_of_a_worker_that_refused_is_offered_at_once(members):
+def test_new_incarnation_of_a_worker_that_refused_is_offered_at_once(members):
     members.update(snapshot(make_record("a", number=1)))
     members.note_refusal("a@1", WorkerState.DRAINING)
     members.update(snapshot(make_record("a", number=2)))

@@ -95,7 +95,7 @@ def test_each_role_may_have_its_own():
     assert by_role("prefill=least_loaded", p1=1.0).passed_over(FLEET, query()) == {"p1@1"}
 
 
-def test_a_prefill_worker_is_one_that_can_hand_to_the_chosen_decode_worker():
+def test_prefill_worker_is_one_that_can_hand_to_the_chosen_decode_worker():
     fleet = [
         *FLEET[:2],
         make_view("p3", Role.PREFILL, compat_hash="new"),

@@ -24,7 +24,7 @@ def written(**changes: str) -> dict[str, str]:
     return fields | {"incarnation": "w1@1", "number": "1"} | changes
 
 
-def test_a_record_survives_the_hash():
+def test_record_survives_the_hash():
     record = make_record("w1", Role.PREFILL, state=WorkerState.DRAINING, load=make_load(queue_tokens=12.5))
     assert read_record(written()) == record
 
@@ -100,7 +100,7 @@ def test_kind_of_a_worker_survives_the_hash():
     assert make_record("w1").kind == "same/?/tp?"
 
 
-def test_a_worker_of_a_release_without_links_has_none():
+def test_worker_of_a_release_without_links_has_none():
     fields = written()
     del fields["links"]
     record = read_record(fields)
@@ -146,7 +146,7 @@ def test_a_worker_of_a_release_without_links_has_none():
         {"peer_endpoint": "tcp://" + "h" * 10_000 + ":1"},
     ],
 )
-def test_a_hash_that_makes_no_sense_is_no_worker(change):  # [redis-values-untrusted]
+def test_hash_that_makes_no_sense_is_no_worker(change):  # [redis-values-untrusted]
     assert read_record(written(**change)) is None
 
 
@@ -157,7 +157,7 @@ def test_addresses_and_names_are_endpoints(endpoint):
     assert record.view.request_endpoint == endpoint
 
 
-def test_a_hash_with_a_missing_field_is_no_worker():
+def test_hash_with_a_missing_field_is_no_worker():
     newer = {"links", "host_token_s", "release", "step_base_s", "kv_tokens"}  # older releases have none
     for name in readable_fields(make_record("w1")).keys() - newer:
         fields = written()
@@ -165,7 +165,7 @@ def test_a_hash_with_a_missing_field_is_no_worker():
         assert read_record(fields) is None, name
 
 
-def test_the_routing_row_has_the_size_that_the_script_expects():
+def test_routing_row_has_the_size_that_the_script_expects():
     assert len(pack_row(make_record("w1"))) == ROW.size == 90
 
 

@@ -38,20 +38,20 @@ PREFILL = candidate("p", Role.PREFILL)
     [(0, 64, True), (0, 65, False), (16, 80, True), (16, 81, False), (512, 576, True)],
     ids=["short prompt", "nothing cached", "64 missing", "65 missing", "long conversation, short turn"],
 )
-def test_a_decode_worker_computes_the_short_rest_of_what_it_has(matched, prompt, may) -> None:
+def test_decode_worker_computes_the_short_rest_of_what_it_has(matched, prompt, may) -> None:
     assert alone(PREFILL, candidate("d", Role.DECODE, matched=matched), prompt=prompt) == (["d"] if may else [])
 
 
-def test_a_decode_worker_serves_alone_when_nobody_can_prefill_for_it() -> None:
+def test_decode_worker_serves_alone_when_nobody_can_prefill_for_it() -> None:
     stranger = candidate("p", Role.PREFILL, compat="other")
     assert alone(stranger, candidate("d", Role.DECODE), prompt=1000) == ["d"]
 
 
 @pytest.mark.parametrize("prompt", [10, 1000])
-def test_a_decode_worker_unlike_the_others_serves_nobody_while_they_are_served(prompt) -> None:  # [same-kind-paired]
+def test_decode_worker_unlike_the_others_serves_nobody_while_they_are_served(prompt) -> None:  # [same-kind-paired]
     odd = candidate("odd", Role.DECODE, compat="other", matched=5)
     assert "odd" not in alone(PREFILL, candidate("d", Role.DECODE), odd, prompt=prompt)
 
 
-def test_a_worker_for_both_may_always_serve_alone() -> None:
+def test_worker_for_both_may_always_serve_alone() -> None:
     assert alone(PREFILL, candidate("b", Role.BOTH), prompt=1000) == ["b"]

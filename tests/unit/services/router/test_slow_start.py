@@ -39,7 +39,7 @@ def slow_start(clock) -> SlowStart:
 
 
 @pytest.mark.parametrize(("after", "share"), [(0.0, 0.0), (RAMP_S / 4, 0.25), (RAMP_S, 1.0), (100.0, 1.0)])
-def test_a_share_grows_to_all_of_it(slow_start, clock, after, share):
+def test_share_grows_to_all_of_it(slow_start, clock, after, share):
     clock.time += after
     assert slow_start.share("new@1") == pytest.approx(share)
     assert slow_start.share("old@1") == 1.0
@@ -76,7 +76,7 @@ def test_requests_reach_a_newcomer_as_often_as_its_share_says(slow_start, clock)
         assert least <= taken["new@1"] <= most
 
 
-def test_a_newcomer_that_is_alone_takes_everything(slow_start):
+def test_newcomer_that_is_alone_takes_everything(slow_start):
     assert Ramping(First(), slow_start.share, Random(1)).narrow([NEW], query()) == [NEW]
 
 

@@ -127,7 +127,7 @@ FUNCTIONS = {
 @pytest.mark.parametrize(
     "answer", [None, 7, [b"a"], b"", b"\xc1", msgspec.msgpack.encode({"status": "?"}), b"\xa1\xff"]
 )
-async def test_an_answer_of_the_wrong_shape_is_none_and_named_in_the_log(ask, answer, client, caplog):
+async def test_answer_of_the_wrong_shape_is_none_and_named_in_the_log(ask, answer, client, caplog):
     """It was told as Redis away is, by nothing; that of `apply_kv_events` ended the worker's feed of its index."""
     client._line = Answers(answer)
     with pytest.raises(UnreadableReplyError):
@@ -164,7 +164,7 @@ async def test_what_lies_in_redis_in_place_of_ours_is_named_in_the_log(ask, answ
 
 
 @pytest.mark.parametrize("answer", [b"{", b"\xff", 7])
-async def test_a_session_whose_binding_cannot_be_read_is_not_found_and_the_log_tells_why(answer, client, caplog):
+async def test_session_whose_binding_cannot_be_read_is_not_found_and_the_log_tells_why(answer, client, caplog):
     client._line = Answers(answer)
     sessions = SessionBindings(client=client, keys=KEYS)
     assert await sessions.find(SessionName(id="chat")) is None
@@ -186,7 +186,7 @@ async def test_each_kind_of_unreadable_answer_has_a_line_a_minute(client, clock,
     assert "(2 similar since the last line)" in caplog.records[-1].message
 
 
-async def test_a_key_of_the_wrong_type_is_named_in_the_log(client, caplog):
+async def test_key_of_the_wrong_type_is_named_in_the_log(client, caplog):
     client._line = Answers(ResponseError("WRONGTYPE Operation against a key holding the wrong kind of value"))
     with pytest.raises(RedisUnavailableError):
         await ticket(client)

@@ -9,7 +9,7 @@ from tandem_services.router.usage_counters import WINDOW_S, Ask, Refused, UsageL
 ONE = Ask(requests=1)
 
 
-def test_the_limit_is_reached_and_not_passed():
+def test_limit_is_reached_and_not_passed():
     windows, limits = UsageWindows(), UsageLimits(requests=3)
     verdicts = [windows.take(limits, ONE, 100.0 + step).refused for step in range(5)]
     assert verdicts == [Refused.NOTHING] * 3 + [Refused.REQUESTS] * 2

@@ -146,7 +146,7 @@ async def test_every_message_has_its_answers_and_one_pick(exchange, picker, memo
     ("mode", "content"),
     [(DUPLEX, b'{"a": 1}'), (None, b'{"a": 1}'), (BUFFERED, b'{"a": 1}'), (STREAMED, None), (NONE, None)],
 )
-async def test_the_pick_is_made_with_the_body_where_it_is_to_be_had_whole(exchange, picker, mode, content):
+async def test_pick_is_made_with_the_body_where_it_is_to_be_had_whole(exchange, picker, mode, content):
     await play(exchange, head(mode=mode, authorization="Bearer k"), body(b'{"a": 1}'))
     ((asked, given),) = picker.asked
     assert given == content
@@ -185,7 +185,7 @@ dynamic_metadata {{
 """
 
 
-async def test_the_destination_is_in_header_and_metadata_alike(exchange):
+async def test_destination_is_in_header_and_metadata_alike(exchange):
     await exchange.answer(head())
     first, *_ = await exchange.answer(body(b"{}"))
     assert first == text_format.Parse(GOLDEN, type(first)())
@@ -207,7 +207,7 @@ async def test_without_a_reservation_a_clients_own_header_is_removed(exchange, p
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
-async def test_a_body_leaves_as_it_came_in_chunks_that_envoy_takes(exchange, size):
+async def test_body_leaves_as_it_came_in_chunks_that_envoy_takes(exchange, size):
     content = bytes(number % 251 for number in range(size))
     await exchange.answer(head())
     await exchange.answer(body(content[: size // 2], end=False))
@@ -222,14 +222,14 @@ async def test_trailers_end_the_body_and_not_its_last_chunk(exchange):
     assert streamed(await exchange.answer(trailers())) == (b"{}", False)
 
 
-async def test_an_answers_body_is_passed_on_as_it_comes(exchange):
+async def test_answers_body_is_passed_on_as_it_comes(exchange):
     await play(exchange, head(), body(b"{}"), answer_head())
     for content, end in ((b"one", False), (b"two" * CHUNK_BYTES, False), (b"", True)):
         answers = await exchange.answer(answer_body(content, end=end))
         assert streamed(answers, "response_body") == (content, end)
 
 
-async def test_an_answers_body_that_is_not_duplex_is_left_alone(exchange):
+async def test_answers_body_that_is_not_duplex_is_left_alone(exchange):
     await play(exchange, head(response_mode=STREAMED), body(b"{}"), answer_head())
     (answer,) = await exchange.answer(answer_body(b"one"))
     assert not answer.response_body.response.HasField("body_mutation")
@@ -238,7 +238,7 @@ async def test_an_answers_body_that_is_not_duplex_is_left_alone(exchange):
 @pytest.mark.parametrize(
     "last", [answer_head(end=True), answer_body(b"x"), answer_trailers()], ids=["head", "body", "trailers"]
 )
-async def test_the_end_of_the_answer_ends_the_pick(exchange, picker, last):
+async def test_end_of_the_answer_ends_the_pick(exchange, picker, last):
     await play(exchange, head(), body(b"{}"))
     if last.WhichOneof("request") != "response_headers":
         await play(exchange, answer_head())
@@ -247,7 +247,7 @@ async def test_the_end_of_the_answer_ends_the_pick(exchange, picker, last):
     assert picker.outcome.ended == 1
 
 
-async def test_a_stream_that_breaks_off_ends_the_pick_and_forgets_the_body(exchange, picker, memory):
+async def test_stream_that_breaks_off_ends_the_pick_and_forgets_the_body(exchange, picker, memory):
     await play(exchange, head(), body(b"{" * 1000, end=False))
     assert memory.taken == 1000
     exchange.close()
@@ -283,7 +283,7 @@ immediate_response {
 
 
 @pytest.mark.parametrize("mode", [DUPLEX, BUFFERED])
-async def test_a_refusal_is_an_immediate_response_and_the_end(picker, memory, mode):
+async def test_refusal_is_an_immediate_response_and_the_end(picker, memory, mode):
     picker.outcome = unavailable("Nobody.", retry_after=1.5)
     exchange = Exchange(picker, memory)
     await exchange.answer(head(mode=mode))
@@ -302,7 +302,7 @@ async def test_statuses_without_a_name_in_envoy_are_sent_as_well(picker, memory)
     assert answer.immediate_response.status.code == 400
 
 
-async def test_a_body_beyond_the_limit_is_refused_before_it_has_arrived(exchange, picker, memory):
+async def test_body_beyond_the_limit_is_refused_before_it_has_arrived(exchange, picker, memory):
     piece = body(b"x" * (MAX_BODY_BYTES // 2), end=False)
     await play(exchange, head(), piece, piece)
     (answer,) = await exchange.answer(body(b"x", end=False))
@@ -326,17 +326,17 @@ async def test_bodies_of_all_requests_together_are_bounded(picker):
 @pytest.mark.parametrize(
     "subset", [["10.0.0.2:8000", "10.0.0.3:8000"], "10.0.0.2:8000, 10.0.0.3:8000"], ids=["list", "text"]
 )
-async def test_the_subset_of_the_data_plane_reaches_the_pick(exchange, picker, subset):
+async def test_subset_of_the_data_plane_reaches_the_pick(exchange, picker, subset):
     await play(exchange, head(subset=subset, end=True))
     assert picker.asked[0][0].subset == ("10.0.0.2:8000", "10.0.0.3:8000")
 
 
-async def test_an_empty_subset_is_not_the_same_as_none(exchange, picker):
+async def test_empty_subset_is_not_the_same_as_none(exchange, picker):
     await play(exchange, head(subset=[], end=True))
     assert picker.asked[0][0].subset == ()
 
 
-async def test_an_observed_request_is_not_answered(exchange):
+async def test_observed_request_is_not_answered(exchange):
     first = head()
     first.observability_mode = True
     assert await play(exchange, first, body(b"{}"), answer_head()) == [[], [], []]

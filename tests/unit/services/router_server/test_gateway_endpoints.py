@@ -27,7 +27,7 @@ def make(*places: str, ready: tuple[str, ...] = ()) -> GatewayEndpoints:
 
 
 @pytest.mark.parametrize("text", ["", "host", "host:", ":80", "host:0", "host:70000", "host:x", "host:٣"])
-def test_a_gateway_that_is_no_host_and_port_is_refused(text):
+def test_gateway_that_is_no_host_and_port_is_refused(text):
     with pytest.raises(ConfigError, match="HOST:PORT"):
         gateway_address(text)
 
@@ -36,7 +36,7 @@ def test_ipv6_addresses_are_written_in_brackets():
     assert gateway_address("[::1]:8000") == Address("::1", 8000)
 
 
-def test_the_one_with_least_to_do_comes_first_and_two_more_after_it():
+def test_one_with_least_to_do_comes_first_and_two_more_after_it():
     endpoints = make("pool:8000", ready=(ONE, TWO, THREE, FOUR))
     for endpoint, running in ((ONE, 3), (TWO, 1), (THREE, 2), (FOUR, 4)):
         for _ in range(running):

@@ -61,14 +61,14 @@ def holds(ledger, clock) -> Holds:
     return Holds(router=ledger, clock=clock, ttl_s=10.0, capacity=3, remembered=4)
 
 
-async def test_a_choice_is_released_once(holds, ledger, clock):
+async def test_choice_is_released_once(holds, ledger, clock):
     assert holds.hold(held("a", clock)) == []
     assert [await holds.release("a"), await holds.release("a"), await holds.release("b")] == [True, False, False]
     assert ledger.released == ["a"]
     assert holds.find("a").state == "released"
 
 
-async def test_a_choice_for_a_gateway_leaves_to_it_what_it_has_redeemed(holds, ledger, clock):
+async def test_choice_for_a_gateway_leaves_to_it_what_it_has_redeemed(holds, ledger, clock):
     holds.hold(held("a", clock, for_gateway=True))
     await holds.release("a")
     assert (ledger.released, ledger.unredeemed) == ([], ["a"])
@@ -85,7 +85,7 @@ async def test_unreleased_choice_expires(holds, ledger, clock):
     assert holds.find("young").age_s == 4.0
 
 
-async def test_the_oldest_makes_room_for_one_too_many(holds, clock):
+async def test_oldest_makes_room_for_one_too_many(holds, clock):
     for name in "abc":
         assert holds.hold(held(name, clock)) == []
     dropped = holds.hold(held("d", clock))

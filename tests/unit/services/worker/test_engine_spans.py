@@ -65,7 +65,7 @@ def in_ms(span: ReceivedSpan) -> tuple[float, float]:
     return (span.began - START) / MS, (span.ended - START) / MS
 
 
-def test_a_request_that_one_worker_serves(collector):
+def test_request_that_one_worker_serves(collector):
     spans = spans_of(collector, ALONE)
     request = only(spans, "llm_request")
     assert (request.trace_id, request.parent_id, request.state) == (TRACE, ATTEMPT, "vendor=a")
@@ -89,7 +89,7 @@ def test_a_request_that_one_worker_serves(collector):
     assert only(spans, "decode")["gen_ai.usage.output_tokens"] == 5
 
 
-def test_the_two_ends_of_a_handoff(collector):
+def test_two_ends_of_a_handoff(collector):
     spans = spans_of(collector, SENT, RECEIVED)
     sender, receiver = (span for span in spans if span.name == "llm_request")
     assert (sender["tandem.handoff"], receiver["tandem.handoff"]) == ("send", "receive")
@@ -137,7 +137,7 @@ def test_spans_have_cached_tokens_by_tier(collector):
         assert "tandem.cache.fetched_tokens" not in span.attributes
 
 
-def test_an_error_and_what_led_to_it(collector):
+def test_error_and_what_led_to_it(collector):
     fetch = FetchReport(peer="w2@5", pages=4, bytes=64, wait_s=0.002)
     failed = msgspec.structs.replace(
         ALONE, finish=FinishReason.ERROR, error="engine_error", retractions=2, resumed_tokens=7, fetch=fetch

@@ -85,7 +85,7 @@ async def following(watched: Watched, peer: Peer):
 
 
 @pytest.mark.asyncio
-async def test_a_process_whose_socket_is_gone_has_ended(watched):
+async def test_process_whose_socket_is_gone_has_ended(watched):
     with stopped_process() as listener:
         port = listener.getsockname()[1]
     async with following(watched, peer_at(port)) as task:
@@ -94,7 +94,7 @@ async def test_a_process_whose_socket_is_gone_has_ended(watched):
 
 
 @pytest.mark.asyncio
-async def test_a_stopped_process_has_not_ended_however_long_it_is_silent_until_it_is_killed(watched):
+async def test_stopped_process_has_not_ended_however_long_it_is_silent_until_it_is_killed(watched):
     with stopped_process() as listener:
         peer = peer_at(listener.getsockname()[1])
         async with following(watched, peer) as task:
@@ -111,7 +111,7 @@ async def test_a_stopped_process_has_not_ended_however_long_it_is_silent_until_i
 
 
 @pytest.mark.asyncio
-async def test_a_process_that_hangs_up_and_listens_on_lives(watched):
+async def test_process_that_hangs_up_and_listens_on_lives(watched):
     """It has been woken, and its socket library knows nobody who says nothing."""
     with stopped_process() as listener:
         async with following(watched, peer_at(listener.getsockname()[1])) as task:
@@ -122,7 +122,7 @@ async def test_a_process_that_hangs_up_and_listens_on_lives(watched):
 
 
 @pytest.mark.asyncio
-async def test_a_machine_that_does_not_answer_for_a_while_is_gone(watched, monkeypatch):
+async def test_machine_that_does_not_answer_for_a_while_is_gone(watched, monkeypatch):
     async def nobody(host: str, port: int) -> None:
         raise TimeoutError(f"{host}:{port}")
 
@@ -152,7 +152,7 @@ async def test_only_its_endpoint_proves_that_a_process_ended(watched):
 
 
 @pytest.mark.asyncio
-async def test_an_endpoint_that_is_none_is_nowhere(watched):
+async def test_endpoint_that_is_none_is_nowhere(watched):
     peer = Peer(worker_id="p", incarnation="p@1", endpoint="tcp://127.0.0.1:99999999", compat_hash="h")
     async with following(watched, peer) as task:
         await until(lambda: watched.board.asked > 2, PATIENCE_S, "it knocks")

@@ -79,12 +79,12 @@ def worker():
 
 
 @pytest.mark.parametrize("workers", [1, 2, SMALL_FLEET])
-async def test_a_worker_of_a_small_fleet_always_describes_itself(worker, workers):
+async def test_worker_of_a_small_fleet_always_describes_itself(worker, workers):
     worker.board.workers = workers
     assert await worker.beats(5) == [True] * 5
 
 
-async def test_a_worker_of_a_large_fleet_describes_itself_at_times(worker):
+async def test_worker_of_a_large_fleet_describes_itself_at_times(worker):
     worker.board.workers = 100_000
     period = int(DESCRIBE_EVERY_S / HEARTBEAT_S)
     assert await worker.beats(2 * period) == ([True] + [False] * (period - 1)) * 2
@@ -107,7 +107,7 @@ async def test_relevant_changes_are_sent_with_the_next_heartbeat(worker, change,
     assert await worker.beats(2) == [is_news, False]
 
 
-async def test_a_description_that_redis_lost_is_sent_again(worker):
+async def test_description_that_redis_lost_is_sent_again(worker):
     worker.board.workers = 100_000
     await worker.beats(2)
     worker.board.away = True
@@ -141,7 +141,7 @@ async def test_members_follow_from_what_joined_and_left(worker):
     assert worker.changes == 4
 
 
-async def test_a_change_that_redis_hid_is_in_the_next_list(worker):
+async def test_change_that_redis_hid_is_in_the_next_list(worker):
     def answer(*members: str) -> HeartbeatReply:
         reply = HeartbeatReply(status=LeaseStatus.RENEWED, epoch="e", generation=5, workers=4 * LISTED_A_SECOND)
         return replace(reply, members=members) if members else reply

@@ -20,7 +20,7 @@ class EndedProcess:
         return self.status
 
 
-async def test_the_first_reason_to_end_counts():
+async def test_first_reason_to_end_counts():
     ending = FirstEnding()
     ending.say(EXIT_FAILED, "the engine process exited with status 70")
     ending.say(EXIT_OK, "drained")

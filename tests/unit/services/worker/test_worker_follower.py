@@ -88,7 +88,7 @@ async def test_asked_to_leave_it_leaves_with_the_engine_and_its_status(tmp_path,
     context.close()
 
 
-def test_the_ranks_process_gets_what_the_worker_was_given():
+def test_ranks_process_gets_what_the_worker_was_given():
     argv = node_argv(config(host="10.0.0.8", engine_flags=("--nnodes", "2")), control="ipc:///c")
     assert argv[-2:] == ["--nnodes", "2"]
     assert argv[3:] == [

@@ -145,7 +145,7 @@ async def test_ready_gives_its_reasons(probed, client):
     assert response.json()["reasons"] == ["engine: loading the model"]
 
 
-async def test_a_worker_on_standby_says_so_once_nothing_else_is_missing(probed, client):
+async def test_worker_on_standby_says_so_once_nothing_else_is_missing(probed, client):
     """An operator goes by that word: it sends a canary to nobody who could not answer."""
     missing = ["loading the model"]
     probed.health.add_check("engine", lambda: missing[0] if missing else None)
@@ -195,7 +195,7 @@ async def test_capabilities_are_reported_before_the_first_request(probed, client
     assert "tandem_worker_stats_age_seconds 0.25" in text
 
 
-async def test_the_reason_why_requests_wait_is_a_label_and_absent_when_none_do(probed, client):
+async def test_reason_why_requests_wait_is_a_label_and_absent_when_none_do(probed, client):
     assert "queue_head_waits{" not in (await client.get("/metrics")).text
     probed.stats = idle_stats(waiting=1, head_waits="no_pages")
     assert 'tandem_worker_queue_head_waits{reason="no_pages"} 1.0' in (await client.get("/metrics")).text
@@ -242,7 +242,7 @@ async def test_role_and_drain_are_exported(probed, client):
     assert "tandem_worker_drain_seconds 2.5" in text
 
 
-async def test_a_role_is_passed_on_and_an_unknown_one_is_not(probed, client):
+async def test_role_is_passed_on_and_an_unknown_one_is_not(probed, client):
     answer = await client.post("/role", json={"role": "decode"})
     assert (answer.status_code, probed.roles) == (200, [Role.DECODE])
     assert (await client.post("/role", json={"role": "cook"})).status_code == 400
@@ -276,7 +276,7 @@ async def test_compiled_kernels_are_exported_by_when_they_were(probed, client):
         assert f'tandem_worker_kernel_compiles_total{{when="{when}"}} {kernels}' in text
 
 
-async def test_an_engine_that_speculates_exports_what_became_of_its_drafts(probed, client):
+async def test_engine_that_speculates_exports_what_became_of_its_drafts(probed, client):
     speculation = SpeculationStats(
         proposer="NGRAM", runs_total=4, drafted_total=12, accepted_total=9, accept_length=3.25, propose_s=0.5
     )
@@ -286,7 +286,7 @@ async def test_an_engine_that_speculates_exports_what_became_of_its_drafts(probe
     assert "tandem_worker_spec_decode_accept_length 3.25" in text
 
 
-async def test_an_audit_is_passed_on_or_times_out(probed, client):
+async def test_audit_is_passed_on_or_times_out(probed, client):
     assert (await client.get("/audit")).status_code == 504
     probed.report = AuditReport(
         nonce=1, problems=("leak",), idle=True, free_pages=1, tree_pages=2, private_pages=3, held_pages=4
@@ -322,7 +322,7 @@ async def test_drain_needs_a_post(probed, client):
         ("/profile/stop", b"", StopProfile(nonce=7)),
     ],
 )
-async def test_an_order_reaches_the_engine_and_its_answer_the_operator(probed, client, path, body, order):
+async def test_order_reaches_the_engine_and_its_answer_the_operator(probed, client, path, body, order):
     assert (await client.get(path)).status_code == 405
     response = await client.post(path, content=body)
     assert (response.status_code, response.json()) == (200, {"message": "done", "pages": 3})
@@ -347,7 +347,7 @@ async def test_an_order_reaches_the_engine_and_its_answer_the_operator(probed, c
         ("/profile", b'{"steps": "many"}'),
     ],
 )
-async def test_an_order_that_makes_no_sense_never_reaches_the_engine(probed, client, path, body):
+async def test_order_that_makes_no_sense_never_reaches_the_engine(probed, client, path, body):
     response = await client.post(path, content=body)
     assert response.status_code == 400
     assert response.json()["code"] == "bad_order"
@@ -362,14 +362,14 @@ async def test_an_order_that_makes_no_sense_never_reaches_the_engine(probed, cli
         (TimeoutError(), 504, "timeout"),
     ],
 )
-async def test_an_order_that_was_not_carried_out_says_why(probed, client, outcome, status, code):
+async def test_order_that_was_not_carried_out_says_why(probed, client, outcome, status, code):
     probed.outcome = outcome
     response = await client.post("/flush_cache")
     assert (response.status_code, response.json()["code"]) == (status, code)
     assert response.json()["message"]
 
 
-def test_a_taken_port_is_named(probed):
+def test_taken_port_is_named(probed):
     first = HealthServer(build_app(probed.probes()), "127.0.0.1", 0)
     port = int(first.endpoint.rpartition(":")[2])
     with pytest.raises(StartupError, match=f"127.0.0.1:{port} .*--health-host or --health-port"):
@@ -447,7 +447,7 @@ async def test_order_without_a_content_type_is_refused(probed):
         assert (await client.post("/drain", headers={"authorization": f"Bearer {TOKEN}"})).status_code == 415
 
 
-def test_a_port_on_all_addresses_is_made_known_by_one_that_can_be_reached(probed):
+def test_port_on_all_addresses_is_made_known_by_one_that_can_be_reached(probed):
     for host, advertised, known in (
         ("0.0.0.0", "10.0.0.7", "http://10.0.0.7:"),
         ("0.0.0.0", "2001:db8::7", "http://[2001:db8::7]:"),

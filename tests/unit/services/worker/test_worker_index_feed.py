@@ -125,7 +125,7 @@ async def test_events_arrive_in_order():
     assert engine.feed.replays == 0
 
 
-async def test_a_block_counts_while_device_or_host_memory_has_it():
+async def test_block_counts_while_device_or_host_memory_has_it():
     index = IndexInMemory()
     engine = Engine(index)
     engine.blocks = dict.fromkeys([block(1), block(2)])
@@ -149,7 +149,7 @@ moves = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(HELD)), min_size=1
 
 @given(moves=moves, replay_after=st.integers(0, 30))
 @settings(max_examples=100, deadline=None)
-def test_the_index_knows_what_is_in_host_memory_alone(moves, replay_after):
+def test_index_knows_what_is_in_host_memory_alone(moves, replay_after):
     """Each move stores a block in a tier, or removes it from there, marked as the engine's tiers mark it."""
 
     async def scenario() -> None:
@@ -177,7 +177,7 @@ def test_the_index_knows_what_is_in_host_memory_alone(moves, replay_after):
     asyncio.run(scenario())
 
 
-async def test_an_index_left_behind_by_somebody_else_is_cleared_first():
+async def test_index_left_behind_by_somebody_else_is_cleared_first():
     index = IndexInMemory()
     index.blocks, index.revision = {block(99)}, 5
     engine = Engine(index)
@@ -185,7 +185,7 @@ async def test_an_index_left_behind_by_somebody_else_is_cleared_first():
     await settle(engine, index)
 
 
-async def test_a_missing_batch_leads_to_a_replay():
+async def test_missing_batch_leads_to_a_replay():
     index = IndexInMemory()
     engine = Engine(index)
     engine.store(block(1))
@@ -206,7 +206,7 @@ async def test_events_before_the_replay_are_ignored():
     assert engine.feed.replays == 1
 
 
-async def test_a_lost_answer_is_repeated_and_counts_once():
+async def test_lost_answer_is_repeated_and_counts_once():
     index = IndexInMemory(["unanswered", "lost", "unanswered"])
     engine = Engine(index)
     engine.store(block(1))
@@ -216,7 +216,7 @@ async def test_a_lost_answer_is_repeated_and_counts_once():
     assert engine.feed.replays == 0
 
 
-async def test_a_clear_after_an_unanswered_update_is_not_mistaken_for_it():
+async def test_clear_after_an_unanswered_update_is_not_mistaken_for_it():
     index = IndexInMemory(["unanswered"])
     engine = Engine(index)
     engine.store(block(1))
@@ -231,7 +231,7 @@ async def test_a_clear_after_an_unanswered_update_is_not_mistaken_for_it():
     assert index.blocks == set()
 
 
-async def test_a_heartbeat_that_finds_an_older_index_leads_to_a_replay():
+async def test_heartbeat_that_finds_an_older_index_leads_to_a_replay():
     index = IndexInMemory()
     engine = Engine(index)
     engine.store(block(1))
@@ -243,7 +243,7 @@ async def test_a_heartbeat_that_finds_an_older_index_leads_to_a_replay():
     assert engine.feed.replays == 1
 
 
-async def test_a_heartbeat_from_before_the_first_update_means_nothing():
+async def test_heartbeat_from_before_the_first_update_means_nothing():
     engine = Engine(IndexInMemory())
     engine.feed.check(-1, engine.feed.acknowledged)
     assert engine.feed.replays == 0
@@ -260,7 +260,7 @@ async def test_large_caches_go_in_bounded_updates():
     assert max(index.calls) <= CHUNK_HASHES
 
 
-async def test_a_replay_begins_slowly_and_what_is_new_is_told_at_once(monkeypatch):
+async def test_replay_begins_slowly_and_what_is_new_is_told_at_once(monkeypatch):
     monkeypatch.setattr(index_publisher, "PACE_S", 1)
     pauses = []
 
@@ -281,7 +281,7 @@ async def test_a_replay_begins_slowly_and_what_is_new_is_told_at_once(monkeypatc
     assert set(pauses) <= {1}
 
 
-async def test_the_queue_is_bounded_while_redis_is_away(monkeypatch):
+async def test_queue_is_bounded_while_redis_is_away(monkeypatch):
     monkeypatch.setattr(index_publisher, "MAX_PENDING_HASHES", 10)
     monkeypatch.setattr(index_publisher, "CHUNK_HASHES", 5)
     index = IndexInMemory(["lost"])

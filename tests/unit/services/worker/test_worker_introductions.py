@@ -66,7 +66,7 @@ class ScriptedRegistry:
         return FleetSnapshot(epoch="e", workers=tuple(records), malformed=0)
 
 
-async def test_the_engine_is_told_only_when_its_peers_are_others():
+async def test_engine_is_told_only_when_its_peers_are_others():
     first, second = make_record("p1", Role.PREFILL), make_record("p2", Role.PREFILL)
     orders: list[MeetPeers] = []
 
@@ -81,7 +81,7 @@ async def test_the_engine_is_told_only_when_its_peers_are_others():
     assert [{peer.worker_id for peer in message.peers} for message in orders] == [{"p1"}, {"p1", "p2"}]
 
 
-async def test_a_change_of_the_fleet_is_answered_without_waiting_for_the_next_round(monkeypatch):
+async def test_change_of_the_fleet_is_answered_without_waiting_for_the_next_round(monkeypatch):
     monkeypatch.setattr("tandem_services.worker.peers.WITHIN_S", 0.0)
     told = asyncio.Event()
 

@@ -37,14 +37,14 @@ def report_for(monitor: LoadMonitor, clock: ServiceClock, seconds: float, **stat
         monitor.update(idle_stats(**stats))
 
 
-def test_a_busy_engine_whose_loop_stands_still_is_stalled(monitor, clock):  # [loop-progress]
+def test_busy_engine_whose_loop_stands_still_is_stalled(monitor, clock):  # [loop-progress]
     report_for(monitor, clock, 4, running=1, loop_count=7)
     assert monitor.state is WorkerState.STALLED
     monitor.update(idle_stats(running=1, loop_count=8))
     assert monitor.state is WorkerState.READY
 
 
-def test_a_report_that_changes_the_state_says_so_that_the_registry_hears_at_once(monitor):
+def test_report_that_changes_the_state_says_so_that_the_registry_hears_at_once(monitor):
     """A worker paused between two heartbeats was given what others moved away, and sent it away again."""
     assert not monitor.update(idle_stats())
     assert monitor.update(idle_stats(paused=True))
@@ -52,7 +52,7 @@ def test_a_report_that_changes_the_state_says_so_that_the_registry_hears_at_once
     assert monitor.update(idle_stats())
 
 
-def test_the_rate_of_copies_from_host_memory_is_told_by_the_token(monitor):
+def test_rate_of_copies_from_host_memory_is_told_by_the_token(monitor):
     ready = ready_message("w1@1")
 
     def told() -> float:
@@ -75,12 +75,12 @@ def test_step_times_and_context_are_published(monitor):
     assert record.kind == "mock//tp1"
 
 
-def test_an_idle_engine_need_not_turn(monitor, clock):
+def test_idle_engine_need_not_turn(monitor, clock):
     report_for(monitor, clock, 60, loop_count=7)
     assert monitor.state is WorkerState.READY
 
 
-def test_an_engine_that_sends_nothing_is_stalled(monitor, clock):
+def test_engine_that_sends_nothing_is_stalled(monitor, clock):
     monitor.update(idle_stats())
     clock.advance(3.1)
     assert monitor.state is WorkerState.STALLED
@@ -136,7 +136,7 @@ def test_statistics_become_load(monitor):
     assert load.token_bytes == 2 * 2 * 8 * 4
 
 
-def test_a_token_weighs_what_all_ranks_have_of_it(monitor):
+def test_token_weighs_what_all_ranks_have_of_it(monitor):
     ready = ready_message("w1@5")
     shared = msgspec.structs.replace(ready, geometry=msgspec.structs.replace(ready.geometry, tp_size=2))
     weights = [
@@ -145,13 +145,13 @@ def test_a_token_weighs_what_all_ranks_have_of_it(monitor):
     assert weights[1] == 2 * weights[0]
 
 
-def test_the_registry_is_told_the_role_that_the_worker_has_now(monitor):
+def test_registry_is_told_the_role_that_the_worker_has_now(monitor):
     ready = ready_message("w1@1")
     monitor.role = Role.DECODE
     assert describe(config(), ready, monitor, health_endpoint="http://h:1").view.role is Role.DECODE
 
 
-def test_the_log_says_what_became_of_the_requests_of_a_drained_worker():
+def test_log_says_what_became_of_the_requests_of_a_drained_worker():
     before = idle_stats(moved_total=2, move_failures_total=1)
     after = idle_stats(moved_total=9, move_failures_total=2, running=3)
     assert drain_summary(before, after) == ": 7 requests moved with their KV, 4 to be computed again elsewhere"
@@ -186,5 +186,5 @@ def test_displayed_worker_fields_survive_the_redis_hash(monitor):
     assert (figures.output_tokens_per_s, figures.total_pages, figures.transport) == (1.5, 100, "none")
 
 
-def test_a_worker_of_a_release_without_figures_has_none_to_show():
+def test_worker_of_a_release_without_figures_has_none_to_show():
     assert read_figures(kept_figures({"role": "both", "free_pages": "3"})) == Figures(free_pages=3)

@@ -74,7 +74,7 @@ def missing(watch: PeerWatch, *incarnations: str) -> None:
     watch.update("e", frozenset())
 
 
-async def test_a_peer_that_answers_is_not_gone(rack, watch, registry, checks, gone, clock):
+async def test_peer_that_answers_is_not_gone(rack, watch, registry, checks, gone, clock):
     engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9)))
     checks.observe([engine.view])
     missing(watch, "w@1")
@@ -85,7 +85,7 @@ async def test_a_peer_that_answers_is_not_gone(rack, watch, registry, checks, go
     assert checks.pending
 
 
-async def test_a_peer_that_does_not_answer_is_gone_and_fenced(rack, watch, registry, checks, gone):
+async def test_peer_that_does_not_answer_is_gone_and_fenced(rack, watch, registry, checks, gone):
     engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9), deaf=True))
     checks.observe([engine.view])
     checks.answer_s = 0.1
@@ -104,7 +104,7 @@ async def test_another_incarnation_at_the_address_is_no_answer(rack, watch, regi
     assert gone == ["w@0"]
 
 
-async def test_a_peer_that_has_left_is_gone_without_being_asked(rack, watch, registry, checks, gone):
+async def test_peer_that_has_left_is_gone_without_being_asked(rack, watch, registry, checks, gone):
     engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9)))
     checks.observe([engine.view])
     registry.fenced.add("w@1")
@@ -113,7 +113,7 @@ async def test_a_peer_that_has_left_is_gone_without_being_asked(rack, watch, reg
     assert (gone, registry.written, engine.pings) == (["w@1"], [], 0)
 
 
-async def test_a_peer_that_never_had_a_row_is_gone(watch, registry, checks, gone):
+async def test_peer_that_never_had_a_row_is_gone(watch, registry, checks, gone):
     missing(watch, "short@7")
     await checks.run_due()
     assert (gone, registry.written) == (["short@7"], [("short@7", "me@1")])
@@ -129,7 +129,7 @@ async def test_without_redis_no_peer_is_gone(watch, registry, checks, gone):
     assert gone == ["w@1"]
 
 
-async def test_a_verdict_that_redis_did_not_take_is_written_later(watch, registry, checks, gone):
+async def test_verdict_that_redis_did_not_take_is_written_later(watch, registry, checks, gone):
     async def refuse(incarnation: str, *, by: str) -> None:
         raise RedisUnavailableError("no answer")
 

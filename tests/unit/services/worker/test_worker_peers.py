@@ -18,25 +18,25 @@ def members(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def test_a_missing_member_is_asked_before_it_is_gone(watch):
+def test_missing_member_is_asked_before_it_is_gone(watch):
     watch.update("e", members("me@1", "a@1", "b@1"))
     assert watch.update("e", members("me@1", "b@1")) == members()
     assert watch.due() == members("a@1")
 
 
-def test_a_newer_incarnation_proves_the_older_one_gone(watch):
+def test_newer_incarnation_proves_the_older_one_gone(watch):
     watch.update("e", members("me@1", "a@1", "b@1"))
     assert watch.update("e", members("me@1", "b@1", "a@2")) == members("a@1")
     assert watch.due() == members()
 
 
-def test_an_older_incarnation_proves_nothing(watch):
+def test_older_incarnation_proves_nothing(watch):
     watch.update("e", members("a@10"))
     assert watch.update("e", members("a@9")) == members()
     assert watch.due() == members("a@10")
 
 
-def test_an_unchanged_list_says_nothing(watch):
+def test_unchanged_list_says_nothing(watch):
     watch.update("e", members("a@1"))
     assert watch.update("e", None) == members()
     assert watch.due() == members()
@@ -48,7 +48,7 @@ def test_being_left_out_of_a_list_does_not_make_oneself_gone(watch):
     assert watch.due() == members()
 
 
-def test_a_member_that_answers_is_asked_again_later(watch, clock):
+def test_member_that_answers_is_asked_again_later(watch, clock):
     watch.update("e", members("a@1"))
     watch.update("e", members())
     watch.answered("a@1")
@@ -83,7 +83,7 @@ def test_after_a_wipe_a_new_incarnation_proves_the_old_one_gone(watch):
     assert watch.update("second", members("a@2")) == members("a@1")
 
 
-def test_a_suspect_that_no_list_names_is_due_after_a_while(watch, clock):
+def test_suspect_that_no_list_names_is_due_after_a_while(watch, clock):
     """It lived between two heartbeats; its pages would stay in quarantine for ever [poison-quarantined]."""
     watch.update("e", members("a@1"))
     watch.suspect(["short-lived@7", "a@1"])
@@ -94,7 +94,7 @@ def test_a_suspect_that_no_list_names_is_due_after_a_while(watch, clock):
     assert watch.due() == members("short-lived@7")
 
 
-def test_a_suspect_that_registers_late_is_not_gone(watch, clock):
+def test_suspect_that_registers_late_is_not_gone(watch, clock):
     watch.update("e", members())
     watch.suspect(["late@1"])
     watch.update("e", members("late@1"))
@@ -102,7 +102,7 @@ def test_a_suspect_that_registers_late_is_not_gone(watch, clock):
     assert watch.due() == members()
 
 
-def test_a_suspect_is_gone_as_soon_as_its_name_has_a_new_incarnation(watch):
+def test_suspect_is_gone_as_soon_as_its_name_has_a_new_incarnation(watch):
     watch.update("e", members())
     watch.suspect(["p@1"])
     assert watch.update("e", members("p@2")) == members("p@1")

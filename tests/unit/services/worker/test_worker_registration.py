@@ -32,7 +32,7 @@ class QuietFeed:
 
 
 @pytest.mark.asyncio
-async def test_a_worker_is_offered_from_the_heartbeat_that_was_accepted_on():
+async def test_worker_is_offered_from_the_heartbeat_that_was_accepted_on():
     record = make_record("d")
     registry, clock, lost = OneAnswer(), ServiceClock(), []
     registration = Registration(
@@ -75,7 +75,7 @@ class Scripted:
 
 
 @pytest.mark.asyncio
-async def test_a_verdict_without_a_signature_is_named_and_not_obeyed():
+async def test_verdict_without_a_signature_is_named_and_not_obeyed():
     record = make_record("d")
     registry, clock, lost = Scripted([]), ServiceClock(), []
     registration = Registration(

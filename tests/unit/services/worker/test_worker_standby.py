@@ -71,7 +71,7 @@ async def test_standby_waits_for_offer_while_another_revision_serves(sight):
 SIBLING = make_record("p2", Role.PREFILL, **NEW)
 
 
-async def test_a_worker_of_a_revision_that_serves_is_offered_where_nobody_tries_it(sight):
+async def test_worker_of_a_revision_that_serves_is_offered_where_nobody_tries_it(sight):
     """Whoever tried the revision need not be there any more: a replaced pod serves without an operator."""
     assert not await sight.look(*OLD_PAIR, SIBLING)
     assert not await sight.look(*OLD_PAIR, SIBLING, later_s=UNTRIED_S - 0.1)
@@ -87,7 +87,7 @@ async def test_standby_waits_for_offer_during_its_canary(sight):
     assert await sight.look(*OLD_PAIR, SIBLING, later_s=0.2), "whoever tried it has gone"
 
 
-async def test_a_sibling_that_was_there_for_a_moment_is_no_reason(sight):
+async def test_sibling_that_was_there_for_a_moment_is_no_reason(sight):
     await sight.look(*OLD_PAIR, SIBLING)
     await sight.look(*OLD_PAIR)
     assert not await sight.look(*OLD_PAIR, SIBLING, later_s=UNTRIED_S)
@@ -108,7 +108,7 @@ async def test_standby_serves_after_a_delay_without_other_workers(sight):
     assert await sight.look(later_s=0.2)
 
 
-async def test_a_wiped_registry_is_no_reason(sight):
+async def test_wiped_registry_is_no_reason(sight):
     """The workers of old register again within a heartbeat or two; with Redis away nobody knows who serves."""
     await sight.look()
     assert not await sight.look(*OLD_PAIR, later_s=ALONE_S)

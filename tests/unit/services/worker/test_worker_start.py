@@ -46,7 +46,7 @@ def test_incarnations_grow_and_have_equal_length():
     assert len(set(names)) == 5
 
 
-def test_the_engine_gets_the_workers_flags_and_then_its_own_verbatim():
+def test_engine_gets_the_workers_flags_and_then_its_own_verbatim():
     argv = engine_argv(
         config(curve_keys=Path("/k"), engine_flags=("--page-size", "32")), incarnation="w1@7", control="ipc:///c"
     )
@@ -71,7 +71,7 @@ def test_without_keys_no_key_file_is_passed():
     assert "--curve-keys" not in engine_argv(config(), incarnation="w1@7", control="ipc:///c")
 
 
-def test_the_real_engine_knows_these_flags():
+def test_real_engine_knows_these_flags():
     from tandem_engine.cli import build_parser
 
     argv = engine_argv(config(curve_keys=Path("/k")), incarnation="w1@7", control="ipc:///c")

@@ -6,7 +6,7 @@ import logging
 from tandem_services.worker.service import NamedTasks
 
 
-async def test_a_task_that_raises_is_named_and_its_error_logged(caplog):
+async def test_task_that_raises_is_named_and_its_error_logged(caplog):
     failed: list[str] = []
     tasks = NamedTasks(failed=failed.append)
 

@@ -17,7 +17,7 @@ from tandem_engine.disaggregation.nixl.layout import Descriptors, Region
 REGION = Region(0, 64, 2, "DRAM", 0)
 
 
-def test_a_missing_library_names_the_remedy(monkeypatch):
+def test_missing_library_names_the_remedy(monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     with pytest.raises(TransportUnavailableError, match="pip install nixl"):
         NixlAgent("w@1", Region(0, 64, 2, "DRAM", 0), Interfaces())
@@ -82,7 +82,7 @@ def refusing(monkeypatch) -> NixlAgent:
     return NixlAgent("w@1", REGION, Interfaces(frozenset({"lo"})))
 
 
-def test_a_peer_is_connected_to_only_after_a_fresh_look_at_the_interfaces(refusing, monkeypatch):
+def test_peer_is_connected_to_only_after_a_fresh_look_at_the_interfaces(refusing, monkeypatch):
     """The last one was a moment ago, and found nothing wrong."""
     refusing.add_peer("p@1", b"p@1")
     monkeypatch.setattr(socket, "if_nametoindex", lambda _: 77)
@@ -91,14 +91,14 @@ def test_a_peer_is_connected_to_only_after_a_fresh_look_at_the_interfaces(refusi
     assert refusing._agent.calls == ["add b'p@1'"]
 
 
-def test_an_agent_whose_name_is_no_text_is_removed_by_it(refusing):
+def test_agent_whose_name_is_no_text_is_removed_by_it(refusing):
     """Anybody may have written it."""
     with pytest.raises(TransferError, match="belongs to agent"):
         refusing.add_peer("p@1", b"\xff\xfe")
     assert refusing._agent.calls == [r"add b'\xff\xfe'", r"remove b'\xff\xfe'"]
 
 
-def test_a_write_is_given_back_whatever_error_it_began_with(refusing):
+def test_write_is_given_back_whatever_error_it_began_with(refusing):
     refusing._agent.raises = {"transfer": TypeError("nobody foresaw this")}
     with pytest.raises(TypeError, match="nobody foresaw this"):
         refusing.write("p@1", Descriptors((), ()), "DRAM")
@@ -106,7 +106,7 @@ def test_a_write_is_given_back_whatever_error_it_began_with(refusing):
 
 
 @pytest.mark.parametrize("error", [RuntimeError("NIXL's own"), TypeError("nobody's")], ids=["foreseen", "unforeseen"])
-def test_the_agent_goes_though_its_memory_is_not_deregistered(refusing, error):
+def test_agent_goes_though_its_memory_is_not_deregistered(refusing, error):
     refusing._agent.raises = {"deregister": error}
     with contextlib.suppress(TypeError):
         refusing.close()

@@ -203,13 +203,13 @@ def ran(
 
 
 @pytest.mark.parametrize(("write_ends", "digest_ends"), [(1, 0), (1, 3), (4, 0), (4, 4)])
-def test_a_push_ends_with_its_write_and_its_digests(write_ends, digest_ends):
+def test_push_ends_with_its_write_and_its_digests(write_ends, digest_ends):
     nixl = ran([StartPush(push()), *[None] * 6], Device(looks=digest_ends), ends_at=write_ends)
     assert nixl.happened == ["write", "digest", "over", "PushDone"]
     assert nixl.events == [PushDone(key=push().key, digests=proof("room"), seconds=nixl.events[0].seconds)]
 
 
-def test_a_push_by_layers_is_digested_with_its_last_layers():
+def test_push_by_layers_is_digested_with_its_last_layers():
     progress, device = KvProgress(ManualClock()), Device(looks=1)
 
     def turns() -> Iterator[Command | None]:
@@ -225,13 +225,13 @@ def test_a_push_by_layers_is_digested_with_its_last_layers():
     assert nixl.events[0].digests == proof("room")
 
 
-def test_a_lost_peer_takes_pushes_along_that_are_digested():  # [late-write]
+def test_lost_peer_takes_pushes_along_that_are_digested():  # [late-write]
     nixl = ran([StartPush(push()), None, Forget(THERE.incarnation), None], Device(looks=9))
     assert nixl.happened == ["write", "digest", "over", "remove", "PushFailed"]
     assert nixl.events[0].peer_lost
 
 
-def test_an_order_is_answered_when_its_digests_are_ready():
+def test_order_is_answered_when_its_digests_are_ready():
     """The push after it does not wait for them."""
     nixl = ran([order("received"), StartPush(push("sent")), *[None] * 6], Device(looks=4))
     assert nixl.happened == ["digest", "write", "digest", "over", "Digests", "PushDone"]
@@ -239,7 +239,7 @@ def test_an_order_is_answered_when_its_digests_are_ready():
     assert nixl.events[1].digests == proof("sent")
 
 
-def test_a_failed_device_proves_no_page():  # [verified-pages]
+def test_failed_device_proves_no_page():  # [verified-pages]
     """Each order and each push has its end, and no WRITE is under way by then."""
     nixl = ran([order("received"), StartPush(push("sent")), None], Device(looks=0, broken=True), ends_at=2)
     assert nixl.events[0] == Digests(room="received", generation=1, digests=(0, 0))
@@ -256,7 +256,7 @@ def test_digests_that_cannot_begin_end_a_push_after_its_write():  # [late-write]
 
 
 @pytest.mark.parametrize(("write_ends", "digest_ends"), [(1, 0), (1, 3), (4, 0), (4, 4)])
-def test_a_state_is_digested_with_its_one_write(write_ends, digest_ends):
+def test_state_is_digested_with_its_one_write(write_ends, digest_ends):
     assert REGION.layers > region_of(STATE_POOL).layers == 1
     of_states, turns = Device(looks=digest_ends), [StartPush(state_push()), *[None] * 6]
     nixl = ran(turns, Device(looks=0), ends_at=write_ends, of_states=of_states)
@@ -274,13 +274,13 @@ def test_pages_and_states_of_an_order_are_proved_together(pages_end, states_end)
 
 
 @pytest.mark.parametrize("fault", [{"broken": True}, {"full": True}])
-def test_a_state_without_a_proof_leaves_its_pages_unproved(fault):  # [verified-pages]
+def test_state_without_a_proof_leaves_its_pages_unproved(fault):  # [verified-pages]
     both = replace(order(), states=(ROW,))
     nixl = ran([both, None], Device(looks=0), of_states=Device(looks=0, **fault))
     assert nixl.events == [Digests(room="room", generation=1, digests=(0, 0, 0))]
 
 
-def test_a_lost_peer_takes_a_state_along_that_is_digested():  # [late-write]
+def test_lost_peer_takes_a_state_along_that_is_digested():  # [late-write]
     """Its pages were written before."""
     turns = [StartPush(push()), None, StartPush(state_push()), None, Forget(THERE.incarnation), None]
     nixl = ran(turns, Device(looks=0), of_states=Device(looks=9))

@@ -32,11 +32,11 @@ def machine(monkeypatch) -> dict[str, int]:
     return there
 
 
-def test_the_interface_of_this_engine_is_watched():
+def test_interface_of_this_engine_is_watched():
     assert watched("tcp://127.0.0.1:5601", "all") == {"lo"}
 
 
-def test_an_interface_with_an_ipv6_address_is_found(machine, monkeypatch, tmp_path):
+def test_interface_with_an_ipv6_address_is_found(machine, monkeypatch, tmp_path):
     machine["net1"] = 5
     table = tmp_path / "if_inet6"
     table.write_text(NET1)
@@ -169,7 +169,7 @@ def asked_to_leave(seen: Interfaces, *happens: object) -> list[str]:
     return asked
 
 
-def test_a_process_whose_interface_has_come_back_asks_to_leave(machine):
+def test_process_whose_interface_has_come_back_asks_to_leave(machine):
     seen = Interfaces(frozenset({"eth0"}))
 
     def gone() -> None:
@@ -187,5 +187,5 @@ def test_a_process_whose_interface_has_come_back_asks_to_leave(machine):
     assert {*again} <= {reason}
 
 
-def test_a_process_whose_network_stays_never_asks_to_leave(machine):
+def test_process_whose_network_stays_never_asks_to_leave(machine):
     assert asked_to_leave(Interfaces(frozenset({"eth0"})), 100.0, 100.0) == []

@@ -24,7 +24,7 @@ def test_neighbours_on_both_sides_become_one_range():
     assert described(pages(1, 2, 3), pages(7, 8, 9)) == ([[1010, 30, 0]], [[5070, 30, 3]])
 
 
-def test_a_gap_on_either_side_starts_a_new_range():
+def test_gap_on_either_side_starts_a_new_range():
     assert described(pages(1, 2, 4), pages(7, 9, 10)) == (
         [[1010, 10, 0], [1020, 10, 0], [1040, 10, 0]],
         [[5070, 10, 3], [5090, 10, 3], [5100, 10, 3]],

@@ -180,7 +180,7 @@ def test_completed_write_is_reported_although_release_fails():
 
 
 @pytest.mark.parametrize("call", ["release", f"remove {THERE.incarnation}"])
-def test_a_peer_that_is_forgotten_takes_its_pushes_along_whatever_fails(call):
+def test_peer_that_is_forgotten_takes_its_pushes_along_whatever_fails(call):
     one = push("one")
     nixl = ran(StartPush(one), Forget(THERE.incarnation), StartPush(push("late")), ends_at=FOR_EVER, fails={call})
     gone, late = nixl.heard()
@@ -199,7 +199,7 @@ def test_stop_is_obeyed_though_nothing_can_be_given_back():
 
 
 @pytest.mark.parametrize("call", ["write", "look"])
-def test_an_error_while_nixl_writes_costs_that_peer_and_no_other(call):  # [late-write]
+def test_error_while_nixl_writes_costs_that_peer_and_no_other(call):  # [late-write]
     """Its connection is gone before the receiver hears that its pages are free."""
     one = push("one")
     nixl = ran(StartPush(one), Connect(hello_like(REGION, THERE)), ends_at=FOR_EVER, fails=frozenset({call}))
@@ -210,14 +210,14 @@ def test_an_error_while_nixl_writes_costs_that_peer_and_no_other(call):  # [late
     assert nixl.happened.count(f"add {THERE.incarnation}") == 2, "it is met again when it greets again"
 
 
-def test_a_push_that_cannot_be_looked_through_fails_alone():
+def test_push_that_cannot_be_looked_through_fails_alone():
     odd, following = push("odd", target=()), push("next")
     nixl = ran(StartPush(odd), StartPush(following))
     assert nixl.heard()[0] == failed(odd, peer_lost=False)
     assert isinstance(nixl.heard()[1], PushDone)
 
 
-def test_a_push_fails_alone_when_its_pages_cannot_be_digested():
+def test_push_fails_alone_when_its_pages_cannot_be_digested():
     pushes = [push("one"), push("two")]
     nixl = ran(*map(StartPush, pushes), before_digests=cannot_digest)
     reason = "its pages could not be digested"
@@ -240,14 +240,14 @@ def test_pages_that_cannot_be_digested_count_as_damaged():
     assert 0 not in whole.digests
 
 
-def test_a_peer_that_could_not_be_added_is_a_stranger():
+def test_peer_that_could_not_be_added_is_a_stranger():
     one = push("one")
     nixl = ran(StartPush(one), fails=frozenset({f"add {THERE.incarnation}"}))
     assert nixl.heard() == [failed(one, peer_lost=True, reason=f"not connected to {THERE.incarnation}")]
     assert f"remove {THERE.incarnation}" in nixl.happened, "NIXL may know it"
 
 
-def test_the_same_mishap_is_logged_once_in_a_while_and_counted_each_time(caplog):
+def test_same_mishap_is_logged_once_in_a_while_and_counted_each_time(caplog):
     mishaps = Mishaps(clock=(clock := ManualClock()))
 
     def happen(during: str) -> None:

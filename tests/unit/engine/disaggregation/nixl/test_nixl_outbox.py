@@ -30,7 +30,7 @@ def test_events_come_out_in_order_and_once(outbox):
     assert outbox.take() == []
 
 
-def test_the_descriptor_is_readable_exactly_while_events_wait(outbox):
+def test_descriptor_is_readable_exactly_while_events_wait(outbox):
     assert not readable(outbox)
     outbox.put(event(0))
     outbox.put(event(1))

@@ -85,20 +85,20 @@ def pushed(seconds: float, *, done: bool) -> tuple[list[str], TransportEvent]:
     return agent.calls, event
 
 
-def test_a_write_that_does_not_end_is_given_up_with_its_connection():
+def test_write_that_does_not_end_is_given_up_with_its_connection():
     calls, event = pushed(STUCK_S + 1.0, done=False)
     assert calls == ["add", "write", "release", "remove"]
     assert event == PushFailed(key=KEY, reason="a WRITE has not ended in 16 s", peer_lost=True)
 
 
-def test_a_large_write_has_the_time_that_a_slow_network_takes(monkeypatch):
+def test_large_write_has_the_time_that_a_slow_network_takes(monkeypatch):
     monkeypatch.setattr("tandem_engine.disaggregation.nixl.thread.SLOWEST_RATE", 100.0)
     _, event = pushed(STUCK_S + 1.0, done=False)
     assert isinstance(event, PushFailed)
     assert event.reason == "the transport is closing"
 
 
-def test_a_write_that_ended_while_nobody_could_look_has_ended():
+def test_write_that_ended_while_nobody_could_look_has_ended():
     """This process was stopped for a while, or the machine was."""
     calls, event = pushed(STUCK_S + 1.0, done=True)
     assert calls == ["add", "write", "release", "remove"]

@@ -7,13 +7,13 @@ from hypothesis import strategies as st
 from tandem_engine.disaggregation.ranks.slices import SliceRoom, agent_name, read_slice_room, slice_room
 
 
-def test_a_rank_is_named_after_the_incarnation_unless_it_is_alone():
+def test_rank_is_named_after_the_incarnation_unless_it_is_alone():
     assert agent_name("w@3", rank=1, ranks=2) == "w@3#1"
     assert agent_name("w@3", rank=0, ranks=1) == "w@3"
 
 
 @given(st.text(min_size=1), st.integers(1, 64), st.integers(1, 64), st.data())
-def test_a_slice_is_read_as_it_was_named(room, senders, receivers, data):
+def test_slice_is_read_as_it_was_named(room, senders, receivers, data):
     sender, receiver = (data.draw(st.integers(0, size - 1)) for size in (senders, receivers))
     name = SliceRoom(room, sender, senders, receiver, receivers)
     assert read_slice_room(slice_room(name)) == name

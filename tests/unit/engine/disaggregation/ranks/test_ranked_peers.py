@@ -32,7 +32,7 @@ def test_message_to_rank_0_applies_when_returned_as_input():
         assert [*rank.receive()] == []
 
 
-def test_a_message_went_if_rank_0_could_send_it():
+def test_message_went_if_rank_0_could_send_it():
     network = PeerNetwork()
     socket, other = network.join(ME), network.join(OTHER)
     first = RankedPeers(me=ME, least=alike, socket=socket)
@@ -46,7 +46,7 @@ def test_a_message_went_if_rank_0_could_send_it():
     assert socket.fenced == {OTHER.incarnation}
 
 
-def test_an_engine_that_is_alone_loses_and_meets_peers_by_input_too():
+def test_engine_that_is_alone_loses_and_meets_peers_by_input_too():
     pair = make_pair()
     pair.submit_decode()
     pair.turn()
@@ -59,6 +59,6 @@ def test_an_engine_that_is_alone_loses_and_meets_peers_by_input_too():
     assert pair.decode.stage.links.reports() == ()
 
 
-def test_an_engine_without_transfers_takes_no_notice_of_peers():
+def test_engine_without_transfers_takes_no_notice_of_peers():
     pair = make_pair()
     apply(pair.decode.engine.scheduler, LosePeer(incarnation="nobody@1"))

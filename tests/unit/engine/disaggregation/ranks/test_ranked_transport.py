@@ -103,7 +103,7 @@ def test_one_slice_that_fails_fails_the_push_once_all_have_ended(senders, receiv
 
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
-def test_a_rank_that_is_gone_loses_the_whole_peer(senders, receivers):
+def test_rank_that_is_gone_loses_the_whole_peer(senders, receivers):
     link = Link(senders, receivers)
     link.slow(senders - 1, receivers - 1, Fate(lose_peer=True))
     link.push()
@@ -113,7 +113,7 @@ def test_a_rank_that_is_gone_loses_the_whole_peer(senders, receivers):
 
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
-def test_a_flipped_bit_on_one_rank_is_seen_by_all(senders, receivers):
+def test_flipped_bit_on_one_rank_is_seen_by_all(senders, receivers):
     link = Link(senders, receivers)
     link.slow(senders - 1, receivers - 1, Fate(corrupt=True))
     link.push(digest=DigestKind.FULL)
@@ -124,7 +124,7 @@ def test_a_flipped_bit_on_one_rank_is_seen_by_all(senders, receivers):
 
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
-def test_a_slice_that_never_came_is_seen_by_all(senders, receivers):
+def test_slice_that_never_came_is_seen_by_all(senders, receivers):
     link = Link(senders, receivers)
     link.push()
     link.fabric.advance()
@@ -143,7 +143,7 @@ def test_record_of_another_rank_count_fails_verification(writers):
     assert link.prove(writers=writers).digests != done.digests
 
 
-def test_a_peer_whose_heads_lie_elsewhere_is_refused_by_name():
+def test_peer_whose_heads_lie_elsewhere_is_refused_by_name():
     link = Link(1, 2)
     hello = link.there.ranks[0].hello()
     swapped = msgspec.structs.replace(hello, ranks=hello.ranks[::-1])
@@ -163,7 +163,7 @@ def test_a_peer_whose_heads_lie_elsewhere_is_refused_by_name():
         ({"ranks": 3}, "3 ranks cannot share its 4 KV heads"),
     ],
 )
-def test_a_peer_that_does_not_fit_the_plan_is_refused_with_the_reason(change, reason):
+def test_peer_that_does_not_fit_the_plan_is_refused_with_the_reason(change, reason):
     link = Link(1, 2)
     hello = link.there.ranks[0].hello()
     if "ranks" in change:
@@ -176,7 +176,7 @@ def test_a_peer_that_does_not_fit_the_plan_is_refused_with_the_reason(change, re
     assert failed.reason == reason
 
 
-def test_a_forgotten_peer_ends_the_pushes_of_all_ranks():
+def test_forgotten_peer_ends_the_pushes_of_all_ranks():
     link = Link(2, 4)
     link.slow(0, 0, Fate(delay=100))
     link.push()

@@ -40,7 +40,7 @@ def fetch(storage: DiskStorage, number: int) -> tuple[Fetched, bytes]:
     return storage.get(key(number), buffer).result(), bytes(buffer)
 
 
-def test_a_block_comes_back_as_it_was(opened):
+def test_block_comes_back_as_it_was(opened):
     storage = opened()
     assert key(1) not in storage
     assert storage.put(key(1), page(7)).result().stored
@@ -59,7 +59,7 @@ def test_blocks_survive_a_restart(opened):
     assert fetch(second, 2) == (Fetched.WHOLE, bytes(page(2)))
 
 
-def test_the_least_recently_used_make_room(opened):
+def test_least_recently_used_make_room(opened):
     storage = opened(files=2)
     for number in (1, 2):
         storage.put(key(number), page(number)).result()
@@ -80,7 +80,7 @@ def test_recency_survives_a_restart_and_a_smaller_bound(opened, tmp_path):
     assert {*opened(files=1).hashes()} == {key(1)}
 
 
-def test_the_bound_holds_on_disk(opened, tmp_path):
+def test_bound_holds_on_disk(opened, tmp_path):
     storage = opened(files=2)
     for number in range(6):
         storage.put(key(number), page(number)).result()
@@ -100,7 +100,7 @@ def test_the_bound_holds_on_disk(opened, tmp_path):
     ],
     ids=["short", "no header", "empty", "long", "page", "magic", "hash"],
 )
-def test_a_damaged_file_is_a_miss_and_goes(opened, tmp_path, damage):
+def test_damaged_file_is_a_miss_and_goes(opened, tmp_path, damage):
     storage = opened()
     storage.put(key(1), page(1)).result()
     (file,) = tmp_path.iterdir()
@@ -111,7 +111,7 @@ def test_a_damaged_file_is_a_miss_and_goes(opened, tmp_path, damage):
     assert fetch(storage, 1)[0] is Fetched.ABSENT
 
 
-def test_a_file_that_somebody_removed_is_a_miss(opened, tmp_path):
+def test_file_that_somebody_removed_is_a_miss(opened, tmp_path):
     storage = opened()
     storage.put(key(1), page(1)).result()
     next(tmp_path.iterdir()).unlink()
@@ -125,7 +125,7 @@ def test_blocks_of_another_model_or_shape_are_not_seen(opened):
     assert fetch(other, 1)[0] is Fetched.ABSENT
 
 
-def test_a_file_renamed_to_another_block_is_a_miss(opened, tmp_path):
+def test_file_renamed_to_another_block_is_a_miss(opened, tmp_path):
     storage = opened()
     storage.put(key(1), page(1)).result()
     storage.put(key(2), page(2)).result()
@@ -155,7 +155,7 @@ def test_files_that_are_not_blocks_are_left_alone(opened, tmp_path):
     assert {file.name for file in tmp_path.iterdir()} == {"notes.txt", "zz.kv"}
 
 
-def test_a_block_is_stored_once(opened):
+def test_block_is_stored_once(opened):
     storage = opened()
     assert storage.put(key(1), page(1)).result().stored
     assert storage.put(key(1), page(9)).result().stored
@@ -173,7 +173,7 @@ def test_clearing_forgets_what_is_stored_and_what_is_about_to_be(opened, tmp_pat
     assert [*tmp_path.iterdir()] == []
 
 
-def test_a_disk_that_takes_nothing_stores_nothing(opened, monkeypatch, tmp_path):
+def test_disk_that_takes_nothing_stores_nothing(opened, monkeypatch, tmp_path):
     storage = opened()
 
     def full(*_: object) -> int:
@@ -203,12 +203,12 @@ def test_full_disk_logs_one_warning_until_it_recovers(opened, monkeypatch, caplo
     assert len(caplog.records) == 2
 
 
-def test_a_directory_that_cannot_be_used_is_refused(opened, tmp_path):
+def test_directory_that_cannot_be_used_is_refused(opened, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match="--hicache-storage-dir .*name a directory"):
         opened(directory=tmp_path / "file" / "below")
 
 
-def test_a_bound_below_one_block_is_refused(opened):
+def test_bound_below_one_block_is_refused(opened):
     with pytest.raises(ConfigError, match="--hicache-storage-size .* raise it"):
         opened(files=0)

@@ -27,7 +27,7 @@ def evicted(blocks: HostBlocks) -> list[str]:
     return order
 
 
-def test_the_least_recent_goes_first_and_everything_goes(blocks):  # [evict-exact]
+def test_least_recent_goes_first_and_everything_goes(blocks):  # [evict-exact]
     add(blocks, "a", "b", "c")
     assert blocks.evictable == 3
     assert evicted(blocks) == ["a", "b", "c"]
@@ -42,7 +42,7 @@ def test_touched_or_unpinned_block_is_recent(blocks):
     assert evicted(blocks) == ["c", "a", "b"]
 
 
-def test_a_pinned_block_is_never_evicted(blocks):  # [pinned-host-block] [copy-acked]
+def test_pinned_block_is_never_evicted(blocks):  # [pinned-host-block] [copy-acked]
     a, _ = add(blocks, "a", "b")
     blocks.pin(a)
     assert evicted(blocks) == ["b"]
@@ -52,13 +52,13 @@ def test_a_pinned_block_is_never_evicted(blocks):  # [pinned-host-block] [copy-a
     assert evicted(blocks) == ["a"]
 
 
-def test_a_block_of_which_the_device_has_a_copy_can_be_evicted(blocks):  # [mirror-reclaimable]
+def test_block_of_which_the_device_has_a_copy_can_be_evicted(blocks):  # [mirror-reclaimable]
     (a,) = add(blocks, "a")
     a.on_device = True
     assert evicted(blocks) == ["a"]
 
 
-def test_a_dropped_block_cannot_be_found_and_gives_its_page_with_the_last_pin(blocks):
+def test_dropped_block_cannot_be_found_and_gives_its_page_with_the_last_pin(blocks):
     (a,) = add(blocks, "a")
     blocks.pin(a)
     blocks.pin(a)
@@ -70,19 +70,19 @@ def test_a_dropped_block_cannot_be_found_and_gives_its_page_with_the_last_pin(bl
     assert [*blocks.pages()] == []
 
 
-def test_a_dropped_block_that_nobody_uses_gives_its_page_at_once(blocks):
+def test_dropped_block_that_nobody_uses_gives_its_page_at_once(blocks):
     (a,) = add(blocks, "a")
     assert blocks.drop(a) == a.page
     assert blocks.evictable == 0
 
 
-def test_a_pin_is_given_back_once(blocks):  # [lock-released-once]
+def test_pin_is_given_back_once(blocks):  # [lock-released-once]
     (a,) = add(blocks, "a")
     with pytest.raises(AssertionError, match="unpinned twice"):
         blocks.unpin(a)
 
 
-def test_the_audit_counts_again(blocks):
+def test_audit_counts_again(blocks):
     (a,) = add(blocks, "a")
     assert blocks.audit() == []
     a.pins = 1

@@ -8,7 +8,7 @@ from tandem_engine.memory.host.memory import page_problems
 from tandem_engine.memory.host.pages import HostPages, HostPool
 
 
-def test_the_cache_never_grows_into_the_reserve():
+def test_cache_never_grows_into_the_reserve():
     pages = HostPages(5, reserve=2)
     taken = [pages.take_for_cache() for _ in range(4)]
     assert None not in taken[:3]
@@ -33,7 +33,7 @@ def test_swapped_pages_count_for_the_reserve():
     assert pages.take_for_cache() is None
 
 
-def test_a_page_freed_twice_is_named():
+def test_page_freed_twice_is_named():
     pages = HostPages(2)
     page = pages.take_for_cache()
     pages.free_cached(page)
@@ -76,7 +76,7 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
 
 
-def test_a_page_is_a_slice_of_the_pool():
+def test_page_is_a_slice_of_the_pool():
     pool = HostPool(num_pages=3, page_bytes=4)
     pool.page_bytes_of(1)[:] = b"abcd"
     assert bytes(pool.bytes_view()[1].tolist()) == b"abcd"

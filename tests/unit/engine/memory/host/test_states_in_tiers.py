@@ -127,7 +127,7 @@ def parts_of(slot: int) -> tuple[int, ...]:
         (WritePolicy.WRITE_BACK, 2, False),
     ],
 )
-def test_a_state_is_backed_up_when_its_policy_says_so(policy, served, backed_up):
+def test_state_is_backed_up_when_its_policy_says_so(policy, served, backed_up):
     hybrid = Hybrid(policy)
     for _ in range(served):
         hybrid.serve(PROMPT)
@@ -142,7 +142,7 @@ BRANCH = [*LONG[:600], *range(5000, 5040)]
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_a_state_on_trial_is_not_backed_up(policy):
+def test_state_on_trial_is_not_backed_up(policy):
     hybrid = Hybrid(policy, slots=12, pages=90, host_pages=200)
     hybrid.serve(LONG)
     assert hybrid.memory.anchors is not None
@@ -156,7 +156,7 @@ def test_a_state_on_trial_is_not_backed_up(policy):
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_a_state_that_was_on_trial_leaves_and_returns(policy):
+def test_state_that_was_on_trial_leaves_and_returns(policy):
     hybrid = Hybrid(policy, slots=12, pages=90, host_pages=200)
     hybrid.serve(LONG)
     hybrid.serve(BRANCH)
@@ -170,7 +170,7 @@ def test_a_state_that_was_on_trial_leaves_and_returns(policy):
     hybrid.audited(kv)
 
 
-def test_a_trial_that_makes_room_is_not_backed_up():
+def test_trial_that_makes_room_is_not_backed_up():
     hybrid = Hybrid(slots=4, pages=60)
     hybrid.serve(LONG)
     for first in range(1000, 4000, 1000):
@@ -181,7 +181,7 @@ def test_a_trial_that_makes_room_is_not_backed_up():
     hybrid.audited()
 
 
-def test_a_state_leaves_the_device_with_its_block_and_returns():
+def test_state_leaves_the_device_with_its_block_and_returns():
     hybrid = Hybrid()
     hybrid.serve(PROMPT)
     hybrid.evict_device()
@@ -202,7 +202,7 @@ def test_a_state_leaves_the_device_with_its_block_and_returns():
     hybrid.audited()
 
 
-def test_a_state_is_copied_before_another_gets_its_slot():
+def test_state_is_copied_before_another_gets_its_slot():
     hybrid = Hybrid(slots=1)
     hybrid.serve(PROMPT)
     assert hybrid.copied(CopyKind.STATE_TO_HOST) == []
@@ -224,7 +224,7 @@ def test_blocks_on_the_device_continue_at_a_state_below():
     hybrid.audited(kv)
 
 
-def test_a_match_ends_at_the_deepest_state_of_both_tiers():
+def test_match_ends_at_the_deepest_state_of_both_tiers():
     long = [*range(300)]
     hybrid = Hybrid(pages=40, host_pages=100)
     hybrid.serve(PROMPT)
@@ -237,7 +237,7 @@ def test_a_match_ends_at_the_deepest_state_of_both_tiers():
     hybrid.audited()
 
 
-def test_a_state_that_lacks_a_part_is_not_continued_from():
+def test_state_that_lacks_a_part_is_not_continued_from():
     hybrid = Hybrid()
     hybrid.serve(PROMPT)
     hybrid.evict_device()
@@ -249,7 +249,7 @@ def test_a_state_that_lacks_a_part_is_not_continued_from():
     hybrid.audited()
 
 
-def test_a_block_that_host_memory_evicts_takes_its_state_along():
+def test_block_that_host_memory_evicts_takes_its_state_along():
     hybrid = Hybrid(host_pages=12)
     for first in range(0, 3000, 1000):
         hybrid.serve([*range(first, first + 100)])
@@ -260,7 +260,7 @@ def test_a_block_that_host_memory_evicts_takes_its_state_along():
     assert hybrid.matched([*range(2000, 2100)]) == 64
 
 
-def test_a_state_without_room_leaves_no_page_behind():
+def test_state_without_room_leaves_no_page_behind():
     hybrid = Hybrid(host_pages=PARTS - 1)
     hybrid.serve(PROMPT)
     hybrid.evict_device()
@@ -269,7 +269,7 @@ def test_a_state_without_room_leaves_no_page_behind():
     hybrid.audited()
 
 
-def test_a_request_that_gets_its_state_otherwise_loads_none():
+def test_request_that_gets_its_state_otherwise_loads_none():
     hybrid = Hybrid()
     hybrid.serve(PROMPT)
     hybrid.evict_device()
@@ -281,7 +281,7 @@ def test_a_request_that_gets_its_state_otherwise_loads_none():
     hybrid.audited(kv)
 
 
-def test_a_state_is_sent_only_once_it_is_loaded():  # [settled-only-sent]
+def test_state_is_sent_only_once_it_is_loaded():  # [settled-only-sent]
     """Whoever borrows the prefix: its anchor is attached when the load is queued."""
     hybrid = Hybrid(slots=1)
     hybrid.serve(PROMPT)
@@ -301,7 +301,7 @@ def test_a_state_is_sent_only_once_it_is_loaded():  # [settled-only-sent]
     hybrid.audited()
 
 
-def test_a_block_without_a_state_costs_one_lookup(monkeypatch):
+def test_block_without_a_state_costs_one_lookup(monkeypatch):
     """A state may have thousands of parts, and a prompt as many blocks that end without one."""
     hybrid = Hybrid(slots=1)
     hybrid.serve(PROMPT)
@@ -334,7 +334,7 @@ def test_backups_of_anchors_hold_up_no_peer():
     hybrid.audited()
 
 
-def test_a_request_begins_again_at_a_state_in_host_memory():
+def test_request_begins_again_at_a_state_in_host_memory():
     hybrid = Hybrid(slots=1)
     kv = hybrid.begin(PROMPT)
     hybrid.compute(kv, PROMPT)
@@ -358,7 +358,7 @@ def test_events_name_no_parts_of_states():
         assert {len(digest) for tier in (Tier.HOST, Tier.DISK) for digest in tiers[tier]} == {DIGEST_BYTES}
 
 
-def test_a_prefix_is_read_from_storage_up_to_its_last_state():
+def test_prefix_is_read_from_storage_up_to_its_last_state():
     storage = MemoryStorage()
     before = Hybrid(WritePolicy.WRITE_THROUGH, storage=storage)
     before.serve(PROMPT)

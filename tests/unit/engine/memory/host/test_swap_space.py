@@ -105,7 +105,7 @@ def stateful_tiers(host_pages: int = 8) -> Tiers:
     return tiers
 
 
-def test_a_state_goes_with_the_pages_of_its_request():
+def test_state_goes_with_the_pages_of_its_request():
     tiers = stateful_tiers()
     kv = start_request(tiers.memory, PROMPT)
     row, swap = kv.row, tiers.host.swap
@@ -126,7 +126,7 @@ def test_a_state_goes_with_the_pages_of_its_request():
     assert not tiers.memory.readable(kv)
 
 
-def test_a_request_whose_state_has_no_room_is_not_swapped():
+def test_request_whose_state_has_no_room_is_not_swapped():
     tiers = stateful_tiers(host_pages=4)
     assert swap_out(tiers, PROMPT) is None
     assert tiers.host.tier.pages.available == 4

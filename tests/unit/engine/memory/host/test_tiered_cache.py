@@ -49,7 +49,7 @@ def test_selective_write_through_waits_for_a_second_request():
     assert len(tiers.known(Tier.HOST)) == 3
 
 
-def test_a_request_that_is_not_admitted_is_no_hit():
+def test_request_that_is_not_admitted_is_no_hit():
     tiers = make_tiers(WritePolicy.WRITE_THROUGH_SELECTIVE)
     tiers.serve(PROMPT)
     for _ in range(3):
@@ -59,7 +59,7 @@ def test_a_request_that_is_not_admitted_is_no_hit():
     assert tiers.device.pages(OUT) == 0
 
 
-def test_a_large_backup_is_spread_over_turns(monkeypatch):
+def test_large_backup_is_spread_over_turns(monkeypatch):
     monkeypatch.setattr("tandem_engine.memory.host.tiered_cache.BACKUP_BYTES", 32)
     tiers = make_tiers(WritePolicy.WRITE_THROUGH)
     tiers.serve(PROMPT)
@@ -80,7 +80,7 @@ def test_evicted_block_is_backed_up_if_policy_requires_it(policy):
     tiers.check()
 
 
-def test_an_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  # [copy-acked] [page-fence]
+def test_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  # [copy-acked] [page-fence]
     tiers = make_tiers()
     tiers.serve(PROMPT)
     kv = tiers.memory.begin([9], space=BASE_SPACE, max_match=0)
@@ -92,7 +92,7 @@ def test_an_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  #
     assert tiers.memory.reserve_pages(1, Writer.PEER) is not None
 
 
-def test_a_match_goes_on_in_host_memory_and_is_loaded_into_the_tree():
+def test_match_goes_on_in_host_memory_and_is_loaded_into_the_tree():
     tiers = make_tiers()
     tiers.serve(PROMPT)
     tiers.evict_device()
@@ -110,7 +110,7 @@ def test_a_match_goes_on_in_host_memory_and_is_loaded_into_the_tree():
     assert tiers.memory.readable(other)
 
 
-def test_a_match_takes_the_device_first():
+def test_match_takes_the_device_first():
     tiers = make_tiers()
     tiers.serve(PROMPT)
     tiers.evict_device()
@@ -123,14 +123,14 @@ def test_a_match_takes_the_device_first():
     tiers.check(kv)
 
 
-def test_the_cap_on_a_match_holds_in_every_tier():  # [one-token-computed]
+def test_cap_on_a_match_holds_in_every_tier():  # [one-token-computed]
     tiers = make_tiers()
     tiers.serve(PROMPT)
     tiers.evict_device()
     assert tiers.matched(PROMPT[:12], at_most=11) == 8
 
 
-def test_a_salt_finds_nothing_of_another():
+def test_salt_finds_nothing_of_another():
     tiers = make_tiers()
     tiers.serve(PROMPT, space=CacheSpace("a"))
     tiers.evict_device()
@@ -162,7 +162,7 @@ def test_without_room_a_block_is_lost_and_said_to_be():  # [backup-result]
     tiers.check()
 
 
-def test_a_host_pool_below_the_device_pool_keeps_taking_in_new_blocks():  # [mirror-reclaimable]
+def test_host_pool_below_the_device_pool_keeps_taking_in_new_blocks():  # [mirror-reclaimable]
     tiers = make_tiers(WritePolicy.WRITE_THROUGH, device_pages=16, host_pages=3)
     for start in range(0, 80, 20):
         tiers.serve([*range(start, start + 9)])
@@ -229,7 +229,7 @@ def stored_before(prompt: list[int]) -> MemoryStorage:
     return storage
 
 
-def test_a_block_that_storage_lost_is_no_match():
+def test_block_that_storage_lost_is_no_match():
     storage = stored_before(PROMPT)
     storage.lost = {[*storage.hashes()][1]}
     tiers = make_tiers(storage=storage)
@@ -286,7 +286,7 @@ def test_no_more_is_written_at_a_time_than_may_be_pinned(monkeypatch):
     assert tiers.host.tier.blocks.evictable == 3
 
 
-def test_a_flush_forgets_what_is_being_written_and_read():
+def test_flush_forgets_what_is_being_written_and_read():
     storage = stored_before(PROMPT)
     storage.at_once = False
     tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)

@@ -96,15 +96,15 @@ def test_fields_without_effect_are_ignored(tmp_path: Path) -> None:
     assert read(tmp_path, **dict.fromkeys(NO_EFFECT, "anything")) == read(tmp_path)
 
 
-def test_a_field_has_one_treatment() -> None:
+def test_field_has_one_treatment() -> None:
     assert not (READ & NO_EFFECT) | (READ & set(REFUSED)) | (NO_EFFECT & set(REFUSED))
 
 
 @pytest.mark.parametrize("rule", ["all-linear", r".*\.(q|v)_proj"])
-def test_a_rule_for_modules_is_not_evaluated(tmp_path: Path, rule: str) -> None:
+def test_rule_for_modules_is_not_evaluated(tmp_path: Path, rule: str) -> None:
     assert read(tmp_path, target_modules=rule).target_modules == ()
 
 
-def test_a_config_over_a_mebibyte_is_refused(tmp_path: Path) -> None:
+def test_config_over_a_mebibyte_is_refused(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="at most 1048576 are expected"):
         read(tmp_path, task_type="x" * (1 << 20))

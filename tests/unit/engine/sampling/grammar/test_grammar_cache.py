@@ -16,7 +16,7 @@ def compiled() -> ToyGrammar:
     return ToyGrammar(ToyRule())
 
 
-def test_the_least_recently_used_grammar_goes_first():  # [grammar-bombs]
+def test_least_recently_used_grammar_goes_first():  # [grammar-bombs]
     cache = GrammarCache(2)
     grammars = [compiled() for _ in range(3)]
     cache.keep(spec(0), grammars[0])
@@ -26,7 +26,7 @@ def test_the_least_recently_used_grammar_goes_first():  # [grammar-bombs]
     assert [cache.find(spec(number)) for number in range(3)] == [grammars[0], None, grammars[2]]
 
 
-def test_a_refusal_is_remembered_with_its_reason():
+def test_refusal_is_remembered_with_its_reason():
     cache = GrammarCache(2)
     cache.keep_refusal(spec(0), InvalidRequestError("no", param="grammar"))
     with pytest.raises(InvalidRequestError, match="no") as refusal:

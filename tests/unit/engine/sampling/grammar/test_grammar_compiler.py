@@ -54,7 +54,7 @@ def readable(compiler: GrammarCompiler, timeout: float) -> bool:
     return bool(select.select([compiler.fileno()], [], [], timeout)[0])
 
 
-def test_an_idle_loop_is_woken_when_a_grammar_is_done_and_not_before(compiler, backend):
+def test_idle_loop_is_woken_when_a_grammar_is_done_and_not_before(compiler, backend):
     spec = toy_grammar()
     future = compiler.compile(spec)
     assert not readable(compiler, 0.0)
@@ -84,14 +84,14 @@ def test_cancelled_compilation_wakes_no_request(compiler, backend):
     compiler.acknowledge()
 
 
-def test_a_refusal_is_known_at_once_the_next_time(compiler):
+def test_refusal_is_known_at_once_the_next_time(compiler):
     spec = toy_grammar(name="bad")
     compiler.keep_refusal(spec, InvalidRequestError("a bad rule", param="grammar"))
     with pytest.raises(InvalidRequestError, match="a bad rule"):
         compiler.find(spec)
 
 
-def test_a_slow_grammar_does_not_hold_up_all_others(compiler, backend):
+def test_slow_grammar_does_not_hold_up_all_others(compiler, backend):
     for number in range(WORKERS):
         compiler.compile(toy_grammar(name=str(number)))
     for _ in range(WORKERS):
@@ -108,6 +108,6 @@ def test_closing_gives_up_what_is_being_compiled_and_what_waits(backend):
     assert all(future.cancelled() or future.exception() is not None for future in futures)
 
 
-def test_an_engine_without_grammars_says_why():
+def test_engine_without_grammars_says_why():
     with pytest.raises(InvalidRequestError, match="regex output is not available: no tokenizer"):
         NoGrammars("no tokenizer").find(toy_grammar())

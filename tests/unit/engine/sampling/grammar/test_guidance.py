@@ -161,7 +161,7 @@ def test_whitespace_in_json_is_what_people_write_and_comes_to_an_end(backend, to
     assert matches(backend, tokenizer, spec(GrammarKind.JSON_OBJECT), text) is fits
 
 
-def test_a_trigger_that_is_a_control_token_is_that_token_and_not_its_text(backend):
+def test_trigger_that_is_a_control_token_is_that_token_and_not_its_text(backend):
     tags = {"structures": [{"begin": "<|im_start|>", "schema": {"type": "object"}}], "triggers": ["<|im_start|>"]}
     matcher = backend.compile(spec(GrammarKind.STRUCTURAL_TAG, tags)).matcher()
     assert IM_START in allowed(matcher)
@@ -219,7 +219,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_wrong_grammar_is_refused_with_a_reason_in_one_line(backend, name):  # [structured-output]
+def test_wrong_grammar_is_refused_with_a_reason_in_one_line(backend, name):  # [structured-output]
     grammar, reason = REFUSED[name]
     with pytest.raises(InvalidRequestError, match=reason) as refusal:
         backend.compile(grammar)
@@ -239,13 +239,13 @@ BOMBS = {
 
 
 @pytest.mark.parametrize("name", BOMBS)
-def test_a_bomb_costs_its_limit_and_the_next_grammar_works(backend, tokenizer, name):  # [grammar-bombs]
+def test_bomb_costs_its_limit_and_the_next_grammar_works(backend, tokenizer, name):  # [grammar-bombs]
     with pytest.raises(InvalidRequestError, match=TOO_MUCH):
         backend.compile(BOMBS[name])
     assert matches(backend, tokenizer, spec(GrammarKind.REGEX, "a+"), "aa")
 
 
-def test_the_time_limit_is_named_with_its_flag():
+def test_time_limit_is_named_with_its_flag():
     backend = make_backend(compile_timeout=0.05, compile_memory_bytes=8 << 30)
     with pytest.raises(InvalidRequestError, match=r"more than 0.05 s .*--grammar-compile-timeout"):
         backend.compile(BOMBS["product of remainders"])
@@ -275,7 +275,7 @@ def test_satisfiable_grammar_that_resembles_a_bomb_works(backend, tokenizer, nam
     assert matcher.problem is None
 
 
-def test_a_grammar_that_gets_out_of_hand_while_it_is_followed_ends_with_a_problem(backend, tokenizer):
+def test_grammar_that_gets_out_of_hand_while_it_is_followed_ends_with_a_problem(backend, tokenizer):
     ambiguous = 'start: a\na: a a a | a a | "x" | "y" | /[a-z]/'
     matcher = backend.compile(spec(GrammarKind.LARK, ambiguous)).matcher()
     (x,) = tokenizer.encode("x").ids
@@ -288,7 +288,7 @@ def test_a_grammar_that_gets_out_of_hand_while_it_is_followed_ends_with_a_proble
     assert not matcher.ended
 
 
-def test_a_token_that_leads_to_where_a_grammar_is_too_large_is_told_from_one_that_does_not_fit(backend, tokenizer):
+def test_token_that_leads_to_where_a_grammar_is_too_large_is_told_from_one_that_does_not_fit(backend, tokenizer):
     """Six hundred optional properties: after the brace any of them may come, more than llguidance follows at once."""
     schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(600)}}
     compiled = backend.compile(spec(GrammarKind.JSON_SCHEMA, schema))
@@ -326,7 +326,7 @@ def test_it_ends_at_once_where_nothing_may_follow_and_by_eos_elsewhere(choice):
     assert a in allowed(matcher)
 
 
-def test_a_token_that_does_not_fit_is_not_taken_and_spoils_nothing(choice):
+def test_token_that_does_not_fit_is_not_taken_and_spoils_nothing(choice):
     matcher, a, b = choice
     assert matcher.accept((b,)) == 0
     assert (matcher.ended, matcher.problem) == (False, None)
@@ -394,7 +394,7 @@ def test_logits_may_be_wider_or_narrower_than_the_tokenizer(vocab_size):
     backend.close()
 
 
-def test_a_tokenizer_that_llguidance_does_not_know_is_the_models_fault_and_says_so(tmp_path):
+def test_tokenizer_that_llguidance_does_not_know_is_the_models_fault_and_says_so(tmp_path):
     file = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")).save(str(file))
     backend = make_backend(3, file)
@@ -419,7 +419,7 @@ def test_compiler_without_room_for_a_process_is_no_fault(tmp_path, monkeypatch, 
     backend.close()
 
 
-def test_a_process_that_does_not_start_is_no_fault_of_the_request(tmp_path, caplog):
+def test_process_that_does_not_start_is_no_fault_of_the_request(tmp_path, caplog):
     backend = make_backend(file=tmp_path / "absent.json")
     with pytest.raises(GrammarCompilerError, match="did not start"):
         backend.compile(spec(GrammarKind.REGEX, "a+"))
@@ -433,7 +433,7 @@ def test_one_process_compiles_one_grammar_after_the_other(backend):
     assert len(backend._all) == 1
 
 
-def test_a_process_that_was_killed_while_it_waited_is_replaced():
+def test_process_that_was_killed_while_it_waited_is_replaced():
     backend = make_backend()
     backend.compile(spec(GrammarKind.REGEX, "a"))
     (prober,) = backend._all
@@ -455,6 +455,6 @@ def test_closing_ends_the_process_and_what_comes_later_fails():
         backend.compile(spec(GrammarKind.REGEX, "b"))
 
 
-def test_the_process_is_small_and_free_of_torch():
+def test_process_is_small_and_free_of_torch():
     check = "import tandem_engine.sampling.grammar.guidance.probe, sys; assert not {'torch', 'numpy'} & {*sys.modules}"
     assert subprocess.run([sys.executable, "-c", check], check=False).returncode == 0

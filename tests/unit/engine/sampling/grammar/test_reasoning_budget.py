@@ -28,7 +28,7 @@ def allowed(following: ReasoningMatcher) -> set[int]:
     return unpack(bits) & ALL
 
 
-def test_the_end_is_forced_when_the_budget_is_spent():
+def test_end_is_forced_when_the_budget_is_spent():
     following = matcher(3)
     for token in (1, 2, 3):
         assert allowed(following) == ALL
@@ -40,7 +40,7 @@ def test_the_end_is_forced_when_the_budget_is_spent():
     assert (following.ended, following.problem) == (False, None)
 
 
-def test_a_budget_of_nothing_ends_the_reasoning_at_once():
+def test_budget_of_nothing_ends_the_reasoning_at_once():
     assert allowed(matcher(0)) == {91}
     following = matcher(0, opened=False)
     assert allowed(following) == ALL
@@ -48,13 +48,13 @@ def test_a_budget_of_nothing_ends_the_reasoning_at_once():
     assert allowed(following) == {91}
 
 
-def test_a_model_that_ends_its_reasoning_itself_is_left_alone():
+def test_model_that_ends_its_reasoning_itself_is_left_alone():
     following = matcher(3)
     assert following.accept((1, 91, *range(1, 80))) == 81
     assert allowed(following) == ALL
 
 
-def test_an_end_that_was_begun_is_completed():
+def test_end_that_was_begun_is_completed():
     following = matcher(3, end=(7, 7, 8))
     following.accept((1, 7, 7))
     assert allowed(following) == {8}
@@ -67,13 +67,13 @@ def test_an_end_that_was_begun_is_completed():
 
 
 @pytest.mark.parametrize(("blanks", "bounded"), [(0, True), (3, True), (4, False)])
-def test_a_begin_marker_counts_where_outputs_begin(blanks, bounded):
+def test_begin_marker_counts_where_outputs_begin(blanks, bounded):
     following = matcher(1, begin=(90, 92), opened=False)
     assert following.accept((*[5] * blanks, 90, 92, 6)) == blanks + 3
     assert allowed(following) == ({91} if bounded else ALL)
 
 
-def test_a_grammar_begins_behind_the_reasoning():
+def test_grammar_begins_behind_the_reasoning():
     rule = ToyRule(every=3, length=2)
     following = matcher(2, rule=rule)
     assert allowed(following) == ALL - {EOS}
@@ -99,7 +99,7 @@ def test_with_a_grammar_an_output_begins_to_reason_or_to_answer():
     assert allowed(following) == rule.allowed([]) | {91}
 
 
-def test_the_masks_of_a_run_follow_its_drafts_across_the_end():
+def test_masks_of_a_run_follow_its_drafts_across_the_end():
     following = matcher(1)
     bits = np.zeros((5, WORDS), dtype=np.int32)
     assert masks_for_run(following, (5, 91, 6, 7), bits) == 5

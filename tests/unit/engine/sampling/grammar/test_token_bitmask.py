@@ -35,7 +35,7 @@ def test_logits_beyond_the_mask_are_forbidden():
     assert (result[0] == 0).nonzero().flatten().tolist() == [3, 31]
 
 
-def test_a_mask_wider_than_the_logits_is_cut():
+def test_mask_wider_than_the_logits_is_cut():
     result = masked(torch.zeros(1, 33), make_masks({0: {32, 50}}, words=2))
     assert (result[0] == 0).nonzero().flatten().tolist() == [32]
 

@@ -37,7 +37,7 @@ def test_requests_below_one_prefix_run_one_after_the_other_and_those_that_end_th
 
 
 @given(queues)
-def test_the_first_served_is_below_a_heaviest_first_block(queue):
+def test_first_served_is_below_a_heaviest_first_block(queue):
     first_blocks = [each.req.origin_input_ids[:PAGE] for each in queue if each.cached]
     if first_blocks:
         first = HeaviestBranchFirst(page_size=PAGE)(queue)[0].req.origin_input_ids[:PAGE]

@@ -44,7 +44,7 @@ def test_first_come_first_served():
     assert served(engine) == ["a", "b", "c"]
 
 
-def test_the_longest_cached_prefix_goes_first():
+def test_longest_cached_prefix_goes_first():
     engine = engine_of(LPM)
     warm(engine, branch(10, 4), branch(40, 2))
     queue(engine, cold=branch(60), short=[*branch(40, 2), 7], long=[*branch(10, 4), 7], tie=[5, 6])
@@ -52,7 +52,7 @@ def test_the_longest_cached_prefix_goes_first():
     assert served(engine) == ["long", "short", "cold", "tie"]
 
 
-def test_a_prefix_that_many_wait_for_goes_before_a_longer_one():
+def test_prefix_that_many_wait_for_goes_before_a_longer_one():
     engine = engine_of(DFS)
     warm(engine, branch(10, 4), branch(40, 2))
     queue(engine, long=[*branch(10, 4), 7], a=[*branch(40, 2), 7], cold=[5, 6], b=[*branch(40, 2), 8])
@@ -88,7 +88,7 @@ def test_salts_are_separate_branches():
     assert served(engine) == ["b1", "b2", "a1"]
 
 
-def test_the_greatest_priority_goes_first_and_equals_in_their_order():
+def test_greatest_priority_goes_first_and_equals_in_their_order():
     engine = engine_of(PRIORITY)
     for rid, priority in [("low", -3), ("a", 0), ("high", 5), ("b", 0)]:
         engine.add(make_message(rid, [1, 2], max_tokens=1, priority=priority))
@@ -96,7 +96,7 @@ def test_the_greatest_priority_goes_first_and_equals_in_their_order():
     assert served(engine) == ["high", "a", "b", "low"]
 
 
-def test_the_fewest_steps_left_go_first():
+def test_fewest_steps_left_go_first():
     engine = engine_of(SRF, chunked_prefill_size=4, max_prefill_tokens=4, max_running_requests=1)
     engine.add(make_message("talkative", [1], max_tokens=9))
     engine.add(make_message("long", branch(10, 5), max_tokens=2))
@@ -105,7 +105,7 @@ def test_the_fewest_steps_left_go_first():
     assert served(engine) == ["brief", "long", "talkative"]
 
 
-def test_a_queue_too_long_to_match_is_served_in_its_order():
+def test_queue_too_long_to_match_is_served_in_its_order():
     engine = engine_of(LPM, max_running_requests=1)
     warm(engine, branch(10, 4))
     rids = [f"r{number}" for number in range(129)]
@@ -119,7 +119,7 @@ def test_a_queue_too_long_to_match_is_served_in_its_order():
 
 
 @pytest.mark.parametrize("policy", [FCFS, LPM, DFS, PRIORITY])
-def test_the_newest_of_the_least_important_gives_way(policy):
+def test_newest_of_the_least_important_gives_way(policy):
     engine = make_engine(schedule_policy=policy, force_retract_every=2, policy_ageing_seconds=1000.0)
     for rid, priority in [("old", 0), ("important", 1), ("new", 0)]:
         engine.add(make_message(rid, [len(rid)] * 3, max_tokens=6, priority=priority))

@@ -20,7 +20,7 @@ def engine_of(policy: SchedulePolicy = SchedulePolicy.LPM, **settings: object) -
 
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("policy", [SchedulePolicy.FCFS, SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT])
-def test_a_prefix_that_came_with_several_requests_is_computed_once(policy, overlap):
+def test_prefix_that_came_with_several_requests_is_computed_once(policy, overlap):
     engine = engine_of(policy, enable_overlap=overlap)
     for number in range(5):
         engine.add(make_message(f"r{number}", [*PREFIX, 60 + number], max_tokens=2))

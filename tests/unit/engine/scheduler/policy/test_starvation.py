@@ -51,7 +51,7 @@ def test_without_its_age_it_would_have_waited_for_all_of_them(policy):
     assert seconds_until_served(policy) >= AGEING - 1
 
 
-def test_a_priority_that_is_lower_by_n_waits_for_those_of_the_next_n_ageing_times():
+def test_priority_that_is_lower_by_n_waits_for_those_of_the_next_n_ageing_times():
     engine = make_engine(
         schedule_policy=SchedulePolicy.PRIORITY,
         max_running_requests=1,

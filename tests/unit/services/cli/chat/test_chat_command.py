@@ -121,7 +121,7 @@ def test_slash_lines_of_a_terminal_are_commands_of_a_pipe_text(monkeypatch, caps
     assert [messages[-1]["content"] for messages in piped] == said.splitlines()
 
 
-def test_the_first_token_of_reasoning_is_the_first_token() -> None:
+def test_first_token_of_reasoning_is_the_first_token() -> None:
     """Tokens per second counted those of the reasoning and not its time."""
     turn = Turn()
     turn.take(delta(role="assistant", content=""))
@@ -131,7 +131,7 @@ def test_the_first_token_of_reasoning_is_the_first_token() -> None:
     assert turn.text == ""
 
 
-def test_a_server_of_something_else_is_named(monkeypatch) -> None:
+def test_server_of_something_else_is_named(monkeypatch) -> None:
     transport = httpx.MockTransport(lambda _: httpx.Response(200, text="<html>"))
     with (
         httpx.Client(base_url="http://gateway", transport=transport) as client,

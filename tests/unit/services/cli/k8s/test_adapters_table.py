@@ -79,14 +79,14 @@ def kubectl(tmp_path, capsys):
         yield run, api
 
 
-def test_the_command_reads_services_and_model_adapters(kubectl):
+def test_command_reads_services_and_model_adapters(kubectl):
     run, api = kubectl
     api.objects[ADAPTERS] = [model_adapter("taken", Accepted=("False", "NameTaken"))]
     status, out = run("adapters", "llama")
     assert (status, [row[0] for row in rows(out)]) == (0, ["sql", "taken"])
 
 
-def test_a_cluster_without_model_adapters_is_no_error(kubectl):
+def test_cluster_without_model_adapters_is_no_error(kubectl):
     run, _ = kubectl
     status, out = run("adapters")
     assert (status, [row[0] for row in rows(out)]) == (0, ["sql"])

@@ -109,7 +109,7 @@ def test_nothing_to_show_says_where_it_looked(kubectl, api):
     assert kubectl("status", "-A")[1] == "no ModelService in any namespace\n"
 
 
-def test_a_watch_goes_on_while_the_api_server_is_away(kubectl, api, monkeypatch):
+def test_watch_goes_on_while_the_api_server_is_away(kubectl, api, monkeypatch):
     states = iter([500, KeyboardInterrupt()])
 
     def sleep(seconds: float) -> None:
@@ -138,7 +138,7 @@ def test_a_watch_goes_on_while_the_api_server_is_away(kubectl, api, monkeypatch)
         (500, "the API server answers 500"),
     ],
 )
-def test_a_refusal_says_what_to_do(kubectl, api, refusal, told):
+def test_refusal_says_what_to_do(kubectl, api, refusal, told):
     api.objects[f"{SERVICES}/llama"] = refusal
     status, _, err = kubectl("status", "llama")
     assert status == 3
@@ -150,20 +150,20 @@ def test_without_a_kubeconfig_it_says_how_to_name_one(tmp_path, capsys):
     assert f"--kubeconfig {tmp_path / 'none'}: no usable kubeconfig" in capsys.readouterr().err
 
 
-def test_a_context_that_is_not_there_is_named(kubectl):
+def test_context_that_is_not_there_is_named(kubectl):
     status, _, err = kubectl("status", "--context", "prod")
     assert status == 2
     assert "--context prod: not in the kubeconfig" in err
 
 
-def test_an_api_server_that_is_away_is_named(tmp_path, capsys):
+def test_api_server_that_is_away_is_named(tmp_path, capsys):
     with ForwardingApiServer() as api:
         config, url = api.kubeconfig(tmp_path), api.url
     assert command.main(["status", "--kubeconfig", str(config)]) == 3
     assert f"the API server {url} does not answer" in capsys.readouterr().err
 
 
-def test_the_namespace_is_the_flag_or_the_contexts(api, tmp_path):
+def test_namespace_is_the_flag_or_the_contexts(api, tmp_path):
     config = api.kubeconfig(tmp_path, namespace="elsewhere")
     assert access_of(config, None, None).namespace == "elsewhere"
     assert access_of(config, "test", "here").namespace == "here"
@@ -196,7 +196,7 @@ def test_pools_are_scaled_where_somebody_outside_decides(kubectl, api):
         ({}, [], "say how many: --prefill N, --decode N, or both"),
     ],
 )
-def test_a_scale_that_would_not_last_or_says_nothing_is_refused(kubectl, api, spec, words, told):
+def test_scale_that_would_not_last_or_says_nothing_is_refused(kubectl, api, spec, words, told):
     api.objects |= deployed(**spec)
     status, _, err = kubectl("scale", "llama", *words)
     assert (status, api.writes) == (2, [])
@@ -204,7 +204,7 @@ def test_a_scale_that_would_not_last_or_says_nothing_is_refused(kubectl, api, sp
 
 
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
-def test_a_pod_is_evicted_in_the_words_of_the_api_server(kubectl, api, version):
+def test_pod_is_evicted_in_the_words_of_the_api_server(kubectl, api, version):
     eviction = {"name": "pods/eviction", "group": "policy", "version": version}
     api.objects["/api/v1"] = {"resources": [eviction]}
     status, out, _ = kubectl("drain", "llama-decode-5d8f-a", "--no-wait")
@@ -215,14 +215,14 @@ def test_a_pod_is_evicted_in_the_words_of_the_api_server(kubectl, api, version):
     assert (body["apiVersion"], body["metadata"]["name"]) == (f"policy/{version}", "llama-decode-5d8f-a")
 
 
-def test_a_disruption_budget_that_forbids_a_drain_is_told(kubectl, api):
+def test_disruption_budget_that_forbids_a_drain_is_told(kubectl, api):
     api.objects |= {"/api/v1": {"resources": []}, f"POST {PODS}/llama-decode-5d8f-a/eviction": 429}
     status, _, err = kubectl("drain", "llama-decode-5d8f-a")
     assert status == 1
     assert "Its disruption budget forbids it" in err
 
 
-def test_a_drain_ends_with_the_pod_or_says_that_it_does_not(api, tmp_path, capsys, monkeypatch):
+def test_drain_ends_with_the_pod_or_says_that_it_does_not(api, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(actions, "PATIENCE_S", 5.0)
     api.objects[f"{PODS}/llama-decode-5d8f-a"]["spec"]["terminationGracePeriodSeconds"] = 5
     pods = [api.objects[f"{PODS}/llama-decode-5d8f-a"]]
@@ -241,7 +241,7 @@ def test_a_drain_ends_with_the_pod_or_says_that_it_does_not(api, tmp_path, capsy
         assert actions.until_gone(cluster, pod, sleep=slept.append) == 0
 
 
-def test_a_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, tmp_path, capsys, metrics_port):
+def test_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, tmp_path, capsys, metrics_port):
     leader, other = pod("llama-decode-5d8f-0", role="decode"), follower("llama-decode-5d8f-0-1")
     for one in (leader, other):
         api.objects[f"{PODS}/{one['metadata']['name']}"] = one
@@ -339,7 +339,7 @@ def worker(api):
     server.server_close()
 
 
-def test_a_flip_is_an_order_to_the_worker(kubectl, worker):
+def test_flip_is_an_order_to_the_worker(kubectl, worker):
     status, out, err = kubectl("flip", "llama-decode-5d8f-a", "prefill")
     assert (status, err) == (0, "")
     assert out == "llama-decode-5d8f-a serves as prefill from now on; after a restart as decode\n"
@@ -354,21 +354,21 @@ def test_flip_without_the_key_file_is_refused(kubectl, api, worker):
     assert "Secret llama-curve: keys.json is not a key file" in err
 
 
-def test_a_flip_that_the_autoscaler_may_undo_says_so(kubectl, api, worker):
+def test_flip_that_the_autoscaler_may_undo_says_so(kubectl, api, worker):
     api.objects |= deployed(autoscaling={"mode": "internal"})
     status, _, err = kubectl("flip", "llama-decode-5d8f-a", "prefill")
     assert status == 0
     assert "the autoscaler flips roles" in err
 
 
-def test_a_worker_that_refuses_a_flip_is_quoted(kubectl, worker):
+def test_worker_that_refuses_a_flip_is_quoted(kubectl, worker):
     worker.answer = 409
     status, _, err = kubectl("flip", "llama-decode-5d8f-a", "both")
     assert status == 1
     assert "it has one role for good" in err
 
 
-def test_a_worker_that_cannot_be_reached_for_a_flip_is_named(kubectl):
+def test_worker_that_cannot_be_reached_for_a_flip_is_named(kubectl):
     status, _, err = kubectl("flip", "llama-prefill-5d8f-a", "both")
     assert status == 3
     assert "cannot reach pod llama-prefill-5d8f-a: the kubelet reports" in err

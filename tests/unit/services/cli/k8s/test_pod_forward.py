@@ -93,24 +93,24 @@ def test_kubelet_error_is_reported(connect):
 @pytest.mark.parametrize(
     ("status", "told"), [(403, "grant `get` and `create` on `pods/portforward`"), (404, "refuses.*404")]
 )
-def test_a_refused_port_forward_says_what_is_missing(connect, status, told):
+def test_refused_port_forward_says_what_is_missing(connect, status, told):
     with connect(refusal=status) as (_, client), pytest.raises(httpx.ConnectError, match=told):
         client.get("/")
 
 
-def test_a_pod_that_says_nothing_is_waited_for_no_longer_than_allowed(connect):
+def test_pod_that_says_nothing_is_waited_for_no_longer_than_allowed(connect):
     with connect(SILENT) as (api, client):
         with pytest.raises(httpx.ReadTimeout):
             client.get("/", timeout=httpx.Timeout(60.0, read=0.2))
         wait_for(lambda: api.open == 0, 20.0, lambda: "the connection is still open")
 
 
-def test_an_answer_that_breaks_off_is_no_answer(connect):
+def test_answer_that_breaks_off_is_no_answer(connect):
     with connect() as (_, client), pytest.raises(httpx.RemoteProtocolError):
         client.get("/broken")
 
 
-def test_an_api_server_that_is_gone_is_a_connection_error(tmp_path, port):
+def test_api_server_that_is_gone_is_a_connection_error(tmp_path, port):
     with ForwardingApiServer() as api:
         access = access_of(api.kubeconfig(tmp_path), None, None)
     with pod_client(access, WORKER, "health") as client, pytest.raises(httpx.ConnectError):

@@ -102,7 +102,7 @@ def test_figures_are_what_a_worker_and_a_gateway_export():
         worker_figures("this is no exposition {")
 
 
-def test_a_service_is_shown_with_conditions_roles_revisions_and_pods():
+def test_service_is_shown_with_conditions_roles_revisions_and_pods():
     assert text() == EXPECTED
 
 
@@ -118,7 +118,7 @@ def test_a_service_is_shown_with_conditions_roles_revisions_and_pods():
         ("AutoscalingActive", "False", "•"),
     ],
 )
-def test_a_mark_says_whether_a_condition_is_as_it_should_be(kind, status, mark):
+def test_mark_says_whether_a_condition_is_as_it_should_be(kind, status, mark):
     shown = text(model_service(status=service_status(conditions=[condition(kind, status, "Reason")])))
     assert f"├─ {mark} {kind} " in shown
 
@@ -163,13 +163,13 @@ def test_unobserved_generation_is_shown():
     assert "AllReady: 1 of 1 prefill workers are ready (of an older spec)" in shown
 
 
-def test_a_service_that_no_operator_has_touched_is_shown():
+def test_service_that_no_operator_has_touched_is_shown():
     shown = text(model_service(status={}), pools=[], pods=[], said={})
     assert "Unknown" in shown
     assert "0/2 ready" in shown
 
 
-def test_a_pod_that_says_nothing_or_is_not_offered_is_marked():
+def test_pod_that_says_nothing_or_is_not_offered_is_marked():
     said = {
         "llama-decode-5d8f-a": "timed out",
         "llama-prefill-5d8f-a": worker_figures(exposition(Role.PREFILL, offered=False)),
@@ -232,12 +232,12 @@ def test_a_pod_that_says_nothing_or_is_not_offered_is_marked():
         ),
     ],
 )
-def test_the_state_of_a_pod_is_one_word_and_why(changes, state, failure):
+def test_state_of_a_pod_is_one_word_and_why(changes, state, failure):
     seen = Pod.of(pod("w", role="decode", **changes))
     assert (seen.state, seen.failure, seen.ready) == (state, failure, state == "Ready")
 
 
-def test_a_pod_that_is_deleted_is_leaving_whatever_else_it_is():
+def test_pod_that_is_deleted_is_leaving_whatever_else_it_is():
     leaving = pod("w", role="decode")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
     assert Pod.of(leaving).state == "Terminating"

@@ -100,13 +100,13 @@ async def test_whoever_has_no_key_stays_out(guarded, rack, headers):  # [keys-on
     assert not rack.engines[0].received
 
 
-async def test_a_megabyte_of_key_is_refused(guarded):  # [keys-on-every-route]
+async def test_megabyte_of_key_is_refused(guarded):  # [keys-on-every-route]
     answer = await guarded.http.get("/v1/models", headers={"Authorization": "Bearer " + "k" * 60_000})
     assert answer.status_code in (400, 401, 431)
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer  "])
-async def test_a_key_lets_in(guarded, scheme):
+async def test_key_lets_in(guarded, scheme):
     headers = {"Authorization": f"{scheme} {key_of('ann')}"}
     assert (await guarded.http.get("/v1/models", headers=headers)).status_code == 200
 
@@ -122,7 +122,7 @@ async def test_every_path_needs_a_key_but_those_of_probes(guarded):  # vLLM: ung
 
 
 @pytest.mark.parametrize("host", ["x/live?", "x#", "/live", "x/live"])
-async def test_a_host_header_opens_no_door(guarded, host):  # Starlette CVE-2026-48710
+async def test_host_header_opens_no_door(guarded, host):  # Starlette CVE-2026-48710
     answer = await guarded.http.get("/v1/models", headers={"Host": host})
     assert answer.status_code in (400, 401)
 
@@ -148,7 +148,7 @@ async def test_keys_are_in_no_log_no_metric_and_no_answer(guarded, caplog):
 # What they see
 
 
-async def test_a_model_that_is_not_theirs_is_not_there(guarded):
+async def test_model_that_is_not_theirs_is_not_there(guarded):
     assert (await guarded.http.get("/v1/models", headers=bearer("other"))).json()["data"] == []
     card = await guarded.http.get("/v1/models/mock", headers=bearer("other"))
     bodies = {
@@ -194,7 +194,7 @@ async def test_tenants_share_no_prefixes_unless_they_say_so(guarded, rack):  # [
     assert "" not in (ann, bob)
 
 
-async def test_a_clients_salt_adds_to_that_of_its_tenant(guarded, rack):
+async def test_clients_salt_adds_to_that_of_its_tenant(guarded, rack):
     own, mine, bobs, shared, theirs = await salts(
         guarded, rack, ("ann", None), ("ann", "x"), ("bob", "x"), ("pool-a", "x"), ("pool-b", "x")
     )
@@ -204,12 +204,12 @@ async def test_a_clients_salt_adds_to_that_of_its_tenant(guarded, rack):
     assert await salts(guarded, rack, ("pool-a", own)) != [own]
 
 
-async def test_the_router_sees_the_same_salt_as_the_worker(guarded, rack):
+async def test_router_sees_the_same_salt_as_the_worker(guarded, rack):
     [salt] = await salts(guarded, rack, ("ann", None))
     assert guarded.chooser.queries[-1].cache_salt == salt
 
 
-async def test_a_response_has_the_salt_of_the_chat_that_means_the_same(guarded, rack):
+async def test_response_has_the_salt_of_the_chat_that_means_the_same(guarded, rack):
     chat, mine = await salts(guarded, rack, ("ann", None), ("ann", "x"))
     for salt in (None, "x"):
         assert (await ask(guarded, "ann", "/v1/responses", RESPONSE, cache_salt=salt)).status_code == 200
@@ -228,7 +228,7 @@ async def test_sessions_with_one_id_are_one_for_each_tenant(guarded):
 
 
 @as_chat_and_response
-async def test_a_request_is_no_more_important_than_its_tenant(guarded, rack, path, body):
+async def test_request_is_no_more_important_than_its_tenant(guarded, rack, path, body):
     for tenant, wanted in (("ann", 99), ("ann", -3), ("bob", 99), ("bob", 2), ("bob", None)):
         await ask(guarded, tenant, path, body, priority=wanted)
     assert [request.priority for request in rack.engines[0].received] == [0, -3, 5, 2, 0]
@@ -361,7 +361,7 @@ async def test_without_a_key_file_everybody_may_do_everything(gateway, rack):
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "inf", "soon", ""])
-async def test_a_timeout_that_is_no_duration_is_refused(gateway, value):
+async def test_timeout_that_is_no_duration_is_refused(gateway, value):
     answer = await gateway.http.post("/v1/chat/completions", json=CHAT, headers={"X-Request-Timeout": value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == "X-Request-Timeout"
@@ -369,7 +369,7 @@ async def test_a_timeout_that_is_no_duration_is_refused(gateway, value):
 
 @as_chat_and_response
 @pytest.mark.parametrize(("headers", "fields"), [({"X-Request-Timeout": "0.2"}, {}), ({}, {"timeout": 0.2})])
-async def test_a_client_may_have_less_time_than_the_gateway_gives(gateway, rack, headers, fields, path, body):
+async def test_client_may_have_less_time_than_the_gateway_gives(gateway, rack, headers, fields, path, body):
     rack.engines[0].behaviour.mute = True
     answer = await gateway.http.post(path, json={**body, **fields}, headers=headers)
     assert answer.status_code == 504

@@ -15,7 +15,7 @@ def parsed(*entries: dict, name: str = "keys.json"):
     return parse_keys({name: json.dumps({"keys": entries}).encode()})
 
 
-def test_a_key_is_found_by_its_digest_and_no_other():
+def test_key_is_found_by_its_digest_and_no_other():
     ring = parsed({"name": "a", "sha256": [digest_of("one"), digest_of("two")]}, {"name": "b", "sha256": [DIGEST]})
     found = [ring.find(key) for key in ("one", "two", "secret", "", "Secret", DIGEST, "\ud800")]
     assert [tenant and tenant.name for tenant in found] == ["a", "a", "b", None, None, None, None]
@@ -77,7 +77,7 @@ GOOD = {"name": "a", "sha256": [DIGEST]}
         (["a"], "keys"),
     ],
 )
-def test_a_fault_is_named_with_file_and_field(entries, says):
+def test_fault_is_named_with_file_and_field(entries, says):
     with pytest.raises(KeyFileError, match=says) as error:
         parsed(*entries, name="mine.json")
     assert "mine.json" in str(error.value)

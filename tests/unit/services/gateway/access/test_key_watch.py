@@ -45,7 +45,7 @@ def file(tmp_path) -> Path:
     return path
 
 
-async def test_a_changed_file_is_taken_over(file):
+async def test_changed_file_is_taken_over(file):
     watched = Watched(file)
     watched.watch.start()
     before = watched.watch.ring
@@ -58,7 +58,7 @@ async def test_a_changed_file_is_taken_over(file):
 
 
 @pytest.mark.parametrize("broken", ["", "{", '{"keys": []}', '{"keys": [{"name": "a", "sha256": ["x"]}]}', None])
-async def test_a_bad_file_keeps_the_former_keys_and_says_so_once(file, broken, caplog):
+async def test_bad_file_keeps_the_former_keys_and_says_so_once(file, broken, caplog):
     watched = Watched(file)
     watched.watch.start()
     if broken is None:
@@ -80,7 +80,7 @@ async def test_a_bad_file_keeps_the_former_keys_and_says_so_once(file, broken, c
     assert (watched.names, watched.stale) == (["c"], 0)
 
 
-async def test_the_former_file_coming_back_ends_the_complaint(file):
+async def test_former_file_coming_back_ends_the_complaint(file):
     watched = Watched(file)
     watched.watch.start()
     replace(file, "{")
@@ -90,7 +90,7 @@ async def test_the_former_file_coming_back_ends_the_complaint(file):
     assert (watched.names, watched.stale) == (["a"], 0)
 
 
-async def test_a_secret_is_swapped_as_a_whole(tmp_path):
+async def test_secret_is_swapped_as_a_whole(tmp_path):
     """A mounted Secret: files point to `..data`, which points to a folder with one version of all of them."""
 
     def version(name: str, **files: str) -> None:
@@ -128,7 +128,7 @@ def test_without_good_keys_there_is_no_start(tmp_path, make):
         Watched(path).watch.start()
 
 
-async def test_a_folder_may_lose_and_gain_files(tmp_path):
+async def test_folder_may_lose_and_gain_files(tmp_path):
     (tmp_path / "one.json").write_text(content("a"))
     (tmp_path / "readme.txt").write_text("not a key file")
     watched = Watched(tmp_path)

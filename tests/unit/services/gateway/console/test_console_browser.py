@@ -111,7 +111,7 @@ def see(browser, rack, tokenizer):
     return see
 
 
-async def test_the_fleet_is_shown_with_its_states_caches_and_links(see):
+async def test_fleet_is_shown_with_its_states_caches_and_links(see):
     links = (link("decode-0"), link("decode-1", broken=True, problem="no route to host"))
     workers = [
         member("prefill-0", Role.PREFILL, links=links),
@@ -158,7 +158,7 @@ async def test_fleet_of_a_gateway_without_starting_workers_is_shown(see):
         await sight.is_sound()
 
 
-async def test_a_worker_that_vanishes_is_shown_as_lost_and_a_drained_one_as_left(see):
+async def test_worker_that_vanishes_is_shown_as_lost_and_a_drained_one_as_left(see):
     async with see(member("w1"), member("w2"), member("w3", state=WorkerState.DRAINING)) as sight:
         await sight.open()
         await sight.shows("draining")
@@ -167,7 +167,7 @@ async def test_a_worker_that_vanishes_is_shown_as_lost_and_a_drained_one_as_left
         await sight.says("1\nof 1 ready")
 
 
-async def test_an_empty_fleet_and_a_lost_redis_are_explained(see):
+async def test_empty_fleet_and_a_lost_redis_are_explained(see):
     async with see() as sight:
         await sight.open()
         await sight.shows("No workers")
@@ -179,7 +179,7 @@ async def test_an_empty_fleet_and_a_lost_redis_are_explained(see):
         await sight.shows("This gateway is draining")
 
 
-async def test_a_gateway_that_does_not_answer_is_said_and_asked_again(see):
+async def test_gateway_that_does_not_answer_is_said_and_asked_again(see):
     async with see(member("w1")) as sight:
         await sight.open()
         await sight.shows("live")
@@ -343,7 +343,7 @@ async def test_curves_are_there_after_a_reload(see):
         await sight.is_sound()
 
 
-async def test_a_timeline_shows_every_attempt_and_what_was_resumed(see, rack, tokenizer):
+async def test_timeline_shows_every_attempt_and_what_was_resumed(see, rack, tokenizer):
     answer = scripted_tokens(script(tokenizer, "Not all is well here.", eos=EOS))
     rack.add("frail", MockBehaviour(token=answer, eos=EOS, die_after=3))
     async with see(member("w1"), behaviour=MockBehaviour(token=answer, eos=EOS)) as sight:
@@ -355,7 +355,7 @@ async def test_a_timeline_shows_every_attempt_and_what_was_resumed(see, rack, to
         await sight.is_sound()
 
 
-async def test_a_timeline_shows_what_workers_were_chosen_from(see):
+async def test_timeline_shows_what_workers_were_chosen_from(see):
     async with see(member("w1")) as sight:
         sight.live.chooser.priced = priced_options_of(None, "solo@1", others=2, more=3)
         done = (await sight.live.chat()).json()
@@ -379,7 +379,7 @@ async def test_timeline_shows_the_scheduling_delay(see):
         await sight.is_sound()
 
 
-async def test_a_timeline_shows_where_cached_tokens_were(see):
+async def test_timeline_shows_where_cached_tokens_were(see):
     found = MockBehaviour(
         token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8)
     )
@@ -390,7 +390,7 @@ async def test_a_timeline_shows_where_cached_tokens_were(see):
         await sight.is_sound()
 
 
-async def test_an_answer_can_be_stopped(see, tokenizer):
+async def test_answer_can_be_stopped(see, tokenizer):
     endless = MockBehaviour(token=lambda *_: tokenizer.encode("a", add_special_tokens=False)[0], step_s=0.5)
     async with see(member("w1"), behaviour=endless) as sight:
         page = sight.watched.page
@@ -405,7 +405,7 @@ async def test_an_answer_can_be_stopped(see, tokenizer):
         await sight.is_sound()
 
 
-async def test_a_refused_message_shows_why_and_is_taken_back(see):
+async def test_refused_message_shows_why_and_is_taken_back(see):
     async with see(member("w1")) as sight:
         page = sight.watched.page
         await sight.open("playground")
@@ -417,7 +417,7 @@ async def test_a_refused_message_shows_why_and_is_taken_back(see):
         await sight.is_sound()
 
 
-async def test_a_key_is_asked_for_and_opens_what_it_may(see, tmp_path):
+async def test_key_is_asked_for_and_opens_what_it_may(see, tmp_path):
     keys = write_keys(tmp_path, ann={}, root={"admin": True})
     async with see(member("w1"), api_keys=keys) as sight:
         page = sight.watched.page
@@ -445,7 +445,7 @@ async def test_a_key_is_asked_for_and_opens_what_it_may(see, tmp_path):
         await sight.is_sound()
 
 
-async def test_the_policy_stops_what_escaping_would_have_missed(see):
+async def test_policy_stops_what_escaping_would_have_missed(see):
     async with see(member("w1")) as sight:
         page = sight.watched.page
         await sight.open()

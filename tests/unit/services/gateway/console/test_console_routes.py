@@ -105,7 +105,7 @@ async def test_without_keys_the_page_and_its_data_are_open(tokenizer):
             assert (await both.api.head(path)).status_code in (200, 307, 308), path
 
 
-async def test_the_page_needs_no_key_and_its_data_an_administrators(tokenizer, keys):
+async def test_page_needs_no_key_and_its_data_an_administrators(tokenizer, keys):
     async with consoles(tokenizer, keys) as both:
         for path in OPEN:
             assert (await both.api.get(path)).status_code in (200, 307, 308), path
@@ -133,7 +133,7 @@ async def test_with_an_administrators_port_everything_of_it_is_there(tokenizer, 
             assert (await both.admin.get(path, headers=bearer("ann"))).status_code == 403, path
 
 
-async def test_the_playground_at_the_administrators_port_is_for_administrators(tokenizer, keys):
+async def test_playground_at_the_administrators_port_is_for_administrators(tokenizer, keys):
     async with consoles(tokenizer, keys, admin_port=True) as both:
         for method, path in [("GET", "/v1/models"), ("POST", "/v1/chat/completions")]:
             assert (await both.admin.request(method, path)).status_code == 401
@@ -150,13 +150,13 @@ async def test_docs_lead_to_the_description_of_the_api(tokenizer, keys):
         assert (await both.admin.get("/openapi.json", headers=bearer("root"))).json() == of_users
 
 
-async def test_a_gateway_without_the_console_has_nothing_of_it(tokenizer):
+async def test_gateway_without_the_console_has_nothing_of_it(tokenizer):
     async with consoles(tokenizer, admin_port=True) as both:
         for path in OPEN + DATA:
             assert (await both.api.get(path)).status_code == 404, path
 
 
-async def test_an_administrator_sees_anybodys_request(tokenizer, keys):
+async def test_administrator_sees_anybodys_request(tokenizer, keys):
     async with consoles(tokenizer, keys) as both:
         answer = await both.api.get("/console/data/requests/chatcmpl-r1", headers=bearer("root"))
         assert (answer.status_code, answer.json()["tenant"]) == (200, "ann")
@@ -166,7 +166,7 @@ async def test_an_administrator_sees_anybodys_request(tokenizer, keys):
         assert [(row["request_id"], row["status"]) for row in rows] == [("r1", None)]
 
 
-async def test_the_page_may_do_nothing_but_talk_to_its_own_origin(tokenizer):
+async def test_page_may_do_nothing_but_talk_to_its_own_origin(tokenizer):
     async with consoles(tokenizer) as both:
         for path in ["/console", "/console/assets/main.js"]:
             headers = (await both.api.get(path)).headers
@@ -185,7 +185,7 @@ async def test_the_page_may_do_nothing_but_talk_to_its_own_origin(tokenizer):
             assert "access-control-allow-origin" not in headers
 
 
-async def test_an_unchanged_file_is_not_sent_again(tokenizer):
+async def test_unchanged_file_is_not_sent_again(tokenizer):
     async with consoles(tokenizer) as both:
         first = await both.api.get("/console/assets/console.css")
         again = await both.api.get("/console/assets/console.css", headers={"if-none-match": first.headers["etag"]})
@@ -216,12 +216,12 @@ async def test_root_leads_browsers_to_the_page_and_programs_to_links(tokenizer, 
             assert (await both.api.get(f"/{link}", headers=bearer("root"))).status_code in (200, 307), link
 
 
-async def test_the_redirect_holds_behind_a_prefix(tokenizer):
+async def test_redirect_holds_behind_a_prefix(tokenizer):
     async with consoles(tokenizer) as both:
         assert (await both.api.get("/console/")).headers["location"] == "../console"
 
 
-def test_the_page_has_no_script_or_style_of_its_own_and_names_only_its_files():
+def test_page_has_no_script_or_style_of_its_own_and_names_only_its_files():
     files = {asset.name: asset.body.decode() for asset in read_assets()}
     page = files["index.html"]
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son\w+=|\sstyle=|javascript:", page)

@@ -72,7 +72,7 @@ def test_redis_is_away_once_a_lease_has_passed_without_an_answer():
     assert described(age_s=3.0).redis == "away"
 
 
-def test_a_drained_gateway_says_so():
+def test_drained_gateway_says_so():
     health = Health()
     health.drain()
     assert described(health=health).gateway.draining
@@ -98,7 +98,7 @@ def test_no_address_of_a_worker_is_told():
     assert b"5600" not in told
 
 
-def test_a_large_fleet_is_cut_off_and_counted():
+def test_large_fleet_is_cut_off_and_counted():
     many = [member(f"w{i}", links=tuple(link(f"x{k}") for k in range(3))) for i in range(MAX_WORKERS_SHOWN + 9)]
     document = described(*many)
     assert (len(document.workers), document.workers_total) == (MAX_WORKERS_SHOWN, MAX_WORKERS_SHOWN + 9)
@@ -130,7 +130,7 @@ def test_figures_that_make_no_sense_are_none_and_the_worker_stays():  # [redis-v
     assert described(member("w1", figures={"output_tokens_per_s": "inf"})).workers[0].figures is None
 
 
-def test_the_document_is_json_that_reads_back():
+def test_document_is_json_that_reads_back():
     document = described(member("w1", links=(link("w2"),)))
     assert msgspec.json.decode(encode_json(document), type=FleetDocument) == document
 
@@ -171,7 +171,7 @@ def test_without_requests_traffic_has_no_times():
     assert (lately.finished, lately.ttft_p50_s, lately.ttft_p95_s) == (0, None, None)
 
 
-def test_the_latest_requests_come_newest_first_and_bounded():
+def test_latest_requests_come_newest_first_and_bounded():
     journal = RequestJournal(1000)
     for number in range(150):
         journal.open(ended(number, ttft_s=0.1))

@@ -116,7 +116,7 @@ def documents(answer) -> list[dict]:
     return found
 
 
-async def test_the_response_in_an_event_is_a_response(gateway, contract):
+async def test_response_in_an_event_is_a_response(gateway, contract):
     answer = await gateway.http.post("/v1/responses", json={**RESPONSE, "tools": [RESPONSES_TOOL], "stream": True})
     whole = {"$ref": "#/components/schemas/ResponseObject"}
     found = [document["response"] for document in documents(answer) if "response" in document]
@@ -130,7 +130,7 @@ async def test_metrics_are_text_as_the_document_says(gateway, contract):
     contract.check("GET", "/metrics", 200, answer.headers["content-type"], answer.text)
 
 
-async def test_a_gateway_that_is_not_ready_says_so_as_the_document_does(tokenizer, contract):
+async def test_gateway_that_is_not_ready_says_so_as_the_document_does(tokenizer, contract):
     with EngineRack() as rack:
         async with live_gateway(rack.context, tokenizer, []) as gateway:
             for path in ("/ready", "/health"):

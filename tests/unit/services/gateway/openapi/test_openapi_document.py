@@ -69,7 +69,7 @@ def test_every_schema_is_one(traits):
     assert len(names) == len(set(names))
 
 
-async def test_the_document_is_served(gateway):
+async def test_document_is_served(gateway):
     answer = await gateway.http.get("/openapi.json")
     assert answer.headers["content-type"] == "application/json"
     assert answer.json() == openapi_document(FREE)

@@ -86,7 +86,7 @@ def ask(tmp_path_factory):
     ids=lambda value: getattr(value, "__name__", value),
 )
 @pytest.mark.parametrize("given", [..., None], ids=["absent", "null"])
-def test_a_required_field_is_required(ask, shape, field, given):
+def test_required_field_is_required(ask, shape, field, given):
     status, error = ask(shape, **{field: given})
     assert (status, error["param"]) == (400, field)
 
@@ -123,7 +123,7 @@ CASES = [(shape, field, bounds) for shape, fields in BOUNDS.items() for field, b
 @pytest.mark.parametrize(
     ("shape", "field", "bounds"), CASES, ids=[f"{shape.__name__}-{field}" for shape, field, _ in CASES]
 )
-def test_a_bound_is_where_the_document_says(ask, shape, field, bounds):
+def test_bound_is_where_the_document_says(ask, shape, field, bounds):
     needed = {"logprobs": shape is ChatRequest or 1} if field == "logprob_token_ids" else WITH.get(field, {})
     tools = {ResponsesRequest: "tools of responses", MessagesRequest: "tools of messages"}
     inside, beyond = edges(bounds, tools.get(shape, field) if field == "tools" else field)
@@ -156,7 +156,7 @@ NEUTRAL = [
 @pytest.mark.parametrize(
     ("shape", "field", "values"), NEUTRAL, ids=[f"{shape.__name__}-{field}" for shape, field, _ in NEUTRAL]
 )
-def test_a_refused_field_has_the_values_that_the_document_lists(ask, schemas, shape, field, values):
+def test_refused_field_has_the_values_that_the_document_lists(ask, schemas, shape, field, values):
     listed = schemas[shape.__name__]["properties"][field]["enum"]
     assert listed == [None, *values]
     for value in listed:

@@ -43,7 +43,7 @@ def test_tenants_take_turns_however_many_one_has_waiting():
     assert drained(queue)[:4] == ["a", "b", "a", "b"]
 
 
-def test_a_newcomer_waits_for_one_request_of_the_flood_not_for_all():
+def test_newcomer_waits_for_one_request_of_the_flood_not_for_all():
     queue = queue_of()
     fill(queue, *"aaaaaaaa")
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_unplaceable_request_is_skipped_for_a_while():
     assert queue.next(5.0) is first
 
 
-def test_a_full_queue_refuses_whose_tenant_fills_it():
+def test_full_queue_refuses_whose_tenant_fills_it():
     queue = queue_of(seats=4)
     fill(queue, *"aaaa")
     newcomer = waiting("a")
@@ -87,7 +87,7 @@ def test_a_full_queue_refuses_whose_tenant_fills_it():
     assert len(queue) == 4
 
 
-def test_a_flood_pushes_out_its_own_last_and_nobody_elses():
+def test_flood_pushes_out_its_own_last_and_nobody_elses():
     queue = queue_of(seats=4)
     entries = fill(queue, "b", *"aaa")
     assert queue.add(waiting("b")) is entries[3]
@@ -98,7 +98,7 @@ def test_a_flood_pushes_out_its_own_last_and_nobody_elses():
         assert queue.add(newcomer) is newcomer
 
 
-def test_a_more_important_request_takes_a_seat_of_its_own_tenant():
+def test_more_important_request_takes_a_seat_of_its_own_tenant():
     queue = queue_of(seats=2)
     entries = fill(queue, "a", "a")
     assert queue.add(waiting("a", priority=1)) is entries[1]

@@ -89,7 +89,7 @@ def flood(seed: int) -> list[Arrival]:
 
 
 @pytest.mark.parametrize("seed", range(3))
-def test_a_flood_does_not_double_anothers_p99(seed):
+def test_flood_does_not_double_anothers_p99(seed):
     alone = simulate(steady(seed), VirtualCounters())["steady"]
     beside = simulate(steady(seed) + flood(seed), VirtualCounters())
     assert len(beside["steady"]) == len(alone), "none of the steady tenant's requests may be refused"

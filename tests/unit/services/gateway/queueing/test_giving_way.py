@@ -122,7 +122,7 @@ def test_gateway_ahead_after_a_pause_yields_first():
 
 
 @pytest.mark.parametrize(("waited", "expected"), [(0.0, None), (0.29, None), (0.31, Wish(priority=2, tenant="a"))])
-def test_a_place_is_wished_for_who_has_waited(waited, expected):
+def test_place_is_wished_for_who_has_waited(waited, expected):
     assert wish_of(head("a", 2, arrived=10.0), 10.0 + waited) == expected
     assert wish_of(None, 10.0) is None
     assert WISH_AFTER_S == 0.3

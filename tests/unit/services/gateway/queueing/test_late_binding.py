@@ -135,7 +135,7 @@ async def test_without_room_a_request_waits_here_and_holds_no_reservation():
     assert (desk.fleet.taken, desk.value("num_requests_waiting")) == (1, 0)
 
 
-async def test_a_long_line_of_prompts_at_a_worker_is_no_room():
+async def test_long_line_of_prompts_at_a_worker_is_no_room():
     desk = Desk(Fleet(places=9, queue_s=1.5), worker_wait_s=1.0)
     waiting = desk.come("x")
     await desk.waiting(1)
@@ -227,7 +227,7 @@ async def test_choices_of_one_request_all_find_room_on_arrival():
     assert desk.value("queue_wait_seconds_bucket", le="0.0") == 50
 
 
-async def test_a_request_alone_has_not_overtaken():
+async def test_request_alone_has_not_overtaken():
     """Of one tenant none has, so that nothing is tried more often than the queue alone needs."""
     desk = Desk(Fleet(places=0, queue_s=9.0), poll_s=60.0)
     tasks = [desk.come("f0", "flood"), desk.come("f1", "flood")]
@@ -279,7 +279,7 @@ async def test_few_requests_of_tenants_behind_are_sent_early():
     await serve_all(desk, [*flood, calm[-1]])
 
 
-async def test_a_tenant_ahead_of_another_waits_for_prompts():
+async def test_tenant_ahead_of_another_waits_for_prompts():
     desk = Desk(Fleet(places=9), worker_wait_s=1.0)
     flood = await crowded(desk)
     calm = [await desk.come("c0", "calm", prompt=50), desk.come("c1", "calm", prompt=50)]
@@ -291,7 +291,7 @@ async def test_a_tenant_ahead_of_another_waits_for_prompts():
     await asyncio.gather(*flood, calm[1])
 
 
-async def test_a_tenant_is_forgotten_after_a_while():
+async def test_tenant_is_forgotten_after_a_while():
     desk = Desk(Fleet(places=9), worker_wait_s=1.0)
     await desk.come("calm", "calm")
     desk.clock.advance(RECENT_S + 1)
@@ -316,7 +316,7 @@ async def test_charge_equals_computed_and_generated_tokens():
     assert counters.value("t") == (10 + 20) / 2
 
 
-async def test_a_stale_report_does_not_keep_freed_places_empty():
+async def test_stale_report_does_not_keep_freed_places_empty():
     """A worker reports once a second; as many requests as have ended go there at once."""
     desk = Desk(Fleet(places=2))
     running = [await desk.come(f"r{n}") for n in range(2)]
@@ -331,7 +331,7 @@ async def test_a_stale_report_does_not_keep_freed_places_empty():
     await asyncio.gather(*tasks)
 
 
-async def test_a_request_that_nobody_can_take_does_not_keep_others_waiting():
+async def test_request_that_nobody_can_take_does_not_keep_others_waiting():
     desk = Desk(Fleet(places=1, too_long=500))
     holder = await desk.come("holder")
     stuck = desk.come("stuck", prompt=501)
@@ -347,7 +347,7 @@ async def test_a_request_that_nobody_can_take_does_not_keep_others_waiting():
     assert (refused.value.status, refused.value.retry_after) == (503, 2.0)
 
 
-async def test_a_request_that_only_waits_for_room_is_not_overtaken():
+async def test_request_that_only_waits_for_room_is_not_overtaken():
     desk = Desk(Fleet(places=1))
     holder = await desk.come("holder")
     tasks = [desk.come("first", "a"), desk.come("second", "a")]
@@ -386,7 +386,7 @@ async def test_wait_for_a_new_worker_has_the_whole_timeout():  # [streams-wait]
     await waiting
 
 
-async def test_a_flood_that_fills_the_queue_is_told_429_and_others_keep_their_seats():
+async def test_flood_that_fills_the_queue_is_told_429_and_others_keep_their_seats():
     desk = Desk(Fleet(places=0), seats=4)
     flood = [desk.come(f"a{n}", "a") for n in range(4)]
     await desk.waiting(4)
@@ -407,7 +407,7 @@ async def test_a_flood_that_fills_the_queue_is_told_429_and_others_keep_their_se
     await asyncio.gather(calm, *flood[:3])
 
 
-async def test_a_client_that_leaves_gives_up_its_seat():
+async def test_client_that_leaves_gives_up_its_seat():
     desk = Desk(Fleet(places=0))
     tasks = [desk.come("a"), desk.come("b")]
     await desk.waiting(2)
@@ -418,7 +418,7 @@ async def test_a_client_that_leaves_gives_up_its_seat():
     assert (desk.fleet.taken, len(desk.binding.queue)) == (1, 0)
 
 
-async def test_a_client_that_leaves_while_the_router_is_asked_leaves_no_reservation():
+async def test_client_that_leaves_while_the_router_is_asked_leaves_no_reservation():
     desk = Desk(Fleet(places=1))
     holder = await desk.come("holder")
     task = desk.come("x")
@@ -434,7 +434,7 @@ async def test_a_client_that_leaves_while_the_router_is_asked_leaves_no_reservat
     await desk.admission.close()
 
 
-async def test_a_surprise_in_one_turn_is_that_requests_alone():
+async def test_surprise_in_one_turn_is_that_requests_alone():
     desk = Desk(Fleet(places=0))
 
     async def broken() -> Choice:

@@ -92,7 +92,7 @@ class Gateway:
 
 
 @pytest.mark.parametrize("able", [True, False])
-async def test_a_place_is_wished_for_who_has_waited_and_can_be_taken(able):
+async def test_place_is_wished_for_who_has_waited_and_can_be_taken(able):
     gateway = Gateway(able=able)
     await gateway.come()
     assert (await gateway.report()).wish is None
@@ -151,7 +151,7 @@ async def test_no_place_is_taken_from_others_for_who_cannot_be_taken_by_any_work
 
 
 @pytest.mark.parametrize("left", [True, False])
-async def test_a_place_that_nobody_has_used_is_forgotten(left):
+async def test_place_that_nobody_has_used_is_forgotten(left):
     """A worker has reported it by then: counted as well, it would be filled twice."""
     gateway = Gateway()
     await gateway.come(able=False)
@@ -172,7 +172,7 @@ async def test_a_place_that_nobody_has_used_is_forgotten(left):
     assert answer.done()
 
 
-async def test_a_place_that_another_has_left_is_as_good_as_ones_own():
+async def test_place_that_another_has_left_is_as_good_as_ones_own():
     gateway = Gateway()
     first, second = await gateway.come(), await gateway.come()
     assert not await gateway.binding.turn()

@@ -71,7 +71,7 @@ async def test_without_redis_the_gateway_counts_for_itself_and_reports_later():
     assert sheet.totals == {"a": 300}
 
 
-async def test_an_answer_that_cannot_be_read_is_told_apart_from_none():
+async def test_answer_that_cannot_be_read_is_told_apart_from_none():
     """It was taken for Redis away, and what Redis had added up was added to it each time again."""
     sheet = Sheet(readable=False)
     shared = gateway(sheet)

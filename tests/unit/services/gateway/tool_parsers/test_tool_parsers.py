@@ -154,7 +154,7 @@ IDS = [f"{family}-{text[:40]}" for family, text, _ in OUTPUTS]
 
 
 @pytest.mark.parametrize(("family", "text", "expected"), OUTPUTS, ids=IDS)
-def test_an_output_is_read(family, text, expected):
+def test_output_is_read(family, text, expected):
     assert read(family, text) == expected
 
 
@@ -202,7 +202,7 @@ def test_cuts_of_messages_in_any_order_mean_nothing():
         ("array", '[{"name":"f"'),
     ],
 )
-def test_a_call_begins_as_soon_as_its_name_is_complete(family, text):
+def test_call_begins_as_soon_as_its_name_is_complete(family, text):
     parser = new_parser(family)
     assert [part for character in text[:-1] for part in parser.feed(character)] == []
     assert parser.feed(text[-1])[0] == CallBegin(0, "f")
@@ -245,7 +245,7 @@ def test_each_piece_of_a_string_argument_is_passed_on_at_once(family, begin, pie
         "f(a=",
     ],
 )
-def test_the_work_is_linear_in_what_a_model_writes(family, text):  # [linear-parsers]
+def test_work_is_linear_in_what_a_model_writes(family, text):  # [linear-parsers]
     """Long outputs, in pieces larger than tokens: what is quadratic does not come to an end in the time a test has."""
     parser = new_parser(family)
     parser.feed({"pythonic": "[f(a=", "array": "["}.get(family, ""))
@@ -264,9 +264,9 @@ def test_the_work_is_linear_in_what_a_model_writes(family, text):  # [linear-par
         ('[func_name1(params_name1=params_value1)] {"parameters"', "pythonic"),
     ],
 )
-def test_a_family_is_known_by_its_template(template, family):
+def test_family_is_known_by_its_template(template, family):
     assert detect_family(template).name == family
 
 
-def test_a_template_without_calls_has_no_family():
+def test_template_without_calls_has_no_family():
     assert detect_family("{{ messages[0].content }}") is None
