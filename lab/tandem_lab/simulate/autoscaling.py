@@ -208,7 +208,7 @@ def _worker(role: RoleName, worker: ModelledWorker) -> WorkerFigures:
 
 
 FLIP_S = 1.0
-"""A live worker changes its role without loading anything (docs/operations.md)."""
+"""A live worker changes its role without loading anything (docs/worker-commands.md)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -195,7 +195,7 @@ class OrderAccess:
                 401,
                 "orders need the token of this process: `tandem ctl` on this machine reads it, `tandem ctl "
                 "--curve-keys FILE` derives it from the key file, other clients send Authorization: Bearer TOKEN "
-                "(docs/operations.md)",
+                "(docs/worker-commands.md)",
             )
         return None
 

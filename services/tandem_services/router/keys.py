@@ -33,7 +33,7 @@ Why one set per incarnation and not one key per block: the entries of a dead inc
 UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
 routing decision costs a look or a few per worker (scripts/settle.lua).
 
-docs/operations.md lists the commands, as an ACL rule that tests use: those inside functions, and from clients FCALL,
+docs/redis.md lists the commands, as an ACL rule that tests use: those inside functions, and from clients FCALL,
 PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME TYPE ZADD ZRANGE ZREM
 ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.redis_functions`).
 """

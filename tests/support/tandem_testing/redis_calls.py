@@ -33,14 +33,14 @@ from tandem_services.router.usage_counters import Ask, Refused, UsageLimits
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_choice, make_query, make_record
 
 Call = tuple[Argument, ...]
-OPERATIONS = Path(__file__).parents[3] / "docs" / "operations.md"
+REDIS_PAGE = Path(__file__).parents[3] / "docs" / "redis.md"
 KEYLESS = {"FUNCTION", "PING", "TIME"}
 WITH_ONE_KEY = {"GET", "GETDEL", "PEXPIRE", "SET", "TYPE", "UNLINK", "ZADD", "ZRANGE", "ZREM", "ZREMRANGEBYRANK"}
 
 
 def documented_rules(cluster: str = "default") -> tuple[str, ...]:
     """Of the user with the least rights, as ACL SETUSER takes them, without name and password."""
-    _, _, example = OPERATIONS.read_text("utf-8").partition("ACL SETUSER tandem on >secret ")
+    _, _, example = REDIS_PAGE.read_text("utf-8").partition("ACL SETUSER tandem on >secret ")
     rules = example.partition("\n\n")[0].replace("{default}", f"{{{cluster}}}").split()
     assert rules[0] == "resetkeys", "the ACL example has moved"
     assert len(rules) > 20, "the ACL example is no longer whole"

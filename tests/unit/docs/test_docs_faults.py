@@ -41,7 +41,7 @@ def test_every_scenario_is_on_its_page_with_its_bound():
 
 
 def test_operators_are_told_of_every_fault_what_users_see_and_what_shows_it():
-    faults = list(rows("operations.md", "What happens when …"))
+    faults = list(rows("faults.md", "What happens when …"))
     told = set().union(*(numbers(scenario) for _, scenario, _, _ in faults))
     assert told == {line.number for line in PROMISES} - NO_FAULT_OF_THEIR_OWN
     assert [fault for fault, _, seen, shown in faults if not (seen and shown)] == []

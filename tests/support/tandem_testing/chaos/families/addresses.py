@@ -21,7 +21,7 @@ from tandem_testing.waiting import until
 
 WIRED = Shape(wired=True)
 GONE_S = 18.0
-"""A worker that vanished is fenced after 14 s; 4 s later no page waits for it (docs/operations.md)."""
+"""A worker that vanished is fenced after 14 s; 4 s later no page waits for it (docs/faults.md)."""
 SLOW_LINE = 4_000_000
 """Bits per second: a prompt of `LONG_PROMPT` words takes seconds."""
 UNDER_WAY = 300_000
