@@ -15,7 +15,8 @@ HEAD = """# Metrics
 
 Every Prometheus metric of gateways, stand-alone routers and workers. `tools/metrics_page.py` writes this page from what
 the processes export.
-[Metrics, logs and traces](observability.md) describes the most important metrics, [operator](operator.md#metrics) those of the operator.
+[Metrics, logs and traces](observability.md) describes the most important metrics,
+[operator](operator.md#metrics) those of the operator.
 Every process also exports `process_*` and `python_*` metrics.
 """
 
