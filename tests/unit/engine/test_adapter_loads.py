@@ -1,14 +1,16 @@
-"""Loads of adapters next to a running engine: their order, and an engine that closes while one hangs."""
+"""Loads of adapters next to a running engine: their order, hung file systems, and an engine that closes meanwhile."""
 
+import time
 from threading import Event
 
 import pytest
 import torch
 
-from tandem_engine.base.errors import CheckpointError, EngineStoppedError
+from tandem_engine.base.errors import BusyError, CheckpointError, EngineStoppedError
 from tandem_engine.config import AdapterConfig
 from tandem_engine.engine import adapter_loads
 from tandem_engine.engine.adapter_loads import AdapterLoads
+from tandem_engine.engine.load_threads import MAX_HUNG
 from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.adapters.table import AdapterTable
 from tandem_engine.parallel.group import SingleRank
@@ -32,6 +34,10 @@ class Folders:
         if source.path == "hung":
             self.reached.set()
             self.freed.wait(LIMIT_S)
+        if source.path == "slow":
+            used = time.thread_time()
+            while time.thread_time() - used < 1.0:
+                pass
         if source.path == "large":
             raise MemoryError("of this machine")
         return LoadedAdapters()
@@ -87,3 +93,47 @@ def test_engine_closes_while_a_file_system_hangs(loads, folders):
     folders.freed.set()
     assert hung.result(LIMIT_S) == LoadedAdapters()
     assert folders.read == ["hung"]
+
+
+def test_load_that_hangs_fails_and_the_next_one_runs(loads, folders):
+    loads.threads.hung_s = 0.5
+    hung, after = loads.begin("a", "hung"), loads.begin("b", "two")
+    with pytest.raises(BusyError, match="'a' cannot be loaded: its file system has not answered for 0.5 s"):
+        hung.result(LIMIT_S)
+    assert after.result(LIMIT_S) == LoadedAdapters()
+    assert folders.read == ["hung", "two"]
+
+
+def test_load_that_uses_the_cpu_is_not_taken_for_hung(loads, folders):
+    loads.threads.hung_s = 0.5
+    assert loads.begin("a", "slow").result(LIMIT_S) == LoadedAdapters()
+
+
+def test_loads_are_refused_while_too_many_hang(loads, folders):
+    loads.threads.hung_s = 0.5
+    for number in range(MAX_HUNG):
+        with pytest.raises(BusyError):
+            loads.begin(f"h{number}", "hung").result(LIMIT_S)
+    with pytest.raises(BusyError, match=f"'a' cannot be loaded: {MAX_HUNG} loads wait"):
+        loads.begin("a", "two")
+    folders.freed.set()
+    assert wait_for_load(loads) == LoadedAdapters()
+
+
+def test_queued_loads_fail_when_the_last_thread_hangs(loads, folders):
+    loads.threads.hung_s = 0.5
+    hung = [loads.begin(f"h{number}", "hung") for number in range(MAX_HUNG)]
+    queued = loads.begin("a", "two")
+    with pytest.raises(BusyError, match="'a' cannot be loaded"):
+        queued.result(LIMIT_S)
+    assert all(each.done() for each in hung)
+
+
+def wait_for_load(loads: AdapterLoads) -> LoadedAdapters:
+    """Of a folder that answers, once a thread is free for it."""
+    for _ in range(int(LIMIT_S * 20)):
+        try:
+            return loads.begin("a", "two").result(LIMIT_S)
+        except BusyError:
+            time.sleep(0.05)
+    raise AssertionError("loads are refused although no file system hangs")
