@@ -24,6 +24,7 @@ from tandem_engine.messages.control import MAX_REFUSED_ADAPTERS, AdapterMemory, 
 from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.adapters.table import AdapterTable
+from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.scheduler.gates.adapters import Loaded, MakesWay, Usage
 
 logger = logging.getLogger(__name__)
@@ -93,7 +94,6 @@ class LoadingShelf:
     def holds(self, ref: AdapterRef) -> bool:
         """See `AdapterShelf`."""
         if self.table.holds(ref.digest):
-            self.table.use(ref.digest)
             return True
         gone = ref.digest in self.table.closed or ref.digest in self.table.unloaded
         if gone or not self._folder_of(ref):
@@ -102,6 +102,10 @@ class LoadingShelf:
         if ref.digest in self._refused:
             raise AdapterMissingError(self._refused[ref.digest][1])
         return False
+
+    def use(self, ref: AdapterRef) -> None:
+        """See `AdapterShelf`."""
+        self.table.use(ref.digest)
 
     def want(self, ref: AdapterRef) -> None:
         """See `AdapterShelf`."""
@@ -265,8 +269,10 @@ class LoadingShelf:
             del self._refused[digest]
 
 
-def make_shelf(loaded: LoadedModel, config: AdapterConfig, table: AdapterTable, clock: Clock) -> LoadingShelf:
-    """For the engine around `loaded`, whose adapters are in `table`."""
+def make_shelf(
+    loaded: LoadedModel, config: AdapterConfig, table: AdapterTable, clock: Clock, agreement: Agreement
+) -> LoadingShelf:
+    """For the engine around `loaded`, whose adapters are in `table`. `clock` is what ranks agree on."""
     loads = AdapterLoads(
         table=table,
         config=config,
@@ -274,5 +280,6 @@ def make_shelf(loaded: LoadedModel, config: AdapterConfig, table: AdapterTable, 
         dtype=loaded.dtype,
         device=loaded.config.device,
         group=loaded.parallel.forward,
+        agreement=agreement,
     )
     return LoadingShelf(table=table, loads=loads, clock=clock)

@@ -436,7 +436,7 @@ def make_parts(
             run=lambda work: executor.run(lambda: joint.run(work)),
         )
         speculation = make_speculation(config.speculative, proposer, memory, clock, local_clock, agreement)
-    shelf = make_shelf(loaded, config.adapters, adapters, clock)
+    shelf = make_shelf(loaded, config.adapters, adapters, clock, agreement)
     scheduler = Scheduler(
         memory=memory,
         executor=executor,

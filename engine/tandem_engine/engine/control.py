@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from tandem_engine.base.errors import EngineError
 from tandem_engine.base.names import RequestId
 from tandem_engine.engine import Engine
+from tandem_engine.engine.adapter_orders import ChangedAdapter
 from tandem_engine.engine.reload import Reloaded
 from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.messages.control import (
@@ -36,7 +37,6 @@ from tandem_engine.messages.control import (
     StopProfile,
     UnloadAdapter,
 )
-from tandem_engine.model.adapters.loaded import LoadedAdapters
 
 logger = logging.getLogger(__name__)
 Answer = Callable[[OrderDone | OrderRefused], None]
@@ -62,8 +62,8 @@ class Operations:
     reloading: Future[Reloaded] | None = None
     reload_nonce: int = 0
     """Of the order that `reloading` will answer."""
-    loading: list[tuple[LoadAdapter, Future[LoadedAdapters]]] = field(default_factory=list)
-    """Adapters, in the order of their commands."""
+    changing: list[tuple[LoadAdapter | UnloadAdapter, Future[ChangedAdapter]]] = field(default_factory=list)
+    """Orders about adapters that are not answered."""
 
     def handle(self, order: OperatorOrder) -> None:
         """Carry out `order` and answer it, now or later."""
@@ -73,9 +73,9 @@ class Operations:
                 self.reloading = self.engine.reload(order.path)
                 self.reload_nonce = order.nonce
                 return
-            if isinstance(order, LoadAdapter):
-                begun = self.engine.adapter_loads.begin(order.name, order.path)
-                self.loading.append((order, begun))
+            if isinstance(order, LoadAdapter | UnloadAdapter):
+                self.changing.append((order, self.engine.change_adapters(order)))
+                self._answer_changes()
                 return
             outcome = self._carry_out(order)
         except EngineError as error:
@@ -90,8 +90,7 @@ class Operations:
         if self.reloading is not None and self.reloading.done():
             reloading, self.reloading = self.reloading, None
             self._answer_reload(reloading)
-        while self.loading and self.loading[0][1].done():
-            self._answer_load(*self.loading.pop(0))
+        self._answer_changes()
 
     def close(self) -> None:
         """End what is under way: a trace is written. The engine ends a reload when it closes."""
@@ -110,10 +109,6 @@ class Operations:
                 return self._decode_elsewhere(order)
             case StartProfile() | StopProfile():
                 return self._profile(order)
-            case UnloadAdapter(name=name):
-                gone = self.engine.remove_adapter(name, digest=order.digest, cached=order.cached)
-                self.changed()
-                return Outcome(f"adapter {name} serves no new request", {"digest": gone.digest})
 
     def _pause_or_resume(self, order: PauseGeneration | ResumeGeneration) -> Outcome:
         if isinstance(order, ResumeGeneration):
@@ -157,24 +152,26 @@ class Operations:
         figures: dict[str, int | str] = {"fingerprint": reloaded.fingerprint, "ended": reloaded.ended}
         self.answer(OrderDone(nonce=self.reload_nonce, message=message, figures=figures))
 
-    def _answer_load(self, order: LoadAdapter, loading: Future[LoadedAdapters]) -> None:
-        former = next((each.digest for each in self.engine.served_adapters if each.name == order.name), "")
+    def _answer_changes(self) -> None:
+        done = [each for each in self.changing if each[1].done()]
+        if done:
+            self.changing = [each for each in self.changing if each not in done]
+        for order, change in done:
+            self._answer_change(order, change)
+
+    def _answer_change(self, order: LoadAdapter | UnloadAdapter, change: Future[ChangedAdapter]) -> None:
         try:
-            adapter = self.engine.add_adapter(
-                loading.result(), replaces=order.replaces, digest=order.digest, pinned=order.pinned
-            )
+            adapter, former = change.result()
         except EngineError as error:
             self._refuse(order.nonce, error)
             return
         self.changed()
-        figures: dict[str, int | str] = {
-            "digest": adapter.digest,
-            "rank": adapter.rank,
-            "root": adapter.root,
-            "size": adapter.size,
-            "former": former,
-        }
-        self.answer(OrderDone(nonce=order.nonce, message=f"serving adapter {adapter.name}", figures=figures))
+        figures: dict[str, int | str] = {"digest": adapter.digest}
+        message = f"adapter {order.name} serves no new request"
+        if isinstance(order, LoadAdapter):
+            message = f"serving adapter {adapter.name}"
+            figures |= {"rank": adapter.rank, "root": adapter.root, "size": adapter.size, "former": former}
+        self.answer(OrderDone(nonce=order.nonce, message=message, figures=figures))
 
     def _poll_profile(self) -> None:
         try:

@@ -14,6 +14,7 @@ import torch
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import AdapterConfig, EngineConfig, ModelConfig
+from tandem_engine.engine.adapter_orders import AdapterOrders, ChangedAdapter
 from tandem_engine.engine.assembly import EngineParts, make_parts
 from tandem_engine.engine.loaded_model import LoadedModel, Served, load
 from tandem_engine.engine.peer_setup import EnginePort, PeerSide
@@ -25,10 +26,16 @@ from tandem_engine.executor.profiler import StepProfiler
 from tandem_engine.executor.self_test import SelfTestReport
 from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.memory.audit import ConservationReport
-from tandem_engine.messages.control import AdapterMemory, KvGeometry, PauseMode, ServedAdapter
+from tandem_engine.messages.control import (
+    AdapterMemory,
+    KvGeometry,
+    LoadAdapter,
+    PauseMode,
+    ServedAdapter,
+    UnloadAdapter,
+)
 from tandem_engine.messages.requests import GenerateRequest, Peer
 from tandem_engine.messages.stats import EngineStats
-from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.parallel.group import Departure, device_of_rank
 from tandem_engine.parallel.inputs import (
     Abort,
@@ -84,8 +91,9 @@ class Engine:
             size=loaded.parallel.size,
         )
         parts.inputs.weights = self._reload
-        self.adapter_loads = parts.shelf.loads
-        """Adapters that are loaded while it serves."""
+        self._adapter_loads = parts.shelf.loads
+        self._adapter_orders = AdapterOrders(shelf=parts.shelf, scheduler=parts.scheduler)
+        parts.inputs.adapters = self._adapter_orders
 
     @classmethod
     def build(
@@ -176,6 +184,8 @@ class Engine:
         if self._stopped:
             return False
         reloaded = self._reload.poll()
+        self._adapter_loads.poll()
+        self._adapter_orders.poll()
         self._sweep_adapters()
         return self.scheduler.step() or reloaded
 
@@ -203,7 +213,7 @@ class Engine:
     @property
     def dormant(self) -> bool:
         """`step` has nothing to do until the next request or command."""
-        return self.idle and not self._reload.active
+        return self.idle and not (self._reload.active or self._adapter_orders.active)
 
     def peer_gone(self, incarnation: str) -> None:
         """A peer is fenced: fail what waits for it."""
@@ -220,7 +230,7 @@ class Engine:
     @property
     def awaits_ranks(self) -> bool:
         """Another rank may be about to report, which wakes no thread here: `step` again in a moment."""
-        return self._peers.awaits_ranks
+        return self._peers.awaits_ranks or self._adapter_loads.awaits_ranks
 
     @property
     def departure(self) -> Departure:
@@ -277,7 +287,7 @@ class Engine:
         """File descriptors that become readable when `step` has something to do."""
         host = [] if self.memory.host is None else self.memory.host.descriptors()
         grammars = self._parts.grammars.fileno()
-        gates = [self.adapter_loads.fileno(), *([] if grammars is None else [grammars])]
+        gates = [self._adapter_loads.fileno(), *([] if grammars is None else [grammars])]
         return [*self._peers.descriptors(), *host, *gates]
 
     def stats(self) -> EngineStats:
@@ -336,19 +346,16 @@ class Engine:
         """Another one when `served_adapters` or `adapter_memory` has changed."""
         return self._parts.shelf.changes
 
-    def add_adapter(
-        self, loaded: LoadedAdapters, *, replaces: bool, digest: str = "", pinned: bool = False
-    ) -> ServedAdapter:
-        """See `AdapterTable.add`. Requests that run with a former adapter of its name end with that one; one that no
-        request has makes way for it."""
-        return self._parts.shelf.add(
-            loaded, replaces=replaces, digest=digest, pinned=pinned, usage=self.scheduler.adapter_usage()
-        )
+    def change_adapters(self, order: LoadAdapter | UnloadAdapter) -> "Future[ChangedAdapter]":
+        """Carry out an operator's order, on every rank in the same turn.
 
-    def remove_adapter(self, name: str, *, digest: str = "", cached: str = "") -> ServedAdapter:
-        """See `AdapterTable.remove`. Requests that have begun go on with it."""
-        self.adapter_loads.require_allowed()
-        return self._parts.shelf.table.remove(name, digest=digest, cached=cached)
+        A load reads the folder next to the steps, see `AdapterTable.add`: requests that run with a former adapter of
+        its name end with that one, and one that no request has makes way for it. For an unload see
+        `AdapterTable.remove`: requests that have begun go on with it. The future raises `EngineError`.
+        """
+        answer = self._adapter_orders.expect()
+        self._inputs.submit(order)
+        return answer
 
     def _with_adapters(self, stats: EngineStats) -> EngineStats:
         queues, table = self.scheduler.queues, self._parts.shelf.table
@@ -370,7 +377,7 @@ class Engine:
 
     def _sweep_adapters(self) -> None:
         table = self._parts.shelf.table
-        self.adapter_loads.acknowledge()
+        self._adapter_loads.acknowledge()
         if table.closed or table.leaving:
             steps = self.scheduler.steps
             used = (req.space.adapter for req in self.scheduler.queues.live())
@@ -451,7 +458,7 @@ class Engine:
         """Stop computing, on all ranks, then compiling, storing and transferring. Idempotent."""
         self._inputs.stop()
         self._reload.close()
-        self.adapter_loads.close()
+        self._adapter_loads.close()
         if self._parallel.failure.error is None:
             self._parts.executor.shutdown()
         else:

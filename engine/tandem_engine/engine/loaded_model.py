@@ -24,7 +24,7 @@ from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.memory.cache_groups import KvRow, common_row
 from tandem_engine.memory.pool import kv_dtype, require_kv_dtype
 from tandem_engine.messages.control import KvGeometry
-from tandem_engine.model.adapters.loaded import LoadedAdapters
+from tandem_engine.model.adapters.loaded import LoadedAdapters, require_same_content
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_kv_scales, load_model, load_progress, resolve_dtype
@@ -32,6 +32,7 @@ from tandem_engine.model.long_context import default_context, fingerprint_of
 from tandem_engine.model.quantization.kv_scales import scales_digest
 from tandem_engine.model.recurrent.blocks import state_spec
 from tandem_engine.model.weights import kv_rows, require_shareable
+from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import Parallel, device_of_rank, require_device
 from tandem_engine.parallel.sharding import OUTPUTS
 from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary
@@ -131,6 +132,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
     )
     require_supported(model.config, config)
     adapters = LoadedAdapters.load(config.adapters, facts, dtype=dtype, device=config.device, group=parallel.forward)
+    require_same_content(adapters.names, Agreement(parallel.forward).least)
     give_back()
     _to_huge_pages(model, progress=progress)
     scheduler = replace(config.scheduler, context_length=context_length)

@@ -304,14 +304,7 @@ class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_els
 
 
 OrderAtOnce = (
-    AbortRequests
-    | DecodeElsewhere
-    | FlushCache
-    | PauseGeneration
-    | ResumeGeneration
-    | StartProfile
-    | StopProfile
-    | UnloadAdapter
+    AbortRequests | DecodeElsewhere | FlushCache | PauseGeneration | ResumeGeneration | StartProfile | StopProfile
 )
-OperatorOrder = OrderAtOnce | ReloadWeights | LoadAdapter
+OperatorOrder = OrderAtOnce | ReloadWeights | LoadAdapter | UnloadAdapter
 WorkerToEngine = Audit | ReplayCache | PeerGone | PeerEnded | MeetPeers | Drain | Shutdown | OperatorOrder

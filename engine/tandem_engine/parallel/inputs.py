@@ -6,7 +6,7 @@ received it an iteration later, would plan another batch, and the next collectiv
 
 import msgspec
 
-from tandem_engine.messages.control import PauseMode
+from tandem_engine.messages.control import LoadAdapter, PauseMode, UnloadAdapter
 from tandem_engine.messages.requests import GenerateRequest, Peer
 from tandem_engine.messages.transfer import PeerMessage
 
@@ -107,4 +107,4 @@ EngineInput = (
 PeerInput = FromPeer | LosePeer | Meet
 """Of an engine that transfers KV alone."""
 
-Input = EngineInput | PeerInput
+Input = EngineInput | LoadAdapter | UnloadAdapter | PeerInput

@@ -17,6 +17,7 @@ from typing import Protocol
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import RankLostError
 from tandem_engine.base.names import RequestId
+from tandem_engine.messages.control import LoadAdapter, UnloadAdapter
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import PeerMessage
 from tandem_engine.parallel.agreement import Agreement
@@ -54,6 +55,14 @@ class LoadsWeights(Protocol):
         ...
 
 
+class ChangesAdapters(Protocol):
+    """The engine's adapters, as far as inputs concern them."""
+
+    def start(self, order: LoadAdapter | UnloadAdapter) -> None:
+        """Begin to carry out an operator's order."""
+        ...
+
+
 class KnowsPeers(Protocol):
     """The engine's transfers, as far as inputs concern them."""
 
@@ -78,6 +87,8 @@ class Inputs(Protocol):
     """The way in. The owner of the loop submits, and calls `begin_turn` before each step of the scheduler."""
 
     weights: LoadsWeights | None
+    """Set by the owner of the model."""
+    adapters: ChangesAdapters | None
     """Set by the owner of the model."""
     peers: KnowsPeers | None
     """Set by the owner of the transfers."""
@@ -110,6 +121,7 @@ class DirectInputs:
 
     scheduler: Scheduler
     weights: LoadsWeights | None = None
+    adapters: ChangesAdapters | None = None
     peers: KnowsPeers | None = None
 
     @property
@@ -117,7 +129,7 @@ class DirectInputs:
         return False
 
     def submit(self, item: Input) -> None:
-        apply(self.scheduler, item, self.weights, self.peers)
+        apply(self.scheduler, item, weights=self.weights, adapters=self.adapters, peers=self.peers)
 
     def begin_turn(self) -> bool:
         return True
@@ -151,6 +163,7 @@ class AgreedInputs:
     rank: int
     failure: FirstFailure
     weights: LoadsWeights | None = None
+    adapters: ChangesAdapters | None = None
     peers: KnowsPeers | None = None
     stopped: bool = False
     queue: list[Input] = field(default_factory=list)
@@ -180,7 +193,7 @@ class AgreedInputs:
             if isinstance(item, Stop):
                 self.stopped = True
                 return False
-            apply(self.scheduler, item, self.weights, self.peers)
+            apply(self.scheduler, item, weights=self.weights, adapters=self.adapters, peers=self.peers)
         return True
 
     def stop(self) -> None:
@@ -198,12 +211,20 @@ class AgreedInputs:
 
 
 def apply(
-    scheduler: Scheduler, item: Input, weights: LoadsWeights | None = None, peers: KnowsPeers | None = None
+    scheduler: Scheduler,
+    item: Input,
+    *,
+    weights: LoadsWeights | None = None,
+    adapters: ChangesAdapters | None = None,
+    peers: KnowsPeers | None = None,
 ) -> None:
-    """Apply `item` to `scheduler`, or to the model or the transfers."""
+    """Apply `item` to `scheduler`, or to the model, its adapters or the transfers."""
     if isinstance(item, PeerInput):
         if peers is not None:
             _apply_to_peers(peers, item)
+    elif isinstance(item, LoadAdapter | UnloadAdapter):
+        assert adapters is not None, f"adapter {item.name!r} for a scheduler without a model"
+        adapters.start(item)
     else:
         _apply_to_engine(scheduler, item, weights)
 

@@ -87,14 +87,8 @@ def _sources(service: Served) -> Iterator[str]:
 def _workers(service: Served) -> Iterator[str]:
     field = "spec.adapters" if service.spec.adapters else "spec.adapterClaims"
     for role in ROLES:
-        ranks = service.engine(role).tensor_parallel_size or 1
         if service.device(role) == "cuda":
             yield f"{field}: adapters are computed on CPUs, and {role} workers have GPUs; remove the field"
-        elif ranks > 1:
-            yield (
-                f"{field}: {role} workers of {ranks} ranks load adapters at their start only; give them as "
-                f"--lora-modules in spec.engine.args, or set tensorParallelSize to 1"
-            )
 
 
 def _flags(service: Served) -> Iterator[str]:

@@ -13,6 +13,7 @@ from tandem_engine.engine.adapter_loads import AdapterLoads
 from tandem_engine.engine.load_threads import MAX_HUNG
 from tandem_engine.model.adapters.loaded import LoadedAdapters
 from tandem_engine.model.adapters.table import AdapterTable
+from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import SingleRank
 from tandem_testing.random_weights import small_config
 
@@ -60,6 +61,7 @@ def loads(folders):
         dtype=torch.float32,
         device="cpu",
         group=SingleRank(),
+        agreement=Agreement(SingleRank()),
         close_s=0.0,
     )
     yield loads

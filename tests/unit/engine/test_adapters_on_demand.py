@@ -13,7 +13,7 @@ from tandem_engine.engine import Engine
 from tandem_engine.engine.adapter_shelf import REFUSED_S
 from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.engine.stats import Generation
-from tandem_engine.messages.control import PauseMode
+from tandem_engine.messages.control import LoadAdapter, PauseMode, ServedAdapter, UnloadAdapter
 from tandem_engine.messages.requests import AdapterRef, GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_testing.adapters import write_adapter
@@ -179,7 +179,7 @@ def test_command_makes_idle_adapters_leave_but_not_pinned_ones(engine, refs):
     engine.generate([request(0, refs["one"])])
 
     def command(name: str, *, pinned: bool = False) -> None:
-        engine.add_adapter(engine.adapter_loads.begin(name, name).result(LIMIT_S), replaces=False, pinned=pinned)
+        change(engine, LoadAdapter(nonce=1, name=name, path=name, replaces=False, pinned=pinned))
         engine.step()
 
     command("two")
@@ -191,12 +191,12 @@ def test_command_makes_idle_adapters_leave_but_not_pinned_ones(engine, refs):
 def test_unload_keeps_late_requests_from_loading_it(engine, refs):
     engine.generate([request(0, refs["one"])])
     digest = refs["one"].digest.hex()
-    assert engine.remove_adapter("one", cached=digest).digest == digest
+    assert change(engine, UnloadAdapter(nonce=1, name="one", cached=digest)).digest == digest
     engine.step()
     assert (engine.adapter_memory.resident, engine.adapter_memory.refused) == ((), (digest,))
     [answer] = engine.generate([request(1, refs["one"])])
     assert answer.finish.code == "adapter_missing"
-    engine.add_adapter(engine.adapter_loads.begin("one", "one").result(LIMIT_S), replaces=False)
+    change(engine, LoadAdapter(nonce=1, name="one", path="one", replaces=False))
     [answer] = engine.generate([request(2, refs["one"])])
     assert answer.finish.code is None
 
@@ -251,16 +251,22 @@ def test_unload_serves_those_that_wait_for_it_already(engine, refs):
     shelf = leaving_for_another(engine, refs)
     engine.add(request(2, refs["one"]))
     step_until(engine, lambda: engine.scheduler.waiting_for_adapter == 2)
-    engine.remove_adapter("one", cached=refs["one"].digest.hex())
+    change(engine, UnloadAdapter(nonce=1, name="one", cached=refs["one"].digest.hex()))
     step_until(engine, lambda: engine.idle)
     assert (shelf.failures_total, shelf.table.slots.keys()) == (0, {refs["two"].digest})
 
 
 def test_unloaded_adapter_is_kept_nowhere(engine):
-    engine.add_adapter(engine.adapter_loads.begin("two", "two").result(LIMIT_S), replaces=False)
+    change(engine, LoadAdapter(nonce=1, name="two", path="two", replaces=False))
     [weights] = map(weakref.ref, engine._parts.shelf.table.weights)
-    engine.remove_adapter("two")
+    change(engine, UnloadAdapter(nonce=1, name="two"))
     step_until(engine, lambda: weights() is None)
+
+
+def change(engine: Engine, order: LoadAdapter | UnloadAdapter) -> ServedAdapter:
+    changed = engine.change_adapters(order)
+    step_until(engine, changed.done)
+    return changed.result().adapter
 
 
 def step_until(engine: Engine, reached) -> None:

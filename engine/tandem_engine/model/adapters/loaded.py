@@ -10,9 +10,11 @@ import torch
 from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.config import AdapterConfig, ModelConfig
 from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.kv_events import DIGEST_BYTES
 from tandem_engine.messages.requests import AdapterRef
 from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.model.adapters.weights import AdapterWeights, load_adapter
+from tandem_engine.parallel.agreement import Least
 from tandem_engine.parallel.group import TpGroup
 
 
@@ -33,12 +35,11 @@ class LoadedAdapters:
 
     @classmethod
     def load(cls, config: AdapterConfig, base: ModelConfig, *, dtype: torch.dtype, device: str, group: TpGroup) -> Self:
-        """Read all adapters of `config`; every rank its part.
+        """Read all adapters of `config`: the part of this rank of `group`, without a collective.
 
         Raises:
             ConfigError: adapters cannot be computed on `device`.
-            CheckpointError: a folder has no adapter for `base`, or ranks have read different ones. The message names
-                the adapter.
+            CheckpointError: a folder has no adapter for `base`. The message names the adapter.
         """
         if config.sources and torch.device(device).type != "cpu":
             raise ConfigError(f"adapters are computed on a CPU only, got --device {device}: leave out adapters")
@@ -64,7 +65,6 @@ class LoadedAdapters:
                 )
             )
             by_digest.setdefault(weights.digest, weights)
-        _require_agreement(names, group)
         return cls(
             names=names,
             weights=tuple(by_digest.values()),
@@ -79,12 +79,14 @@ class LoadedAdapters:
         return {weights.digest: slot for slot, weights in enumerate(self.weights)}
 
 
-def _require_agreement(names: Mapping[str, AdapterRef], group: TpGroup) -> None:
-    """A folder that changed between two ranks' reads would divide their schedulers."""
-    if group.size == 1 or not names:
-        return
-    mine = torch.tensor([[*ref.digest] for ref in names.values()], dtype=torch.int64)
-    least, most = group.least(mine.clone()), -group.least(-mine)
-    for name, same in zip(names, (least == most).all(dim=1).tolist(), strict=True):
-        if not same:
+def require_same_content(names: Mapping[str, AdapterRef], least: Least) -> None:
+    """Raise `CheckpointError` where ranks have read different content under one of `names`.
+
+    A folder that changed between two ranks' reads would divide their schedulers.
+    """
+    mine = [byte for ref in names.values() for byte in ref.digest]
+    both = least([*mine, *(-byte for byte in mine)])
+    differs = [low != -high for low, high in zip(both[: len(mine)], both[len(mine) :], strict=True)]
+    for number, name in enumerate(names):
+        if any(differs[number * DIGEST_BYTES : (number + 1) * DIGEST_BYTES]):
             raise CheckpointError(f"adapter {name!r}: its files changed while they were read; load it again")

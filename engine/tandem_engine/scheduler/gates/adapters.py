@@ -61,6 +61,10 @@ class AdapterShelf(Protocol):
         """Whether a request may have it now. Raises `AdapterMissingError` where it cannot be loaded either."""
         ...
 
+    def use(self, ref: AdapterRef) -> None:
+        """A request has it from now on: of those in memory it is the last to make way."""
+        ...
+
     def want(self, ref: AdapterRef) -> None:
         """Load it as soon as there is room. No-op for one that is wanted already."""
         ...
@@ -81,6 +85,9 @@ class FixedShelf:
         if ref.digest not in self.slots:
             raise AdapterMissingError(f"adapter {ref.name!r} is not loaded in this engine")
         return True
+
+    def use(self, ref: AdapterRef) -> None:
+        """See `AdapterShelf`."""
 
     def want(self, ref: AdapterRef) -> None:
         """See `AdapterShelf`."""
@@ -111,11 +118,15 @@ class AdapterGate:
 
     def begin(self, req: Request, ref: AdapterRef | None) -> None:
         """Before a new request is in a queue. Raises `AdapterMissingError` for one that cannot be computed here."""
-        if ref is not None and not self.shelf.holds(ref):
+        if ref is None:
+            return
+        if self.shelf.holds(ref):
+            self.shelf.use(ref)
+        else:
             self._hold_up(req, ref)
 
     def check(self, ref: AdapterRef | None) -> None:
-        """Raise `AdapterMissingError` as `begin` would."""
+        """Raise `AdapterMissingError` as `begin` would. Changes nothing: rank 0 alone calls it."""
         if ref is not None:
             self.shelf.holds(ref)
 

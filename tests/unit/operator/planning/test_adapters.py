@@ -75,10 +75,6 @@ def refusal(**spec: Any) -> str:
             "pin at most 0, or raise engine.lora.maxCpuLoras",
         ),
         (
-            {"adapterClaims": ["adapters"], "engine": {"tensorParallelSize": 2}},
-            "spec.adapterClaims: prefill workers of 2 ranks load adapters at their start only",
-        ),
-        (
             {"adapters": [adapter()], "decode": {"resources": {"limits": {"nvidia.com/gpu": "1"}}}},
             "spec.adapters: adapters are computed on CPUs, and decode workers have GPUs",
         ),
