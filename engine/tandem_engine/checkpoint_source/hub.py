@@ -21,8 +21,8 @@ from tandem_engine.checkpoint_source.source import ModelSource, is_commit, is_re
 
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
-    from huggingface_hub.hf_api import RepoSibling
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.hf_api import RepoSibling
 
 WAIT_S = 3.0
 """Without an answer for so long, a whole snapshot in the cache serves."""

@@ -2,8 +2,8 @@
 
     whole on the volume? ─▶ no request     listing ─▶ small files ─▶ names of weights ─▶ room? ─▶ weights ─▶ rename
 
-Files are fetched by ranges, not by huggingface_hub, which begins a file again after each kill. Each error has a `Reason`,
-for programs, and says whether another attempt may succeed.
+Files are fetched by ranges, not by huggingface_hub, which begins a file again after each kill. Each error has a
+`Reason`, for programs, which says whether another attempt may succeed.
 """
 
 import errno
@@ -230,7 +230,9 @@ class _Commit:
         shards = sorted(set(read_weight_map(self.folder / INDEX).values()))
         for name in shards[:MAX_FILES]:
             if name not in self.listing.files or not _is_plain(name) or not name.endswith(".safetensors"):
-                raise CheckpointError(f"{INDEX} names {shown(name)}, which the repository lacks or which is no safetensors")
+                raise CheckpointError(
+                    f"{INDEX} names {shown(name)}, which the repository lacks or which is no safetensors"
+                )
         if len(shards) > MAX_FILES:
             raise CheckpointError(f"{INDEX} names {len(shards)} files; at most {MAX_FILES} are expected")
         return shards
@@ -322,13 +324,12 @@ class _Commit:
 
     def _append(self, name: str, file: BinaryIO, digest: "_Digest", count: "_Count") -> None:
         from httpx2 import RemoteProtocolError
-        from huggingface_hub import hf_hub_url
-        from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
+        from huggingface_hub import get_session, hf_hub_url, hf_raise_for_status
 
         job, start = self.job, digest.size
         url = hf_hub_url(job.source.repo, name, revision=self.listing.commit, endpoint=job.hub.endpoint)
         # Compressed content has no ranges.
-        headers = {**build_hf_headers(), "Accept-Encoding": "identity"}
+        headers = {**_authorization(), "Accept-Encoding": "identity"}
         if start:
             headers["Range"] = f"bytes={start}-"
         with get_session().stream("GET", url, headers=headers, timeout=_timeout()) as response:
@@ -354,6 +355,14 @@ class _Commit:
 def _is_plain(name: str) -> bool:
     """No folder, no hidden file, nothing that a terminal would obey, and no name that the volume uses itself."""
     return Path(name).name == name and not name.startswith(".") and name.isprintable() and not name.endswith(".part")
+
+
+def _authorization() -> dict[str, str]:
+    """For the hub; the client leaves it out of requests that the hub redirects to another host."""
+    from huggingface_hub import get_token
+
+    token = get_token()
+    return {} if token is None else {"Authorization": f"Bearer {token}"}
 
 
 def _continues(response: "Response", start: int) -> bool:
@@ -435,8 +444,6 @@ class _Count:
         with self.lock:
             self.done += size
             self.report(Progress(done=min(self.done, self.total), total=self.total, file=name))
-
-
 
 
 def prune(volume: Volume, keep: list[str]) -> list[str]:

@@ -152,7 +152,7 @@ class _Handler(BaseHTTPRequestHandler):
     shown: _View
     timeout = CONNECTION_S
 
-    def do_GET(self) -> None:  # noqa: N802  the name that http.server looks for
+    def do_GET(self) -> None:
         known = self.path == PATH
         body = self.shown.document() if known else b""
         self.send_response(200 if known else 404)
