@@ -267,6 +267,9 @@ class _Commit:
         name, error = failure
         if isinstance(error, VolumeDownloadError):
             raise error
+        if isinstance(error, OSError) and error.errno in NO_SPACE and count.total:
+            text = f"{self.job.volume.path}: no space is left for {self.job.source.repo}"
+            raise VolumeDownloadError(Reason.NO_SPACE, text, needed=count.total - count.done) from error
         if isinstance(error, OSError) and error.errno is not None and status_of(error) == 0:
             raise error
         if isinstance(error, _ChecksumError):
