@@ -139,6 +139,12 @@ class Volume:
                 removed.append(path.name)
         return removed
 
+    def remove_partial(self) -> None:
+        """Remove commits under way; nobody continues them. Raises `OSError`."""
+        for path in self.path.glob(".*.part"):
+            if is_commit(path.name.removeprefix(".").removesuffix(".part")):
+                shutil.rmtree(path)
+
     @contextmanager
     def locked(self, wait_s: float) -> Iterator[None]:
         """No other process writes during the block. Raises `VolumeBusyError`, `OSError`."""

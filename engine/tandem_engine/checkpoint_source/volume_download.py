@@ -138,7 +138,10 @@ class VolumeDownload:
         whole = self.volume.whole(self.source.repo, listing.commit)
         if whole is not None:
             return whole
-        return _Commit(job=self, listing=listing).fetch()
+        manifest = _Commit(job=self, listing=listing).fetch()
+        # Of a revision that was asked for before, and was never whole.
+        self.volume.remove_partial()
+        return manifest
 
     def _listing(self) -> Listing:
         for attempt in range(ATTEMPTS):

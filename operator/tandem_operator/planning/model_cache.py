@@ -151,6 +151,8 @@ def refused_cache(problems: Sequence[str], now: str, before: ModelCacheStatus, g
     """Of a spec that cannot be served: nothing is changed, and the status reports why."""
     failed = condition(FAILED, True, "InvalidSpec", "; ".join(problems))
     kept = [one for one in before.conditions if one.type != FAILED]
+    if not kept:
+        kept = [condition(READY, False, failed.reason, failed.message)]
     timed = settled([*kept, failed], before.conditions, generation=generation, now=now)
     error = _short(f"InvalidSpec: {failed.message}")
     status = msgspec.structs.replace(
@@ -186,7 +188,7 @@ def _commits(observed: CacheObserved, before: ModelCacheStatus, request: str) ->
         if job.succeeded and asked and result is not None and result.commit and result.fingerprint:
             commits = [one for one in commits if one.commit != result.commit]
             found = CachedCommit(commit=result.commit, request=asked, size=result.size, fingerprint=result.fingerprint)
-            commits.insert(0, found)
+            commits.insert(0 if asked == request else len(commits), found)
         if job.succeeded and KEEP in job.annotations:
             stay = job.annotations[KEEP].split(",")
             commits = [one for one in commits if one.commit in stay]
@@ -201,21 +203,31 @@ def _kept(
     settings: OperatorSettings,
 ) -> CachePlan:
     """The commit is there; others go when no workers use them."""
-    folder = folder_of(cache.name, cache.spec)
-    first, *others = commits
-    others = [_aged(one, f"{folder}/{one.commit}" in observed.used, observed.now) for one in others]
-    due = [one for one in others if one.unused_since and _after(one.unused_since, UNUSED_S) <= observed.now]
-    job = None
-    if due:
-        keep = [one.commit for one in others if one not in due]
-        job = prune_job(cache.name, cache.namespace, cache.spec, settings, first.commit, keep)
-    first = msgspec.structs.replace(first, unused_since="")
-    state = _State("Ready", "Whole", f"commit {first.commit} is on claim {claim_name_of(cache.name, cache.spec)!r}")
-    return _carried(cache, observed, before, [first, *others], state, job, settings)
+    commits = _aged(cache, observed, commits)
+    job = _prune(cache, observed, commits, settings)
+    claim = claim_name_of(cache.name, cache.spec)
+    state = _State("Ready", "Whole", f"commit {commits[0].commit} is on claim {claim!r}")
+    return _carried(cache, observed, before, commits, state, job, settings)
 
 
-def _aged(commit: CachedCommit, used: bool, now: str) -> CachedCommit:
-    return msgspec.structs.replace(commit, unused_since="" if used else commit.unused_since or now)
+def _aged(cache: CacheWanted, observed: CacheObserved, commits: Sequence[CachedCommit]) -> list[CachedCommit]:
+    """With the times since which they are unused; the first is the one that services get."""
+    folder, aged = folder_of(cache.name, cache.spec), []
+    for number, one in enumerate(commits):
+        used = number == 0 or f"{folder}/{one.commit}" in observed.used
+        aged.append(msgspec.structs.replace(one, unused_since="" if used else one.unused_since or observed.now))
+    return aged
+
+
+def _prune(
+    cache: CacheWanted, observed: CacheObserved, commits: Sequence[CachedCommit], settings: OperatorSettings
+) -> Manifest | None:
+    """The Job that removes what has been unused for long enough; None without such a commit."""
+    due = [one for one in commits if one.unused_since and _after(one.unused_since, UNUSED_S) <= observed.now]
+    if not due:
+        return None
+    first, *others = (one.commit for one in commits if one not in due)
+    return prune_job(cache.name, cache.namespace, cache.spec, settings, first, others)
 
 
 def _fetched(
@@ -227,17 +239,19 @@ def _fetched(
 ) -> CachePlan:
     wanted = download_job(cache.name, cache.namespace, cache.spec, settings)
     seen = next((job for job in observed.jobs if _is(job, wanted)), None)
-    commits = [msgspec.structs.replace(one, unused_since="") for one in commits]
+    commits = _aged(cache, observed, commits)
     if observed.token_missing and seen is None:
         secret = cache.spec.source.hugging_face.token_secret
         assert secret is not None, "a Secret that is missing is named"
         text = f"spec.source.huggingFace.tokenSecret: Secret {secret.name!r} does not exist yet; create it"
         state = _State("Pending", "SecretMissing", text)
         return _carried(cache, observed, before, commits, state, None, settings)
-    if seen is None or not seen.failed:
+    if seen is not None and not seen.failed:
         return _carried(cache, observed, before, commits, _under_way(cache, seen, observed), wanted, settings)
-    state = _failure(cache, seen)
-    return _carried(cache, observed, before, commits, state, wanted, settings)
+    state = _under_way(cache, None, observed) if seen is None else _failure(cache, seen)
+    # Room before the next attempt.
+    job = _prune(cache, observed, commits, settings) or wanted
+    return _carried(cache, observed, before, commits, state, job, settings)
 
 
 def _is(job: JobSeen, wanted: Manifest | None) -> bool:

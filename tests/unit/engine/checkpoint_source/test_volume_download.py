@@ -220,3 +220,15 @@ def test_other_commits_go_when_nobody_uses_them(download, server, volume):
     assert volume.remove_others([second]) == [first]
     assert volume.whole(REPO, second)
     assert volume.whole(REPO, first) is None
+
+
+def test_abandoned_download_goes_with_the_next_one_that_is_whole(download, server, volume):
+    repo = server.repos[REPO]
+    former, files = repo.refs["main"], dict(repo.commits[repo.refs["main"]])
+    repo.cut = frozenset({WEIGHTS})
+    failure(download)
+    repo.cut = frozenset()
+    repo.commit(files | {"more.txt": b"more"})
+    assert volume.partial(former).exists()
+    download()
+    assert not volume.partial(former).exists()

@@ -163,6 +163,30 @@ def test_commit_that_is_used_again_stays(cluster):
     assert cluster.status.commits[1].unused_since == ""
 
 
+def test_unused_commit_makes_room_for_the_next_attempt(cluster):
+    downloaded(cluster, wanted())
+    downloaded(cluster, wanted("v2"), B)
+    cluster.settle(wanted("v3"))
+    cluster.fails("NoSpace")
+    cluster.now = "2026-01-01T00:05:00Z"
+    cluster.settle(wanted("v3"))
+    assert "-prune-" in cluster.job.ref.name
+    assert cluster.status.path.endswith(B)
+    cluster.ends(succeeded=True)
+    cluster.settle(wanted("v3"))
+    assert [one.commit for one in cluster.status.commits] == [B]
+    assert "-download-" in cluster.job.ref.name
+
+
+def test_download_that_nobody_asks_for_any_more_is_not_served(cluster):
+    downloaded(cluster, wanted())
+    cluster.settle(wanted("v2"))
+    cluster.succeeds(B)
+    cluster.settle(wanted("v3"))
+    assert cluster.status.path.endswith(A)
+    assert [one.commit for one in cluster.status.commits] == [A, B]
+
+
 def test_rollback_downloads_nothing(cluster):
     downloaded(cluster, wanted())
     downloaded(cluster, wanted("v2"), B)
