@@ -107,15 +107,6 @@ def _job(
     labels = cache_labels_of(name)
     body: Manifest = {
         **limits,
-        "podFailurePolicy": {
-            "rules": [
-                {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
-                {
-                    "action": "FailJob",
-                    "onExitCodes": {"containerName": CONTAINER, "operator": "In", "values": [PERMANENT_STATUS]},
-                },
-            ]
-        },
         "template": _template(name, spec, settings, words),
     }
     return {
@@ -170,6 +161,11 @@ def _environment(source: HubSource) -> list[Manifest]:
         reference = msgspec.to_builtins(source.token_secret)
         variables.append({"name": "HF_TOKEN", "valueFrom": {"secretKeyRef": reference}})
     return variables
+
+
+def halted(job: Manifest) -> Manifest:
+    """The same Job without further pods."""
+    return {**job, "spec": {**job["spec"], "parallelism": 0}}
 
 
 def new_claim(name: str, namespace: str, spec: ModelCacheSpec) -> list[Manifest]:

@@ -8,7 +8,7 @@ import msgspec
 from tandem_engine.base.addresses import Address
 from tandem_operator.api.model_cache import ModelCacheStatus
 from tandem_operator.api.sources import ClaimSource
-from tandem_operator.builders.model_cache import CONTAINER, PORT_NAME
+from tandem_operator.builders.model_cache import CONTAINER, PERMANENT_STATUS, PORT_NAME
 from tandem_operator.controller.store import (
     JOB,
     MODEL_CACHE,
@@ -19,7 +19,7 @@ from tandem_operator.controller.store import (
     cache_name_of,
     status_as,
 )
-from tandem_operator.planning.model_cache import DownloadResult, JobSeen
+from tandem_operator.planning.model_cache import REFUSED, DownloadResult, JobSeen
 from tandem_operator.planning.observed import CacheSeen
 from tandem_operator.planning.pod_failure import on_one_line, pod_failure
 from tandem_operator.planning.status import READY
@@ -122,27 +122,39 @@ def _job(job: Seen, pods: list[Seen]) -> JobSeen:
     failed = conditions.get("Failed")
     ended = failed or conditions.get("Complete")
     newest = sorted(pods, key=lambda pod: pod.body["metadata"].get("creationTimestamp", ""), reverse=True)
-    results = [result for pod in newest if (result := _result(pod)) is not None]
+    endings = [ending for pod in newest if (ending := _ending(pod))]
+    refused = bool(endings) and endings[0].get("exitCode") == PERMANENT_STATUS
+    reason = failed.get("reason", "Failed") if failed is not None else REFUSED if refused else ""
     return JobSeen(
         ref=job.ref,
         annotations=dict(job.body["metadata"].get("annotations", {})),
         succeeded="Complete" in conditions,
-        failed=failed.get("reason", "Failed") if failed is not None else "",
-        ended=ended.get("lastTransitionTime", "") if ended is not None else "",
-        result=results[0] if results else None,
+        failed=reason,
+        halted=job.body.get("spec", {}).get("parallelism") == 0,
+        ended=_ended_at(job, ended, endings),
+        result=next((result for ending in endings if (result := _result(ending)) is not None), None),
         trouble=next((text for pod in newest[:1] for text in pod_failure(pod.body["status"])), ""),
     )
 
 
-def _result(pod: Seen) -> DownloadResult | None:
-    """Termination message of the container that downloads; None where it has none, or one that is no result."""
-    for one in pod.body["status"].get("containerStatuses", ()):
-        ended = one.get("state", {}).get("terminated")
-        if one["name"] != CONTAINER or ended is None:
-            continue
-        try:
-            result = msgspec.json.decode(ended.get("message", "")[:MAX_RESULT], type=DownloadResult)
-        except msgspec.DecodeError:
-            return None
-        return msgspec.structs.replace(result, message=on_one_line(result.message))
-    return None
+def _ended_at(job: Seen, condition: dict[str, Any] | None, endings: list[dict[str, Any]]) -> str:
+    """When it ended, or its newest pod; RFC 3339."""
+    times = [condition.get("lastTransitionTime", "")] if condition is not None else []
+    times += [one.get("finishedAt") or "" for one in endings[:1]]
+    return next(filter(None, times), str(job.body["metadata"].get("creationTimestamp", "")))
+
+
+def _ending(pod: Seen) -> dict[str, Any]:
+    """How the container that downloads has ended; empty while it has not."""
+    found = (one for one in pod.body["status"].get("containerStatuses", ()) if one["name"] == CONTAINER)
+    ended: dict[str, Any] = next(found, {}).get("state", {}).get("terminated") or {}
+    return ended
+
+
+def _result(ending: dict[str, Any]) -> DownloadResult | None:
+    """Its termination message; None where that is no result."""
+    try:
+        result = msgspec.json.decode(ending.get("message", "")[:MAX_RESULT], type=DownloadResult)
+    except msgspec.DecodeError:
+        return None
+    return msgspec.structs.replace(result, message=on_one_line(result.message))

@@ -28,6 +28,7 @@ from tandem_operator.builders.model_cache import (
     download_job,
     download_policy,
     folder_of,
+    halted,
     new_claim,
     prune_job,
     request_of,
@@ -43,6 +44,9 @@ RETRY_S = 600.0
 
 UNUSED_S = 300.0
 """A plan of a service that was made a moment ago may still begin workers with the commit before."""
+
+REFUSED = "Refused"
+"""Another pod of the Job would fail as well: a person has to change something."""
 
 MAX_COMMITS = 16
 MAX_ERROR = 80
@@ -76,9 +80,11 @@ class JobSeen:
     annotations: dict[str, str]
     succeeded: bool = False
     failed: str = ""
-    """Kubernetes' reason for its failure; empty without one."""
+    """Kubernetes' reason for its failure, or `REFUSED`; empty without one."""
+    halted: bool = False
+    """It makes no further pods."""
     ended: str = ""
-    """When, RFC 3339."""
+    """When it ended or failed, RFC 3339."""
     result: DownloadResult | None = None
     """Of the newest of its pods that has ended."""
     trouble: str = ""
@@ -274,9 +280,17 @@ def _carried(
     name, namespace, spec = cache.name, cache.namespace, cache.spec
     superfluous = tuple(one.ref for one in observed.jobs if not _is(one, job) or _is_over(one, observed.now))
     apply = [*new_claim(name, namespace, spec), *download_policy(name, namespace, spec, settings)]
-    if job is not None and not observed.jobs and not observed.ending:
-        apply.append(job)
+    if job is not None:
+        apply += _job_to_apply(job, observed)
     return CachePlan(apply=tuple(apply), delete=superfluous, status=_status(cache, observed, before, commits, state))
+
+
+def _job_to_apply(job: Manifest, observed: CacheObserved) -> list[Manifest]:
+    """It is made when no other pod may write, and never changed, but for the end of its attempts."""
+    if not observed.jobs and not observed.ending:
+        return [job]
+    refused = any(_is(one, job) and one.failed == REFUSED and not one.halted for one in observed.jobs)
+    return [halted(job)] if refused else []
 
 
 def _is_over(job: JobSeen, now: str) -> bool:

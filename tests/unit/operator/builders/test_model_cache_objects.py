@@ -13,6 +13,7 @@ from tandem_operator.builders.model_cache import (
     download_job,
     download_policy,
     folder_of,
+    halted,
     new_claim,
     prune_job,
     request_of,
@@ -64,8 +65,7 @@ def test_job_has_the_rights_of_restricted_and_no_account(one):
 def test_job_is_bounded_in_attempts_and_time():
     body = job(download={"retries": 2, "timeoutSeconds": 600})["spec"]
     assert (body["backoffLimit"], body["activeDeadlineSeconds"]) == (2, 600)
-    rules = body["podFailurePolicy"]["rules"]
-    assert rules[1]["onExitCodes"] == {"containerName": "download", "operator": "In", "values": [2]}
+    assert halted({"spec": body})["spec"] == {**body, "parallelism": 0}
 
 
 def test_job_of_another_manifest_has_another_hash():

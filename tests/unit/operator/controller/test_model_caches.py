@@ -59,7 +59,7 @@ def ending(code, message):
 
 
 COMPLETE = {"type": "Complete", "status": "True", "lastTransitionTime": "2026-01-01T00:00:00Z"}
-FAILED = {**COMPLETE, "type": "Failed", "reason": "PodFailurePolicy"}
+FAILED = {**COMPLETE, "type": "Failed", "reason": "BackoffLimitExceeded"}
 
 
 def a_store(*seen: Seen) -> Store:
@@ -91,7 +91,14 @@ def test_result_is_the_termination_message_of_the_newest_pod():
     (job,) = jobs_of([a_job("qwen-download-1", COMPLETE), old, new], UID)
     assert (job.succeeded, job.result.commit, job.ended) == (True, COMMIT, "2026-01-01T00:00:00Z")
     (job,) = jobs_of([a_job("qwen-download-1", FAILED), old], UID)
-    assert (job.failed, job.result.reason, job.result.message) == ("PodFailurePolicy", "HubUnreachable", "a b [31m")
+    assert (job.failed, job.result.reason, job.result.message) == ("BackoffLimitExceeded", "HubUnreachable", "a b [31m")
+
+
+def test_status_2_ends_the_attempts_of_a_job():
+    message = {"reason": "NoSpace", "message": "full", "needed": 7}
+    ended = ending(2, message) | {"finishedAt": "2026-01-01T00:00:05Z"}
+    (job,) = jobs_of([a_job(), a_pod(phase="Failed", ended=ended)], UID)
+    assert (job.failed, job.halted, job.ended, job.result.needed) == ("Refused", False, ended["finishedAt"], 7)
 
 
 @pytest.mark.parametrize("message", ["", "Killed", "[]", '{"commit": "../x"}', '{"size": -1}', "{" * 5000])

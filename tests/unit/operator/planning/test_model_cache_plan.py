@@ -54,7 +54,9 @@ class Cluster:
         plan = make_cache_plan(cache, self.observed(), self.status, OperatorSettings())
         for manifest in plan.apply:
             ref = Ref.of(manifest)
-            if ref.kind == "Job":
+            if ref.kind == "Job" and manifest["spec"].get("parallelism") == 0:
+                self.jobs[ref] = replace(self.jobs[ref], halted=True)
+            elif ref.kind == "Job":
                 assert not self.jobs, "one Job at a time"
                 self.jobs[ref] = JobSeen(ref=ref, annotations=manifest["metadata"]["annotations"])
             else:
@@ -86,7 +88,7 @@ class Cluster:
 
     def fails(self, reason, needed=0):
         result = DownloadResult(reason=reason, message="what happened", needed=needed)
-        self.ends(failed="PodFailurePolicy", result=result)
+        self.ends(failed="Refused", result=result)
 
     def condition(self, kind):
         one = next(one for one in self.status.conditions if one.type == kind)
@@ -220,7 +222,7 @@ def test_failed_download_is_tried_again_later_or_with_another_spec(cluster):
     cluster.settle(wanted())
     cluster.fails("NoSpace")
     cluster.settle(wanted())
-    assert cluster.job.failed
+    assert cluster.job.halted, "another pod would fail as well"
     cluster.settle(wanted(storage={"newClaim": {"size": "20Gi"}}))
     assert not cluster.job.failed, "another spec is tried at once"
     cluster.fails("HubAuthRefused")
