@@ -143,7 +143,9 @@ VIOLATIONS = {
     "source.huggingFace.id cannot change: make another ModelCache": Violation(
         {"source": {"huggingFace": {"id": "a/other"}}}, before={"source": {"huggingFace": {"id": "a/b"}}}
     ),
-    "metadata.name: at most 40 characters, for Jobs' names begin with it": Violation({"metadata": {"name": "x" * 41}}),
+    "metadata.name: at most 40 characters, for names of Jobs begin with it": Violation(
+        {"metadata": {"name": "x" * 41}}
+    ),
     "metadata.name: a DNS label: a-z, 0-9 and '-', first a letter, last no '-'": Violation(
         {"metadata": {"name": "qwen.v1"}}
     ),

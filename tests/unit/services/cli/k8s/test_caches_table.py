@@ -39,7 +39,7 @@ def test_failure_shows_the_whole_message():
         "reason": "NoSpace",
         "message": "spec.storage.newClaim.size: raise it",
     }
-    assert "NoSpace: newClaim.size: raise it" in caches_table([cache(conditions=[failed])], [])
+    assert "NoSpace: spec.storage.newClaim.size: raise it" in caches_table([cache(conditions=[failed])], [])
 
 
 def test_no_cache_says_how_to_make_one():
