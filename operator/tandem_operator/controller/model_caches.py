@@ -146,9 +146,11 @@ def _ended_at(job: Seen, condition: dict[str, Any] | None, endings: list[dict[st
 
 def _ending(pod: Seen) -> dict[str, Any]:
     """How the container that downloads has ended; empty while it has not."""
-    found = (one for one in pod.body["status"].get("containerStatuses", ()) if one["name"] == CONTAINER)
-    ended: dict[str, Any] = next(found, {}).get("state", {}).get("terminated") or {}
-    return ended
+    for one in pod.body["status"].get("containerStatuses", ()):
+        if one["name"] == CONTAINER:
+            ended: dict[str, Any] = one.get("state", {}).get("terminated") or {}
+            return ended
+    return {}
 
 
 def _result(ending: dict[str, Any]) -> DownloadResult | None:
