@@ -81,7 +81,7 @@ def test_service_starts_when_its_cache_is_ready(services, caches, storage, progr
     services.wait_condition("ModelCached", "False", "Downloading")
     assert services.deployments() == {}
     wait_for(lambda: caches.wait_pod("-download-")["status"].get("phase") == "Running", PATIENCE_S, running.log)
-    caches.set_pod(pod, {"podIP": ADDRESS, "podIPs": [{"ip": ADDRESS}]})
+    caches.set_pod(pod, {"podIP": ADDRESS, "podIPs": [{"$patch": "replace"}, {"ip": ADDRESS}]})
     wait_equal(lambda: caches.status().get("progress"), "25%", PATIENCE_S, running.log)
     assert caches.status()["currentFile"] == "model.safetensors"
     shown = services.cluster.kubectl("-n", services.namespace, "get", "mc", "qwen", "--no-headers").split()
