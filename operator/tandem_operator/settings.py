@@ -35,6 +35,8 @@ class ClusterApis:
     """leaderworkerset.x-k8s.io/v1 is there."""
     model_adapters: bool = False
     """The CRD of ModelAdapters is there: helm does not add CRDs to an installed release."""
+    model_caches: bool = False
+    """The CRD of ModelCaches is there."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

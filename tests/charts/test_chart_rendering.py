@@ -202,7 +202,7 @@ def test_network_policy_lets_in_metrics_alone_and_out_what_is_needed(rendered):
     assert ingress["ports"] == [{"protocol": "TCP", "port": 8080}]
     assert ingress["from"] == EVERYTHING["networkPolicy"]["metricsFrom"]
     ports = [sorted({port["port"] for port in rule["ports"]}) for rule in policy["spec"]["egress"]]
-    assert ports == [[6443], [53], [8000, 8001, 9090]]
+    assert ports == [[6443], [53], [8000, 8001, 9090], [8080]]
 
 
 def test_model_services_let_the_operator_in(rendered):

@@ -19,8 +19,10 @@ from tandem_testing.waiting import wait_for
 pytestmark = KUBE
 
 EXAMPLES = sorted((Path(__file__).parents[2] / "examples").glob("*.yaml"))
-SERVICE, POOL, GATEWAY, ADAPTER = crds()
-KINDS = pytest.mark.parametrize("crd", [SERVICE, POOL, ADAPTER], ids=["ModelService", "WorkerPool", "ModelAdapter"])
+SERVICE, POOL, GATEWAY, ADAPTER, CACHE = crds()
+KINDS = pytest.mark.parametrize(
+    "crd", [SERVICE, POOL, ADAPTER, CACHE], ids=["ModelService", "WorkerPool", "ModelAdapter", "ModelCache"]
+)
 
 
 def applied(cluster: ControlPlane, manifest: dict[str, Any]) -> dict[str, Any]:

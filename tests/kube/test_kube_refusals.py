@@ -16,16 +16,21 @@ import yaml
 
 from tandem_operator.api.crds import crds
 from tandem_testing.control_plane import KUBE, ControlPlane
-from tandem_testing.custom_resources import model_adapter, model_service, worker_pool
+from tandem_testing.custom_resources import model_adapter, model_cache, model_service, worker_pool
 from tandem_testing.schema_walk import at_path, fields_below, merged, rules_below, schema_of_crd
 
 pytestmark = KUBE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SERVICE, POOL, GATEWAY, ADAPTER_KIND = crds()
-CRDS = (SERVICE, POOL, ADAPTER_KIND)
+SERVICE, POOL, GATEWAY, ADAPTER_KIND, CACHE = crds()
+CRDS = (SERVICE, POOL, ADAPTER_KIND, CACHE)
 CRD_OF = {crd["spec"]["names"]["kind"]: crd for crd in CRDS}
-MAKE = {"ModelService": model_service, "WorkerPool": worker_pool, "ModelAdapter": model_adapter}
+MAKE = {
+    "ModelService": model_service,
+    "WorkerPool": worker_pool,
+    "ModelAdapter": model_adapter,
+    "ModelCache": model_cache,
+}
 ADAPTER = {"name": "sql", "source": {"claim": {"claimName": "adapters"}}}
 AROUND = {".spec.adapters[0]": ADAPTER}
 """What entries of a list have to have, without which rules within them would not be looked at."""
@@ -42,7 +47,9 @@ class Violation:
 
 
 VIOLATIONS = {
-    "give exactly one of path, claim, image and huggingFace": Violation({"path": "/m", "claim": {"claimName": "c"}}),
+    "give exactly one of path, claim, image, huggingFace and cacheRef": Violation(
+        {"path": "/m", "claim": {"claimName": "c"}}
+    ),
     "the kind of source cannot change: make another ModelService": Violation(
         {"path": None, "claim": {"claimName": "c"}}, before={"path": "/m"}
     ),
@@ -123,6 +130,24 @@ VIOLATIONS = {
     ),
     "serviceName cannot change: make another ModelAdapter": Violation(
         {"serviceName": "other"}, before={"serviceName": "chat"}
+    ),
+    "node: needs hostPath volumes, which the Pod Security Standard restricted forbids; use claim or newClaim with a "
+    "StorageClass that keeps the volume, or a cache of it, on nodes": Violation({"newClaim": None, "node": {"a": 1}}),
+    "give exactly one of claim and newClaim": Violation({"claim": {"claimName": "c"}}),
+    "the claim cannot change: pods use the weights on it; make another ModelCache": Violation(
+        {"claim": {"claimName": "c"}, "newClaim": None}, before={"newClaim": {"size": "1Gi"}}
+    ),
+    "newClaim: of a claim that exists only size can change; make another ModelCache": Violation(
+        {"newClaim": {"accessMode": "ReadWriteOnce"}}, before={"newClaim": {"size": "1Gi"}}
+    ),
+    "source.huggingFace.id cannot change: make another ModelCache": Violation(
+        {"source": {"huggingFace": {"id": "a/other"}}}, before={"source": {"huggingFace": {"id": "a/b"}}}
+    ),
+    "metadata.name: at most 40 characters, for names of Jobs begin with it": Violation(
+        {"metadata": {"name": "x" * 41}}
+    ),
+    "metadata.name: a DNS label: a-z, 0-9 and '-', first a letter, last no '-'": Violation(
+        {"metadata": {"name": "qwen.v1"}}
     ),
     "metadata.name: an adapter has a name of at most 128 characters; give spec.name": Violation(
         {"metadata": {"name": "x" * 129}}
@@ -242,6 +267,7 @@ def test_every_bound_of_every_field_is_enforced(control_plane, namespace):
     everything = {path for crd in CRDS for path, _ in fields_below(schema_of_crd(crd)["properties"]["spec"])}
     elsewhere = re.compile(
         r"\.(prefill|decode)\.engine\.|\.(decode|gateway|inferencePool|redis\.managed)\.(pod|resources)\."
+        r"|^\.storage\.node$"
     )
     assert {
         path for path in everything - {path.removeprefix(".spec") for path in known} if not elsewhere.search(path)
@@ -265,7 +291,25 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     adapter = yaml.safe_load((EXAMPLES / "adapters/model-adapter.yaml").read_text())
     adapter["metadata"]["namespace"] = namespace
     adapter["spec"]["digest"] = "0123456789abcdef" * 2
-    return [*manifests, rest, worker_pool(namespace, replicas=2), adapter]
+    return [*manifests, rest, worker_pool(namespace, replicas=2), adapter, *caches(namespace)]
+
+
+def caches(namespace: str) -> list[dict[str, Any]]:
+    """One of each kind of storage."""
+    example = yaml.safe_load((EXAMPLES / "model-cache/cache.yaml").read_text())
+    example["metadata"]["namespace"] = namespace
+    source = {"huggingFace": {"id": "a/b", "revision": "v1", "endpoint": "https://mirror.example"}}
+    toleration = {"key": "io", "operator": "Equal", "value": "fast", "effect": "NoExecute", "tolerationSeconds": 60}
+    download = {
+        "image": "me/tandem:1",
+        "pullSecrets": ["regcred"],
+        "nodeSelector": {"pool": "io"},
+        "tolerations": [toleration],
+        "runAsUser": 10002,
+        "networkPolicy": False,
+    }
+    storage = {"claim": {"claimName": "nas", "path": "ai"}}
+    return [example, model_cache(namespace, source=source, storage=storage, download=download)]
 
 
 def tried(cluster: ControlPlane, collection: str, manifest: dict[str, Any]) -> httpx.Response:

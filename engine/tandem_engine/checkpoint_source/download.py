@@ -75,30 +75,10 @@ class Download:
         )
 
     def _each(self, names: Sequence[str], work: Callable[[str], object]) -> None:
-        todo: queue.SimpleQueue[str] = queue.SimpleQueue()
-        ended: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
-        for name in names:
-            todo.put(name)
-
-        def run() -> None:
-            with contextlib.suppress(queue.Empty):
-                while True:
-                    name = todo.get_nowait()
-                    try:
-                        work(name)
-                    except Exception as error:  # noqa: BLE001  raised by the thread that waits
-                        ended.put((name, error))
-                    else:
-                        ended.put((name, None))
-
         with quiet_hub():
-            for _ in range(min(THREADS, len(names))):
-                threading.Thread(target=run, name="hub-download", daemon=True).start()
-            for _ in names:
-                name, error = ended.get()
-                if error is not None:
-                    _empty(todo)
-                    self._raise(name, error)
+            failure = first_failure(names, work)
+        if failure is not None:
+            self._raise(*failure)
 
     def _raise(self, name: str, error: Exception) -> NoReturn:
         meaning = read_error(error, self.hub, self.source)
@@ -108,6 +88,37 @@ class Download:
                 f"arrived is kept, and `tandem pull {self.source.text}` continues it"
             ) from error
         raise meaning from error
+
+
+def first_failure(names: Sequence[str], work: Callable[[str], object]) -> tuple[str, Exception] | None:
+    """`work` of each name, several at a time: the name and the error of the first that fails, None if all are done.
+
+    After a failure nothing further begins; what is under way goes on in daemon threads.
+    """
+    todo: queue.SimpleQueue[str] = queue.SimpleQueue()
+    ended: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()
+    for name in names:
+        todo.put(name)
+
+    def run() -> None:
+        with contextlib.suppress(queue.Empty):
+            while True:
+                name = todo.get_nowait()
+                try:
+                    work(name)
+                except Exception as error:  # noqa: BLE001  returned to the thread that waits
+                    ended.put((name, error))
+                else:
+                    ended.put((name, None))
+
+    for _ in range(min(THREADS, len(names))):
+        threading.Thread(target=run, name="hub-download", daemon=True).start()
+    for _ in names:
+        name, error = ended.get()
+        if error is not None:
+            _empty(todo)
+            return name, error
+    return None
 
 
 def _empty(jobs: "queue.SimpleQueue[str]") -> None:

@@ -6,9 +6,10 @@ Messages of huggingface_hub are never repeated, because its URLs can hold secret
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 from urllib.parse import urlsplit
@@ -21,6 +22,7 @@ from tandem_engine.checkpoint_source.source import ModelSource, is_commit, is_re
 if TYPE_CHECKING:
     from huggingface_hub import ModelInfo
     from huggingface_hub.errors import HfHubHTTPError
+    from huggingface_hub.hf_api import RepoSibling
 
 WAIT_S = 3.0
 """Without an answer for so long, a whole snapshot in the cache serves."""
@@ -30,6 +32,8 @@ GIVE_UP_S = 30.0
 
 REQUEST_S = 60.0
 """Timeout of a request, of which nothing is visible: `ListingRequest` gives up before."""
+
+_SHA256 = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -71,6 +75,8 @@ class Listing:
     commit: str
     files: Mapping[str, int]
     """Size by name; 0 where the hub has none."""
+    digests: Mapping[str, str] = field(default_factory=dict)
+    """By name, `sha256:` of its content or `git:` of its blob; files of which the hub has none are left out."""
     base_model: str = ""
     """The repository of the model that this one was made of."""
 
@@ -115,8 +121,16 @@ def _listing(info: "ModelInfo", hub: Hub, source: ModelSource) -> Listing:
     return Listing(
         commit=info.sha,
         files={file.rfilename: file.size or 0 for file in info.siblings},
+        digests={file.rfilename: digest for file in info.siblings if (digest := _digest(file))},
         base_model=_base_model(info),
     )
+
+
+def _digest(file: "RepoSibling") -> str:
+    """Of a large file its SHA-256, of another that of the git blob; empty where the hub has neither."""
+    if file.lfs is not None and _SHA256.fullmatch(str(file.lfs.sha256)):
+        return f"sha256:{file.lfs.sha256}"
+    return f"git:{file.blob_id}" if file.blob_id is not None and is_commit(file.blob_id) else ""
 
 
 def _base_model(info: "ModelInfo") -> str:

@@ -21,6 +21,7 @@ import yaml
 from msgspec import inspect as types
 
 from tandem_operator.api.model_adapter import ModelAdapter
+from tandem_operator.api.model_cache import ModelCache
 from tandem_operator.api.model_gateway import ModelGateway
 from tandem_operator.api.model_service import GROUP, VERSION, ModelService
 from tandem_operator.api.types import rules_of
@@ -221,6 +222,17 @@ ADAPTER_COLUMNS = (
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )
 
+CACHE_COLUMNS = (
+    ("State", "string", ".status.state", 0),
+    ("Progress", "string", ".status.progress", 0),
+    ("Size", "string", ".status.size", 0),
+    ("Error", "string", ".status.error", 0),
+    ("Model", "string", ".spec.source.huggingFace.id", 1),
+    ("Commit", "string", ".status.commit", 1),
+    ("Claim", "string", ".status.claimName", 1),
+    ("Age", "date", ".metadata.creationTimestamp", 0),
+)
+
 SCALE = {
     "specReplicasPath": ".spec.replicas",
     "statusReplicasPath": ".status.replicas",
@@ -229,7 +241,7 @@ SCALE = {
 
 
 def crds() -> tuple[Manifest, ...]:
-    """Of ModelService, WorkerPool, ModelGateway and ModelAdapter."""
+    """Of ModelService, WorkerPool, ModelGateway, ModelAdapter and ModelCache."""
     service = _crd(
         schema_of(ModelService), "ModelService", "modelservices", ("ms",), SERVICE_COLUMNS, subresources={"status": {}}
     )
@@ -252,7 +264,10 @@ def crds() -> tuple[Manifest, ...]:
         ADAPTER_COLUMNS,
         subresources={"status": {}},
     )
-    return service, pool, gateway, adapter
+    weights = _crd(
+        schema_of(ModelCache), "ModelCache", "modelcaches", ("mc",), CACHE_COLUMNS, subresources={"status": {}}
+    )
+    return service, pool, gateway, adapter, weights
 
 
 def _crd(

@@ -28,12 +28,19 @@ class ImageSource(Api, frozen=True, kw_only=True):
     """When it is pulled; empty: the cluster's default."""
 
 
+HubId = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._A-Za-z0-9]*/[A-Za-z0-9][-._A-Za-z0-9]*$", max_length=192)]
+"""owner/name."""
+
+HubRevision = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._/A-Za-z0-9]*$", max_length=128)]
+"""A branch, a tag or a commit."""
+
+
 class HuggingFaceSource(Api, frozen=True, kw_only=True):
     """A model of the Hugging Face hub, downloaded by an init container of each pod."""
 
-    id: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._A-Za-z0-9]*/[A-Za-z0-9][-._A-Za-z0-9]*$", max_length=192)]
+    id: HubId
     """owner/name."""
-    revision: Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._/A-Za-z0-9]*$", max_length=128)] = "main"
+    revision: HubRevision = "main"
     """Branch, tag or commit. With a commit all pods of a revision have the same model, whenever they start."""
     token_secret: SecretKey | None = None
     """Access token, for gated models."""
@@ -53,6 +60,13 @@ class HuggingFaceSource(Api, frozen=True, kw_only=True):
     )
 
 
+class CacheRef(Api, frozen=True, kw_only=True):
+    """A ModelCache of the same namespace."""
+
+    name: Name
+    """Its name."""
+
+
 class ModelSource(Api, frozen=True, kw_only=True):
     """Exactly one of its fields."""
 
@@ -64,16 +78,20 @@ class ModelSource(Api, frozen=True, kw_only=True):
     """OCI image with the checkpoint."""
     hugging_face: HuggingFaceSource | None = None
     """Model of the Hugging Face hub."""
+    cache_ref: CacheRef | None = None
+    """A ModelCache, which downloads the model once for all pods. They start when it is ready."""
 
     RULES: ClassVar = (
         within_folder("path"),
         Rule(
-            "[has(self.path), has(self.claim), has(self.image), has(self.huggingFace)].filter(x, x).size() == 1",
-            "give exactly one of path, claim, image and huggingFace",
+            "[has(self.path), has(self.claim), has(self.image), has(self.huggingFace), has(self.cacheRef)]"
+            ".filter(x, x).size() == 1",
+            "give exactly one of path, claim, image, huggingFace and cacheRef",
         ),
         Rule(
             "has(self.path) == has(oldSelf.path) && has(self.claim) == has(oldSelf.claim) && "
-            "has(self.image) == has(oldSelf.image) && has(self.huggingFace) == has(oldSelf.huggingFace)",
+            "has(self.image) == has(oldSelf.image) && has(self.huggingFace) == has(oldSelf.huggingFace) && "
+            "has(self.cacheRef) == has(oldSelf.cacheRef)",
             "the kind of source cannot change: make another ModelService",
         ),
     )

@@ -188,7 +188,7 @@ def _timeouts(wanted: RouteTimeouts) -> Manifest:
 def _template(service: Served, labels: dict[str, str]) -> Manifest:
     spec = service.spec
     shared = shared_mount(service.name, service.claims) if service.shared else None
-    mount = shared or model_mount(spec.model, image=service.services_image, weights=False)
+    mount = shared or model_mount(spec.model, image=service.services_image, weights=False, cached=service.cached)
     return services_pod(
         service,
         labels,

@@ -93,7 +93,7 @@ def _deployment(service: Served, wanted: InferencePool) -> Manifest:
 
 
 def _template(service: Served, wanted: InferencePool, labels: Labels) -> Manifest:
-    mount = model_mount(service.spec.model, image=service.services_image, weights=False)
+    mount = model_mount(service.spec.model, image=service.services_image, weights=False, cached=service.cached)
     return services_pod(
         service,
         labels,

@@ -29,18 +29,19 @@ class ModelMount:
     init_containers: tuple[Manifest, ...] = ()
 
 
-def model_mount(source: ModelSource, *, image: str, weights: bool) -> ModelMount:
+def model_mount(source: ModelSource, *, image: str, weights: bool, cached: bool = False) -> ModelMount:
     """Of a worker, or of a gateway (not `weights`), which downloads no more than tokenizer and configuration.
 
-    `image` is the one that has the `hf` command.
+    `image` is the one that has the `hf` command. `cached`: the claim is that of a ModelCache, of which the pod gets the
+    directory of one commit.
     """
     if source.claim is not None:
-        return _claim(source.claim)
+        return _commit(source.claim) if cached else _claim(source.claim)
     if source.image is not None:
         return _image(source.image)
     if source.hugging_face is not None:
         return _hugging_face(source.hugging_face, image, weights=weights)
-    assert source.path is not None, "a model source has exactly one field"
+    assert source.path is not None, "a model source has exactly one field, and a ModelCache was replaced by its claim"
     return ModelMount(folder=source.path)
 
 
@@ -49,6 +50,14 @@ def _claim(source: ClaimSource) -> ModelMount:
         folder=f"{MOUNT}/{source.path}".rstrip("/"),
         volumes=(claim_volume("model", source.claim_name, read_only=True),),
         mounts=({"name": "model", "mountPath": MOUNT, "readOnly": True},),
+    )
+
+
+def _commit(source: ClaimSource) -> ModelMount:
+    return ModelMount(
+        folder=MOUNT,
+        volumes=(claim_volume("model", source.claim_name, read_only=True),),
+        mounts=({"name": "model", "mountPath": MOUNT, "subPath": source.path, "readOnly": True},),
     )
 
 

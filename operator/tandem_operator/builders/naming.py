@@ -10,6 +10,9 @@ REVISION_LABEL = f"{GROUP}/revision"
 GATEWAY_LABEL = f"{GROUP}/gateway"
 """Of objects of a ModelGateway: its name. They have no `SERVICE_LABEL`."""
 
+CACHE_LABEL = f"{GROUP}/cache"
+"""Of objects of a ModelCache: its name. They have none of the labels above."""
+
 MANAGED = f"app.kubernetes.io/managed-by={MANAGED_BY}"
 """Selects all objects that the operator creates."""
 
@@ -83,6 +86,11 @@ def shared_labels_of(gateway: str, component: str) -> Labels:
     return {**_common_labels(gateway, component), GATEWAY_LABEL: gateway}
 
 
+def cache_labels_of(cache: str) -> Labels:
+    """Labels of an object of a ModelCache."""
+    return {**_common_labels(cache, "model-cache"), CACHE_LABEL: cache}
+
+
 def _common_labels(owner: str, component: str) -> Labels:
     return {
         "app.kubernetes.io/name": "tandem",
@@ -94,5 +102,5 @@ def _common_labels(owner: str, component: str) -> Labels:
 
 def selector_of(labels: Labels) -> Labels:
     """The part of `labels` that never changes in an object's life and selects its pods."""
-    kept = (SERVICE_LABEL, GATEWAY_LABEL, ROLE_LABEL, REVISION_LABEL, "app.kubernetes.io/component")
+    kept = (SERVICE_LABEL, GATEWAY_LABEL, CACHE_LABEL, ROLE_LABEL, REVISION_LABEL, "app.kubernetes.io/component")
     return {key: labels[key] for key in kept if key in labels}

@@ -21,7 +21,7 @@ from tandem_operator.api.model_service import (
     Redis,
     Role,
 )
-from tandem_operator.api.sources import ModelSource
+from tandem_operator.api.sources import ClaimSource, ModelSource
 from tandem_operator.api.types import RoleName
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import Device, device_of, merged, nodes_of
@@ -55,6 +55,8 @@ class Served:
     """Of workers, where the spec names none."""
     shared: bool = False
     """It is a ModelGateway."""
+    cached: bool = False
+    """Its model is on the claim of a ModelCache: `spec.model.claim` is the directory of one commit there."""
     claims: tuple[str, ...] = ()
     """Of a ModelGateway: the PersistentVolumeClaims that its gateways mount."""
 
@@ -113,12 +115,21 @@ class Served:
         return self.spec.images.engine or self.engine_images[self.device(name)]
 
 
-def served(name: str, namespace: str, spec: ModelServiceSpec, settings: OperatorSettings) -> Served:
-    """Images and Redis from the operator's defaults where `spec` sets nothing."""
+def served(
+    name: str, namespace: str, spec: ModelServiceSpec, settings: OperatorSettings, *, cache: ClaimSource | None = None
+) -> Served:
+    """Images and Redis from the operator's defaults where `spec` sets nothing.
+
+    `cache`: of a spec with `cacheRef`, where the ModelCache has the commit that is served; None before there is one.
+    """
+    model = spec.model if cache is None else ModelSource(claim=cache)
     return Served(
         name=name,
         namespace=namespace,
-        spec=msgspec.structs.replace(spec, images=_images(spec.images, settings), redis=_redis(spec.redis)),
+        cached=cache is not None,
+        spec=msgspec.structs.replace(
+            spec, model=model, images=_images(spec.images, settings), redis=_redis(spec.redis)
+        ),
         engine_images={"cpu": settings.engine_image, "cuda": settings.cuda_engine_image},
     )
 

@@ -113,7 +113,9 @@ def worker_template(service: Served, role: RoleName, labels: dict[str, str], *, 
     """A pod with `labels`: a worker, or one of the pods that a worker is made of."""
     spec, part = service.spec, service.role(role)
     image = service.engine_image(role)
-    mount = with_adapters(model_mount(spec.model, image=image, weights=True), service, image=image)
+    mount = with_adapters(
+        model_mount(spec.model, image=image, weights=True, cached=service.cached), service, image=image
+    )
     volumes, mounts = _files(service, part, mount)
     container: Manifest = {
         "name": "worker",

@@ -36,6 +36,7 @@ from typing import Protocol
 import msgspec
 import zmq
 
+from tandem_operator.api.model_cache import ModelCacheStatus
 from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import RoleName
@@ -67,6 +68,7 @@ from tandem_operator.controller.store import (
     status_as,
 )
 from tandem_operator.planning.deletion import HELD_COMPONENTS, gateway_selector
+from tandem_operator.planning.model_cache import CachePlan
 from tandem_operator.planning.model_gateway import GatewayPlan
 from tandem_operator.planning.observed import Ref
 from tandem_operator.planning.plan import Changes, Plan, Scaling
@@ -305,7 +307,7 @@ class Applier:
         self._applied: defaultdict[ServiceKey, dict[str, _Applied]] = defaultdict(dict)
         """By service and UID."""
 
-    async def apply_plan(self, service: Seen, parts: Parts, plan: Plan | GatewayPlan) -> bool:
+    async def apply_plan(self, service: Seen, parts: Parts, plan: Plan | GatewayPlan | CachePlan) -> bool:
         """Whether anything was written.
 
         Raises `RefusedError` where the API server refuses a part of the plan beforehand, so that nothing was written,
@@ -375,7 +377,9 @@ class Applier:
                 taken.append(ref)
         return frozenset(taken)
 
-    async def write_status(self, service: Seen, status: ModelServiceStatus | ModelGatewayStatus) -> bool:
+    async def write_status(
+        self, service: Seen, status: ModelServiceStatus | ModelGatewayStatus | ModelCacheStatus
+    ) -> bool:
         """Through the status subresource, if it is another."""
         if status == status_as(service, type(status)):
             return False

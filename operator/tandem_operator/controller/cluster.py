@@ -26,12 +26,15 @@ from kubernetes.aio.config.config_exception import ConfigException
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.controller.store import (
     BUDGETS,
+    CLAIM,
     CONFIG_MAP,
     DEPLOYMENT,
     HTTP_ROUTE,
     INFERENCE_POOL,
+    JOB,
     LEADER_WORKER_SET,
     MODEL_ADAPTER,
+    MODEL_CACHE,
     MODEL_GATEWAY,
     MODEL_SERVICE,
     NETWORK_POLICY,
@@ -315,6 +318,7 @@ async def discover(cluster: Cluster) -> ClusterApis:
         inference_pools=await cluster.serves(INFERENCE_POOL),
         leader_worker_sets=await cluster.serves(LEADER_WORKER_SET),
         model_adapters=await cluster.serves(MODEL_ADAPTER),
+        model_caches=await cluster.serves(MODEL_CACHE),
     )
 
 
@@ -341,6 +345,9 @@ def watched_kinds(apis: ClusterApis) -> tuple[Kind, ...]:
         (POD_MONITOR, apis.pod_monitors),
         (LEADER_WORKER_SET, apis.leader_worker_sets),
         (MODEL_ADAPTER, apis.model_adapters),
+        (MODEL_CACHE, apis.model_caches),
+        (JOB, apis.model_caches),
+        (CLAIM, apis.model_caches),
     )
     optional = [kind for kind, there in offered if there]
     ours = (MODEL_SERVICE, WORKER_POOL, MODEL_GATEWAY)

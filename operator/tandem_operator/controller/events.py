@@ -23,6 +23,8 @@ from tandem_operator.planning.status import (
     ADAPTERS_READY,
     ARGUMENTS_ACCEPTED,
     DEGRADED,
+    FAILED,
+    MODEL_CACHED,
     READY,
     TRANSPORT_READY,
     VALID,
@@ -42,10 +44,12 @@ EVENT_CONDITIONS = {
     ARGUMENTS_ACCEPTED: "True",
     ADAPTERS_READY: "True",
     ACCEPTED: "True",
+    MODEL_CACHED: "True",
+    FAILED: "False",
 }
 """Conditions whose changes become events, and their good status."""
 
-ERRORS = (VALID, DEGRADED, ACCEPTED)
+ERRORS = (VALID, DEGRADED, ACCEPTED, FAILED)
 """Those of which another reason, or the same error of another generation, is an event as well."""
 
 

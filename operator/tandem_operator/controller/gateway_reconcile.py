@@ -20,13 +20,16 @@ from tandem_operator.builders.naming import curve_secret_name, fleets_secret_nam
 from tandem_operator.builders.served import Served, served, served_gateway
 from tandem_operator.builders.worker import CURVE_KEY
 from tandem_operator.controller.applier import RECHECK_S, Applier, SecretLookup
+from tandem_operator.controller.cache_reconcile import CacheReconciler
 from tandem_operator.controller.error_reports import ErrorReports, ReconcileResult, rfc3339
 from tandem_operator.controller.events import EventRecorder, ServiceEvent, events_for_conditions
+from tandem_operator.controller.model_caches import cache_of
 from tandem_operator.controller.model_gateways import namesakes
 from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.reconcile import WAITING_S, Reconciler
 from tandem_operator.controller.store import (
     CONFIG_MAP,
+    MODEL_CACHE,
     MODEL_GATEWAY,
     SECRET,
     Seen,
@@ -53,15 +56,18 @@ from tandem_operator.settings import OperatorSettings
 
 @dataclass(frozen=True, slots=True)
 class EveryReconciler:
-    """Reconciles both kinds."""
+    """Reconciles all kinds."""
 
     services: Reconciler
     gateways: "GatewayReconciler"
+    caches: CacheReconciler
 
     async def reconcile(self, key: ServiceKey) -> ReconcileResult:
         """Raises `ApiError` and `NotLeading`."""
         if key.kind == MODEL_GATEWAY.name:
             return await self.gateways.reconcile(key)
+        if key.kind == MODEL_CACHE.name:
+            return await self.caches.reconcile(key)
         return await self.services.reconcile(key)
 
 
@@ -161,12 +167,17 @@ class GatewayReconciler:
     async def _referring(self, seen: Seen) -> Referring:
         created = seen.body["metadata"].get("creationTimestamp", "")
         try:
-            service = served(seen.ref.name, seen.namespace, spec_of(seen), self._settings)
+            cache = cache_of(self._store, seen)
+            claim = None if cache is None else cache.claim
+            service = served(seen.ref.name, seen.namespace, spec_of(seen), self._settings, cache=claim)
         except ValueError as error:
             return Referring(
                 name=seen.ref.name, created=created, service=None, reason="InvalidSpec", message=str(error)
             )
         one = Referring(name=seen.ref.name, created=created, service=service)
+        if cache is not None and cache.claim is None:
+            message = f"ModelCache {cache.name!r} has no whole commit yet; the service's ModelCached says why"
+            return replace(one, reason="CachePending", message=message)
         problems = problems_of(service, self._settings.apis, self._settings.allow)
         if problems:
             return replace(one, reason="InvalidSpec", message="; ".join(problems)[:1024])

@@ -7,7 +7,6 @@ from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.store import (
     MODEL_GATEWAY,
     MODEL_SERVICE,
-    ROOTS,
     WORKER_POOL,
     Seen,
     ServiceKey,
@@ -104,7 +103,9 @@ def namesakes(store: Store, key: ServiceKey) -> frozenset[Ref]:
     A deleted ModelService has its Secrets until its pools are gone; then they are deleted, whatever else uses them.
     """
     this = store.service(key)
-    others = (store.service(key._replace(kind=kind)) for kind in ROOTS if kind != key.kind)
+    others = (
+        store.service(key._replace(kind=kind)) for kind in (MODEL_SERVICE.name, MODEL_GATEWAY.name) if kind != key.kind
+    )
     other = next((found for found in others if found is not None), None)
     if this is not None and other is None and key.kind == MODEL_GATEWAY.name:
         left = store.parts(key._replace(kind=MODEL_SERVICE.name))

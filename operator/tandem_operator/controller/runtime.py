@@ -25,6 +25,7 @@ from kubernetes.aio.client.api_client import ApiClient
 
 from tandem_engine.base.addresses import EVERY_ADDRESS
 from tandem_operator.controller.applier import Applier, SecretLookup
+from tandem_operator.controller.cache_reconcile import CachePoller, CacheReconciler
 from tandem_operator.controller.canary_runner import CanaryRequest, CanaryRunner, RevisionCanaries, SendCanary
 from tandem_operator.controller.cluster import ApiError, Cluster, connected, wait_for_cluster, watched_kinds
 from tandem_operator.controller.events import EventRecorder
@@ -133,10 +134,20 @@ class Operator:
         def known(key: ServiceKey) -> bool:
             return self._resync.knows(key)
 
-        gateways = GatewayReconciler(self._store, applier, secrets, events, options.settings)
-        every = EveryReconciler(reconciler, gateways)
-        self._dispatcher = Dispatcher(self._store, every, metrics, self._leading, known=known)
+        def changed(key: ServiceKey) -> None:
+            self._dispatcher.changed(key)
+
         self._pods = httpx.AsyncClient(timeout=ANSWER_S, trust_env=False, limits=httpx.Limits(max_connections=256))
+        gateways = GatewayReconciler(self._store, applier, secrets, events, options.settings)
+        self._caches = CachePoller(
+            self._store,
+            self._pods,
+            leading=lambda: self._resync.synced.is_set() and self._leading(),
+            changed=changed,
+        )
+        caches = CacheReconciler(self._store, applier, secrets, events, options.settings, self._caches.of)
+        every = EveryReconciler(reconciler, gateways, caches)
+        self._dispatcher = Dispatcher(self._store, every, metrics, self._leading, known=known)
 
         def make_poller(book: RevisionCanaries) -> PodPoller:
             canary_runner = CanaryRunner(self._pods, secrets.token, self._canary(), book)
@@ -216,6 +227,7 @@ class Operator:
             self._pulse(),
             self._pollers.run(),
             self._external.run(),
+            self._caches.run(),
         ]
         if self._leadership is not None:
             parts.append(self._leadership.run())

@@ -24,19 +24,20 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 
 from tandem_operator.api.model_adapter import ModelAdapterSpec, ModelAdapterStatus
+from tandem_operator.api.model_cache import ModelCacheSpec, ModelCacheStatus
 from tandem_operator.api.model_gateway import ModelGatewaySpec, ModelGatewayStatus
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceSpec, ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.arguments import CHECK
 from tandem_operator.builders.containers import Manifest
-from tandem_operator.builders.naming import GATEWAY_LABEL, SERVICE_LABEL
+from tandem_operator.builders.naming import CACHE_LABEL, GATEWAY_LABEL, SERVICE_LABEL
 from tandem_operator.builders.worker import LEADER_WORKER_SETS
 from tandem_operator.planning.adapters import AdapterAsk
 from tandem_operator.planning.observed import Ref
 
 
 class ServiceKey(NamedTuple):
-    """A ModelService or a ModelGateway by its name: what is queued, locked and looked up."""
+    """A ModelService, a ModelGateway or a ModelCache by its name: what is queued, locked and looked up."""
 
     namespace: str
     name: str
@@ -78,6 +79,9 @@ MODEL_SERVICE = Kind(OURS, "ModelService", "modelservices")
 WORKER_POOL = Kind(OURS, "WorkerPool", "workerpools")
 MODEL_GATEWAY = Kind(OURS, "ModelGateway", "modelgateways")
 MODEL_ADAPTER = Kind(OURS, "ModelAdapter", "modeladapters")
+MODEL_CACHE = Kind(OURS, "ModelCache", "modelcaches")
+JOB = Kind("batch/v1", "Job", "jobs")
+CLAIM = Kind("v1", "PersistentVolumeClaim", "persistentvolumeclaims")
 DEPLOYMENT = Kind("apps/v1", "Deployment", "deployments")
 POD = Kind("v1", "Pod", "pods")
 SERVICE = Kind("v1", "Service", "services")
@@ -91,7 +95,7 @@ INFERENCE_POOL = Kind("inference.networking.k8s.io/v1", "InferencePool", "infere
 POD_MONITOR = Kind("monitoring.coreos.com/v1", "PodMonitor", "podmonitors")
 LEADER_WORKER_SET = Kind(LEADER_WORKER_SETS, "LeaderWorkerSet", "leaderworkersets")
 
-ROOTS = (MODEL_SERVICE.name, MODEL_GATEWAY.name)
+ROOTS = (MODEL_SERVICE.name, MODEL_GATEWAY.name, MODEL_CACHE.name)
 """Kinds that are reconciled."""
 
 BUDGETS = tuple(
@@ -105,6 +109,9 @@ _BY_NAME = {
         WORKER_POOL,
         MODEL_GATEWAY,
         MODEL_ADAPTER,
+        MODEL_CACHE,
+        JOB,
+        CLAIM,
         CONFIG_MAP,
         DEPLOYMENT,
         POD,
@@ -162,17 +169,21 @@ class Seen:
     """Name of the ModelService that its labels name, or the spec of a ModelAdapter; empty without."""
     gateway: str
     """Name of the ModelGateway that its labels name; empty without."""
+    cache: str
+    """Name of the ModelCache that its labels name; empty without."""
     fingerprint: bytes
     body: Manifest
     """Without `managedFields`; of a pod only what is read of it, and nothing of the contents of a Secret."""
 
     @property
     def key(self) -> ServiceKey:
-        """The ModelService or ModelGateway whose reconcile it concerns; one of these concerns itself."""
+        """The object of `ROOTS` whose reconcile it concerns; one of these concerns itself."""
         if self.ref.kind in ROOTS:
             return ServiceKey(self.namespace, self.ref.name, self.ref.kind)
         if self.gateway:
             return ServiceKey(self.namespace, self.gateway, MODEL_GATEWAY.name)
+        if self.cache:
+            return ServiceKey(self.namespace, self.cache, MODEL_CACHE.name)
         return ServiceKey(self.namespace, self.service)
 
     @property
@@ -199,6 +210,7 @@ class Seen:
             owner=next((one["uid"] for one in given.get("ownerReferences", ()) if one.get("controller")), ""),
             service=_service_of(body),
             gateway=given.get("labels", {}).get(GATEWAY_LABEL, ""),
+            cache=given.get("labels", {}).get(CACHE_LABEL, ""),
             fingerprint=b"" if ref.kind == POD.name else _fingerprint(kept, body.get("data")),
             body=kept,
         )
@@ -305,7 +317,7 @@ class Store:
         return None if seen is None else seen.key
 
     def service(self, key: ServiceKey) -> Seen | None:
-        """The ModelService or ModelGateway."""
+        """The ModelService, ModelGateway or ModelCache."""
         return self._roots.get(key)
 
     def services(self) -> list[Seen]:
@@ -313,7 +325,7 @@ class Store:
         return [seen for key, seen in self._roots.items() if key.kind == MODEL_SERVICE.name]
 
     def roots(self) -> list[Seen]:
-        """All ModelServices and ModelGateways."""
+        """All ModelServices, ModelGateways and ModelCaches."""
         return list(self._roots.values())
 
     def behind(self, gateway: ServiceKey) -> list[Seen]:
@@ -321,13 +333,29 @@ class Store:
         found = (seen for seen in self.services() if seen.namespace == gateway.namespace)
         return [seen for seen in found if gateway_name_of(seen) == gateway.name]
 
+    def caches(self) -> list[Seen]:
+        """All ModelCaches."""
+        return [seen for key, seen in self._roots.items() if key.kind == MODEL_CACHE.name]
+
+    def users(self, cache: ServiceKey) -> list[Seen]:
+        """ModelServices that name a ModelCache, whether it exists or not."""
+        found = (seen for seen in self.services() if seen.namespace == cache.namespace)
+        return [seen for seen in found if cache_name_of(seen) == cache.name]
+
+    def workloads(self, namespace: str) -> list[Seen]:
+        """Deployments and groups of pods of all services of a namespace."""
+        kinds = (DEPLOYMENT.name, LEADER_WORKER_SET.name)
+        return [one for one in self._by_uid.values() if one.namespace == namespace and one.ref.kind in kinds]
+
     def related(self, key: ServiceKey) -> list[ServiceKey]:
-        """What else is to be reconciled after a change: services behind a ModelGateway; all ModelGateways of a
-        service's namespace, because it may have referred to another one before.
+        """What else is to be reconciled after a change: services that refer to a ModelGateway or name a ModelCache; all
+        ModelGateways and ModelCaches of a service's namespace, because it may have referred to another one before.
         """
         if key.kind == MODEL_GATEWAY.name:
             return [seen.key for seen in self.behind(key)]
-        return [one for one in self._roots if one.kind == MODEL_GATEWAY.name and one.namespace == key.namespace]
+        if key.kind == MODEL_CACHE.name:
+            return [seen.key for seen in self.users(key)]
+        return [one for one in self._roots if one.kind != MODEL_SERVICE.name and one.namespace == key.namespace]
 
     def parts(self, key: ServiceKey) -> list[Seen]:
         """Objects that name this service in their labels, whatever their owner."""
@@ -359,7 +387,7 @@ def spec_of(service: Seen) -> ModelServiceSpec:
         raise ValueError(f"{_path(str(error))}; apply the CRDs of this operator's version and correct it") from None
 
 
-Status = TypeVar("Status", bound=ModelServiceStatus | ModelGatewayStatus | WorkerPoolStatus)
+Status = TypeVar("Status", bound=ModelServiceStatus | ModelGatewayStatus | ModelCacheStatus | WorkerPoolStatus)
 
 
 def status_as(seen: Seen, form: type[Status]) -> Status:
@@ -387,6 +415,21 @@ def gateway_spec_of(gateway: Seen) -> ModelGatewaySpec:
 def gateway_name_of(service: Seen) -> str:
     """The ModelGateway to which a ModelService refers; empty without."""
     reference = service.body.get("spec", {}).get("gatewayRef")
+    return str(reference.get("name", "")) if isinstance(reference, dict) else ""
+
+
+def cache_spec_of(cache: Seen) -> ModelCacheSpec:
+    """Raises `ValueError` as `spec_of`."""
+    try:
+        return msgspec.convert(cache.body.get("spec"), ModelCacheSpec)
+    except msgspec.ValidationError as error:
+        raise ValueError(f"{_path(str(error))}; apply the CRDs of this operator's version and correct it") from None
+
+
+def cache_name_of(service: Seen) -> str:
+    """The ModelCache that a ModelService names; empty without."""
+    model = service.body.get("spec", {}).get("model")
+    reference = model.get("cacheRef") if isinstance(model, dict) else None
     return str(reference.get("name", "")) if isinstance(reference, dict) else ""
 
 

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tandem_operator.api.model_service import Decision
+from tandem_operator.api.sources import ClaimSource
 from tandem_operator.api.types import RoleName
 from tandem_operator.planning.adapters import AdapterAsk, Reading, Workers
 
@@ -79,6 +80,20 @@ class GatewaySeen:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class CacheSeen:
+    """The ModelCache that a service names."""
+
+    name: str
+    exists: bool = False
+    claim: ClaimSource | None = None
+    """Directory of the commit to serve; None before there is one."""
+    commit: str = ""
+    reason: str = ""
+    """Why there is none, or that another one is on its way."""
+    message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Observed:
     """All that a plan depends on, in addition to the spec."""
 
@@ -103,6 +118,8 @@ class Observed:
     """Why the autoscaler holds; empty while it does not."""
     gateway: GatewaySeen | None = None
     """Of a service with `gatewayRef`; None where there is no ModelGateway of that name."""
+    cache: CacheSeen | None = None
+    """Of a service with `cacheRef`."""
     adapter_asks: tuple[AdapterAsk, ...] = ()
     """ModelAdapters that name the service."""
     adapters: Reading = field(default_factory=Reading)

@@ -59,8 +59,11 @@ from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_st
 from tandem_operator.planning.status import (
     READY,
     ROUTER_READY,
+    VALID,
+    condition,
     health_of,
     invalid,
+    model_cached,
     name_taken,
     ready,
     settled,
@@ -168,6 +171,9 @@ def make_plan(
         return refused(problems, observed, before, generation)
     if observed.foreign:
         return Plan(status=_status(before, [name_taken(observed.foreign)], observed, generation))
+    if observed.cache is not None and observed.cache.claim is None:
+        conditions = [condition(VALID, True, "SpecAccepted"), *model_cached(observed)]
+        return Plan(status=_status(before, conditions, observed, generation))
     target = revision_of(service)
     wanted = wanted_workers(service, observed)
     step = next_step(target, wanted, _revisions(observed), service.spec.rollout)

@@ -45,11 +45,11 @@ def pod_failure(status: Mapping[str, Any]) -> Iterator[str]:
     """
     for one in status.get("conditions", ()):
         if one["type"] == "PodScheduled" and one["status"] == "False" and one.get("message"):
-            yield _on_one_line(one["message"])
+            yield on_one_line(one["message"])
     for one in (*status.get("initContainerStatuses", ()), *status.get("containerStatuses", ())):
         failure = _container_failure(one)
         if failure:
-            yield _on_one_line(f"{one['name']}: {failure}")
+            yield on_one_line(f"{one['name']}: {failure}")
 
 
 def _container_failure(container: Mapping[str, Any]) -> str:
@@ -130,5 +130,6 @@ def _raised_in_rest(line: str) -> str:
     return raised
 
 
-def _on_one_line(text: str) -> str:
+def on_one_line(text: str) -> str:
+    """Without control characters."""
     return " ".join("".join(each if each.isprintable() else " " for each in text).split())

@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from tandem_operator.api.model_cache import ModelCacheStatus
 from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import ROLES, Condition, RoleName
@@ -37,6 +38,9 @@ READY = "Ready"
 PROGRESSING = "Progressing"
 AUTOSCALING_ACTIVE = "AutoscalingActive"
 DEGRADED = "Degraded"
+MODEL_CACHED = "ModelCached"
+FAILED = "Failed"
+"""Of a ModelCache."""
 
 NEEDED = (VALID, MODEL_AVAILABLE, REDIS_READY, *WORKERS_READY.values(), ROUTER_READY)
 """What must be true for `Ready`, in the order in which people should look."""
@@ -56,7 +60,8 @@ def condition(kind: str, status: bool | None, reason: str, message: str = "") ->
 
 def ready(conditions: Sequence[Condition]) -> Condition:
     """`Ready`, with reason and sentence of the first that is in its way."""
-    missing = first_missing(conditions, NEEDED)
+    cached = [MODEL_CACHED] if any(one.type == MODEL_CACHED for one in conditions) else []
+    missing = first_missing(conditions, [VALID, *cached, *NEEDED])
     return missing or condition(READY, True, "CanaryPassed", "a request passed through prefill and decode")
 
 
@@ -78,6 +83,7 @@ def status_error(conditions: Sequence[Condition]) -> str:
         VALID: "False",
         ARGUMENTS_ACCEPTED: "False",
         DEGRADED: "True",
+        MODEL_CACHED: "False",
         MODEL_AVAILABLE: "False",
         ADAPTERS_READY: "False",
         TRANSPORT_READY: "False",
@@ -128,7 +134,7 @@ def name_taken(foreign: Iterable[Ref], kind: str = "ModelService") -> Condition:
     return condition(VALID, False, "NameTaken", message)
 
 
-AnyStatus = TypeVar("AnyStatus", bound=ModelServiceStatus | ModelGatewayStatus)
+AnyStatus = TypeVar("AnyStatus", bound=ModelServiceStatus | ModelGatewayStatus | ModelCacheStatus)
 
 
 def not_applied(planned: AnyStatus, before: AnyStatus, reason: str, message: str, now: str) -> AnyStatus:
@@ -149,6 +155,7 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
     """All conditions but `Ready`."""
     return [
         condition(VALID, True, "SpecAccepted"),
+        *model_cached(observed),
         secrets_available(service, observed, MODEL_AVAILABLE),
         redis_ready(service, observed),
         *(_workers(observed, role, wanted[role]) for role in ROLES),
@@ -159,6 +166,21 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
         _autoscaling(service, observed),
         degraded(observed, target),
     ]
+
+
+def model_cached(observed: Observed) -> Iterator[Condition]:
+    """Whether the ModelCache has the model; nothing of a service without one."""
+    cache = observed.cache
+    if cache is None:
+        return
+    if not cache.exists:
+        message = f"spec.model.cacheRef.name: there is no ModelCache {cache.name!r} in this namespace; create it"
+        yield condition(MODEL_CACHED, False, "CacheMissing", message)
+    elif cache.claim is None:
+        message = f"ModelCache {cache.name!r}: {cache.message or 'the operator has not seen it yet'}"
+        yield condition(MODEL_CACHED, False, cache.reason or "CachePending", message)
+    else:
+        yield condition(MODEL_CACHED, True, "Cached", f"commit {cache.commit} of ModelCache {cache.name!r}")
 
 
 def secrets_available(service: Served, observed: Observed, kind: str) -> Condition:

@@ -80,7 +80,7 @@ def test_definitions_are_applied_again_by_kubectl(control_plane):
     words = ("apply", "--server-side", "--force-conflicts", "--validate=false", "-f", str(CHARTS / "tandem" / "crds"))
     applied = control_plane.kubectl(*words).splitlines()
     names = sorted(line.split(" ")[0].rpartition("/")[2] for line in applied)
-    kinds = ("modeladapters", "modelgateways", "modelservices", "workerpools")
+    kinds = ("modeladapters", "modelcaches", "modelgateways", "modelservices", "workerpools")
     assert names == [f"{kind}.tandem.dev" for kind in kinds]
 
 

@@ -14,6 +14,7 @@ from tandem_testing.audit import Asked, asked_by
 from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
 from tandem_testing.custom_resources import model_adapter
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM
+from tandem_testing.kube_caches import Caches
 from tandem_testing.kube_fronts import FRONT, Front
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import OperatorProcess
@@ -40,6 +41,7 @@ NOT_ASKED_HERE = {
     # Asked for by the admission plugin OwnerReferencesPermissionEnforcement, not by the operator.
     ("modelservices/finalizers.tandem.dev", "update"),
     ("modelgateways/finalizers.tandem.dev", "update"),
+    ("modelcaches/finalizers.tandem.dev", "update"),
 }
 
 
@@ -97,9 +99,17 @@ def live(services: Services) -> None:
     services.apply(redis={"external": {"url": "redis://elsewhere:6379/0"}}, security={"networkPolicies": False})
     services.wait_ready()
     services.wait_event("Warning", "NotMounted", "sql")
+    live_cached(Caches(services.cluster, services.namespace))
     services.delete()
     wait_for(services.gone, PATIENCE_S, services.described)
     live_behind(Front(services.cluster, services.namespace), services)
+
+
+def live_cached(caches: Caches) -> None:
+    """Downloaded, so that its Job goes."""
+    caches.apply()
+    caches.download("a" * 40)
+    wait_equal(caches.jobs, [], PATIENCE_S)
 
 
 def live_behind(front: Front, services: Services) -> None:

@@ -33,3 +33,14 @@ def model_adapter(namespace: str, of: str = "sql", **spec: Any) -> Manifest:
         "metadata": {"name": of, "namespace": namespace},
         "spec": {"serviceName": "chat", "source": {"claim": {"claimName": "adapters", "path": of}}, **spec},
     }
+
+
+def model_cache(namespace: str, name: str = "qwen", **spec: Any) -> Manifest:
+    """One with a claim of its own, with `spec` over it."""
+    source = {"huggingFace": {"id": "org/mini"}}
+    return {
+        "apiVersion": "tandem.dev/v1alpha1",
+        "kind": "ModelCache",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": {"source": source, "storage": {"newClaim": {"size": "10Gi"}}, **spec},
+    }

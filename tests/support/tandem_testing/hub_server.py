@@ -9,7 +9,8 @@ import hashlib
 import json
 import sys
 import threading
-from collections import Counter
+import time
+from collections import Counter, defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,12 @@ class HubRepo:
     """Files that end early: after half in the first response, at once in later ones."""
     sizes: dict[str, int] = field(default_factory=dict)
     """Announced instead of the true ones."""
+    limited: int = 0
+    """Requests for files that are answered with 429 before others are served."""
+    wrong: dict[str, int] = field(default_factory=dict)
+    """Files of which so many more responses have another last byte."""
+    paced: dict[str, float] = field(default_factory=dict)
+    """Files that are sent in small parts, with so many seconds between two."""
 
     def commit(self, files: dict[str, bytes], revision: str = "main") -> str:
         """Let `revision` be a new commit with these files; returns its id."""
@@ -54,6 +61,8 @@ class HubServer:
         """Method and path of each."""
         self.gets: Counter[str] = Counter()
         """By path of a file."""
+        self.starts: defaultdict[str, list[int]] = defaultdict(list)
+        """First bytes of the ranges that were sent, by name of a file."""
         hub = self
 
         class Handler(_Handler):
@@ -94,6 +103,19 @@ def hub_server() -> Iterator[HubServer]:
         yield hub
     finally:
         hub.close()
+
+
+PART = 1 << 16
+"""Bytes of a part of a file that is paced."""
+
+
+def _sibling(name: str, data: bytes, size: int) -> dict[str, object]:
+    """A file as a listing has it: weights are large files, with their SHA-256."""
+    blob = hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+    entry: dict[str, object] = {"rfilename": name, "size": size, "blobId": blob}
+    if name.endswith(".safetensors"):
+        entry["lfs"] = {"size": size, "sha256": hashlib.sha256(data).hexdigest(), "pointerSize": 134}
+    return entry
 
 
 class _Server(ThreadingHTTPServer):
@@ -147,10 +169,7 @@ class _Handler(BaseHTTPRequestHandler):
         if commit is None:
             self._fail(404, "RevisionNotFound")
             return
-        files = [
-            {"rfilename": file, "size": repo.sizes.get(file, len(data)), "blobId": "0" * 40}
-            for file, data in repo.commits[commit].items()
-        ]
+        files = [_sibling(file, data, repo.sizes.get(file, len(data))) for file, data in repo.commits[commit].items()]
         self._send(
             json.dumps({"id": name, "modelId": name, "sha": commit, "siblings": files, "cardData": repo.card}).encode()
         )
@@ -160,17 +179,26 @@ class _Handler(BaseHTTPRequestHandler):
             self._fail(403, "GatedRepo")
         elif commit not in repo.commits or file not in repo.commits[commit]:
             self._fail(404, "EntryNotFound")
+        elif repo.limited > 0:
+            repo.limited -= 1
+            self._fail(429, "", {"Retry-After": "1"})
         else:
             data = repo.commits[commit][file]
             headers = {"X-Repo-Commit": commit, "ETag": f'"{hashlib.sha256(data).hexdigest()}"'}
             if file in repo.sizes:
                 headers["X-Linked-Size"] = str(repo.sizes[file])
-            self._send(data, headers, keep=len(data) if file not in repo.cut else self._kept(data))
+            if self.command == "GET" and repo.wrong.get(file, 0) > 0:
+                repo.wrong[file] -= 1
+                data = data[:-1] + bytes([data[-1] ^ 1])
+            kept = len(data) if file not in repo.cut else self._kept(data)
+            self._send(data, headers, keep=kept, pause_s=repo.paced.get(file, 0.0))
 
     def _kept(self, data: bytes) -> int:
         return 0 if self.server_of.gets[self.path] else len(data) // 2
 
-    def _send(self, data: bytes, headers: dict[str, str] | None = None, keep: int | None = None) -> None:
+    def _send(
+        self, data: bytes, headers: dict[str, str] | None = None, keep: int | None = None, pause_s: float = 0.0
+    ) -> None:
         start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
         self.send_response(206 if start else 200)
         for name, value in (headers or {}).items():
@@ -184,12 +212,21 @@ class _Handler(BaseHTTPRequestHandler):
         kept = len(data) if keep is None else keep
         if headers:
             self.server_of.gets[self.path] += 1
-        self.wfile.write(data[start : max(kept, start)] if kept < len(data) else data[start:])
+            self.server_of.starts[self.path.rpartition("/")[2]].append(start)
+        self._write(data[start : max(kept, start)] if kept < len(data) else data[start:], pause_s)
         if kept < len(data):
             self.close_connection = True
 
-    def _fail(self, status: int, code: str) -> None:
+    def _write(self, data: bytes, pause_s: float) -> None:
+        part = PART if pause_s else max(1, len(data))
+        for start in range(0, len(data), part):
+            self.wfile.write(data[start : start + part])
+            time.sleep(pause_s)
+
+    def _fail(self, status: int, code: str, headers: dict[str, str] | None = None) -> None:
         self.send_response(status)
+        for name, value in (headers or {}).items():
+            self.send_header(name, value)
         if code:
             self.send_header("X-Error-Code", code)
         self.send_header("Content-Length", "0")

@@ -43,6 +43,7 @@ API = f"apis/{GROUP}/{VERSION}"
 SERVICES = "modelservices"
 POOLS = "workerpools"
 ADAPTERS = "modeladapters"
+CACHES = "modelcaches"
 SERVICE_ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
 MERGE = "application/merge-patch+json"
 TIMEOUT = httpx.Timeout(30.0, connect=5.0)
@@ -174,6 +175,9 @@ class Cluster(AbstractContextManager["Cluster"]):
 
     def model_adapters(self, namespace: str) -> list[Object]:
         return self._list(self._custom(ADAPTERS, namespace))
+
+    def model_caches(self, namespace: str) -> list[Object]:
+        return self._list(self._custom(CACHES, namespace))
 
     def pods(self, namespace: str, selector: str) -> list[Object]:
         return self._list(f"api/v1/namespaces/{namespace}/pods", labelSelector=selector)

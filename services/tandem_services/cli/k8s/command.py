@@ -24,6 +24,7 @@ examples:
   {prog} queue llama                   waiting requests in gateways and on workers, and their waits
   {prog} explain chatcmpl-4f1c         workers of a request, reasons and alternatives
   {prog} adapters llama                LoRA adapters, their digests and workers
+  {prog} caches                        weights on volumes, their progress and services
   {prog} decisions llama               last decisions of the autoscaler, with reasons
   {prog} scale llama --prefill 2 --decode 4
   {prog} drain llama-decode-5d8f-x2k9j
@@ -109,6 +110,7 @@ def _add_commands(parser: argparse.ArgumentParser) -> None:
     adapters = _command(commands, "adapters", "LoRA adapters with their sources, digests and workers", _adapters)
     _name(adapters, optional=True)
     _watch(adapters)
+    _watch(_command(commands, "caches", "ModelCaches with progress, commit and the services that use them", _caches))
     chat = _command(commands, "chat", "chat with a ModelService through a port-forward to its gateway", _chat)
     _name(chat, optional=False)
     add_conversation(chat)
@@ -191,6 +193,12 @@ def _decisions(args: argparse.Namespace) -> int:
     from tandem_services.cli.k8s.views import show_decisions
 
     return show_decisions(args)
+
+
+def _caches(args: argparse.Namespace) -> int:
+    from tandem_services.cli.k8s.caches import show_caches
+
+    return show_caches(args)
 
 
 def _adapters(args: argparse.Namespace) -> int:

@@ -17,7 +17,7 @@ from tandem_testing.schema_walk import fields_below
 
 ROOT = Path(__file__).parents[4]
 EXAMPLES = sorted((ROOT / "examples").glob("*.yaml"))
-SERVICE, POOL, GATEWAY, ADAPTER = crds()
+SERVICE, POOL, GATEWAY, ADAPTER, CACHE = crds()
 
 
 def schema(crd: dict[str, Any]) -> dict[str, Any]:
@@ -47,18 +47,24 @@ def test_reference_page_matches_the_schema():
 
 
 @pytest.mark.parametrize("version", ["1.30", "1.33", "1.36"])
-@pytest.mark.parametrize("crd", [SERVICE, POOL, GATEWAY], ids=["ModelService", "WorkerPool", "ModelGateway"])
+@pytest.mark.parametrize(
+    "crd", [SERVICE, POOL, GATEWAY, CACHE], ids=["ModelService", "WorkerPool", "ModelGateway", "ModelCache"]
+)
 def test_definitions_are_strictly_valid(crd, version):
     kubernetes_validate.validate(crd, version, strict=True)
 
 
-@pytest.mark.parametrize("crd", [SERVICE, POOL, GATEWAY], ids=["ModelService", "WorkerPool", "ModelGateway"])
+@pytest.mark.parametrize(
+    "crd", [SERVICE, POOL, GATEWAY, CACHE], ids=["ModelService", "WorkerPool", "ModelGateway", "ModelCache"]
+)
 def test_every_field_is_explained(crd):
     bare = [path for path, one in fields(schema(crd)).items() if "description" not in one]
     assert sorted(bare) == [".apiVersion", ".kind", ".metadata"]
 
 
-@pytest.mark.parametrize("crd", [SERVICE, POOL, GATEWAY], ids=["ModelService", "WorkerPool", "ModelGateway"])
+@pytest.mark.parametrize(
+    "crd", [SERVICE, POOL, GATEWAY, CACHE], ids=["ModelService", "WorkerPool", "ModelGateway", "ModelCache"]
+)
 def test_strings_lists_and_maps_are_bounded(crd):
     """Unbounded ones make CEL rules too dear for the API server, and objects too big for etcd."""
     for path, one in fields(schema(crd)).items():
@@ -73,8 +79,8 @@ def test_strings_lists_and_maps_are_bounded(crd):
 
 
 def test_rules_name_only_fields_that_exist():
-    known = {path.rpartition(".")[2] for crd in (SERVICE, POOL, GATEWAY) for path in fields(schema(crd))}
-    for crd in (SERVICE, POOL, GATEWAY):
+    known = {path.rpartition(".")[2] for crd in (SERVICE, POOL, GATEWAY, CACHE) for path in fields(schema(crd))}
+    for crd in (SERVICE, POOL, GATEWAY, CACHE):
         for path, part in {"": schema(crd), **fields(schema(crd))}.items():
             for rule in part.get("x-kubernetes-validations", ()):
                 used = set(re.findall(r"(?:self|oldSelf)((?:\.[a-zA-Z]+)+)", rule["rule"]))
@@ -103,6 +109,7 @@ def test_full_example_has_every_field():
         "spec.model.path",
         "spec.model.claim",
         "spec.model.huggingFace",
+        "spec.model.cacheRef",
         "spec.redis.managed",
         "spec.gatewayRef",
         "spec.engine.kvCacheGib",

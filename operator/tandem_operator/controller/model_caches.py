@@ -1,0 +1,162 @@
+"""What a ModelCache and the ModelServices that name it have to do with each other, from the known objects."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import msgspec
+
+from tandem_engine.base.addresses import Address
+from tandem_operator.api.model_cache import ModelCacheStatus
+from tandem_operator.api.sources import ClaimSource
+from tandem_operator.builders.model_cache import CONTAINER, PERMANENT_STATUS, PORT_NAME
+from tandem_operator.controller.store import (
+    JOB,
+    MODEL_CACHE,
+    POD,
+    Seen,
+    ServiceKey,
+    Store,
+    cache_name_of,
+    status_as,
+)
+from tandem_operator.planning.model_cache import REFUSED, DownloadResult, JobSeen
+from tandem_operator.planning.observed import CacheSeen
+from tandem_operator.planning.pod_failure import on_one_line, pod_failure
+from tandem_operator.planning.status import READY
+from tandem_operator.telemetry.cache_progress import PATH
+
+_ENDED = ("Succeeded", "Failed")
+MAX_RESULT = 4096
+
+
+def cache_of(store: Store, service: Seen) -> CacheSeen | None:
+    """The ModelCache that a ModelService names, as plans use it; None without `cacheRef`."""
+    name = cache_name_of(service)
+    if not name:
+        return None
+    seen = store.service(ServiceKey(service.namespace, name, MODEL_CACHE.name))
+    if seen is None:
+        return CacheSeen(name=name)
+    status = status_as(seen, ModelCacheStatus)
+    claim = ClaimSource(claim_name=status.claim_name, path=status.path) if status.path else None
+    ready = next((one for one in status.conditions if one.type == READY), None)
+    return CacheSeen(
+        name=name,
+        exists=True,
+        claim=None if seen.deleting else claim,
+        commit=status.commit,
+        reason=ready.reason if ready is not None else "",
+        message=ready.message if ready is not None else "",
+    )
+
+
+def claim_of(store: Store, service: Seen) -> ClaimSource | None:
+    """The directory that a ModelService with `cacheRef` serves; None without, and before there is one."""
+    cache = cache_of(store, service)
+    return None if cache is None else cache.claim
+
+
+def directories_in_use(workloads: Iterable[Seen], claim: str) -> frozenset[str]:
+    """Directories within a claim that pods of `workloads` mount."""
+    return frozenset(
+        place for one in workloads for pod in _templates(one.body["spec"]) for place in _mounted(pod, claim)
+    )
+
+
+def _templates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Pod specs of a Deployment or a LeaderWorkerSet."""
+    groups = spec.get("leaderWorkerTemplate", {})
+    for template in (spec.get("template"), groups.get("leaderTemplate"), groups.get("workerTemplate")):
+        if template is not None:
+            yield template.get("spec", {})
+
+
+def _mounted(pod: dict[str, Any], claim: str) -> Iterator[str]:
+    volumes = {
+        one["name"] for one in pod.get("volumes", ()) if one.get("persistentVolumeClaim", {}).get("claimName") == claim
+    }
+    for container in pod.get("containers", ()):
+        for mount in container.get("volumeMounts", ()):
+            if mount["name"] in volumes:
+                yield mount.get("subPath", "")
+
+
+def jobs_of(parts: Iterable[Seen], uid: str) -> tuple[JobSeen, ...]:
+    """Jobs of the ModelCache of that `uid` that are not being deleted."""
+    parts = list(parts)
+    jobs = [one for one in parts if one.ref.kind == JOB.name and one.owner == uid and not one.deleting]
+    return tuple(_job(job, [pod for pod in parts if pod.ref.kind == POD.name and pod.owner == job.uid]) for job in jobs)
+
+
+def has_former_writers(parts: Iterable[Seen], uid: str) -> bool:
+    """Whether a Job is being deleted, or a pod of one that is gone may still write."""
+    parts = list(parts)
+    jobs = {one.uid: one for one in parts if one.ref.kind == JOB.name and one.owner == uid}
+    if any(job.deleting for job in jobs.values()):
+        return True
+    pods = (one for one in parts if one.ref.kind == POD.name and one.owner not in jobs)
+    return any(pod.body["status"].get("phase") not in _ENDED for pod in pods)
+
+
+def progress_url(parts: Iterable[Seen]) -> str | None:
+    """Of the pod that downloads; None while there is none."""
+    for pod in parts:
+        status = pod.body.get("status", {})
+        if pod.ref.kind != POD.name or pod.deleting or status.get("phase") != "Running" or not status.get("podIP"):
+            continue
+        for port in _ports(pod):
+            return Address(status["podIP"], port).url(PATH)
+    return None
+
+
+def _ports(pod: Seen) -> Iterator[int]:
+    for container in pod.body["spec"].get("containers", ()):
+        for port in container.get("ports", ()):
+            if port.get("name") == PORT_NAME:
+                yield port["containerPort"]
+
+
+def _job(job: Seen, pods: list[Seen]) -> JobSeen:
+    status = job.body.get("status", {})
+    conditions = {one["type"]: one for one in status.get("conditions", ()) if one["status"] == "True"}
+    failed = conditions.get("Failed")
+    ended = failed or conditions.get("Complete")
+    newest = sorted(pods, key=lambda pod: pod.body["metadata"].get("creationTimestamp", ""), reverse=True)
+    endings = [ending for pod in newest if (ending := _ending(pod))]
+    refused = bool(endings) and endings[0].get("exitCode") == PERMANENT_STATUS
+    reason = failed.get("reason", "Failed") if failed is not None else REFUSED if refused else ""
+    return JobSeen(
+        ref=job.ref,
+        annotations=dict(job.body["metadata"].get("annotations", {})),
+        succeeded="Complete" in conditions,
+        failed=reason,
+        halted=job.body.get("spec", {}).get("parallelism") == 0,
+        ended=_ended_at(job, ended, endings),
+        result=next((result for ending in endings if (result := _result(ending)) is not None), None),
+        trouble=next((text for pod in newest[:1] for text in pod_failure(pod.body["status"])), ""),
+    )
+
+
+def _ended_at(job: Seen, condition: dict[str, Any] | None, endings: list[dict[str, Any]]) -> str:
+    """When it ended, or its newest pod; RFC 3339."""
+    times = [condition.get("lastTransitionTime", "")] if condition is not None else []
+    times += [one.get("finishedAt") or "" for one in endings[:1]]
+    return next(filter(None, times), str(job.body["metadata"].get("creationTimestamp", "")))
+
+
+def _ending(pod: Seen) -> dict[str, Any]:
+    """How the container that downloads has ended; empty while it has not."""
+    for one in pod.body["status"].get("containerStatuses", ()):
+        if one["name"] == CONTAINER:
+            ended: dict[str, Any] = one.get("state", {}).get("terminated") or {}
+            return ended
+    return {}
+
+
+def _result(ending: dict[str, Any]) -> DownloadResult | None:
+    """Its termination message; None where that is no result."""
+    try:
+        result = msgspec.json.decode(ending.get("message", "")[:MAX_RESULT], type=DownloadResult)
+    except msgspec.DecodeError:
+        return None
+    return msgspec.structs.replace(result, message=on_one_line(result.message))

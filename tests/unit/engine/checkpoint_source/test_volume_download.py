@@ -1,0 +1,234 @@
+"""From a repository of a hub to a whole commit on a volume: resumed, verified, or a reason."""
+
+import errno
+import hashlib
+import os
+
+import pytest
+
+from tandem_engine.checkpoint_source import volume_download
+from tandem_engine.checkpoint_source.hub import Hub
+from tandem_engine.checkpoint_source.source import parse
+from tandem_engine.checkpoint_source.volume import MANIFEST, Volume
+from tandem_engine.checkpoint_source.volume_download import Reason, VolumeDownload, VolumeDownloadError
+from tandem_testing.checkpoint_files import write_checkpoint
+from tandem_testing.hub_server import hub_server
+
+REPO = "org/mini"
+WEIGHTS = "model.safetensors"
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write_checkpoint(folder)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "README.md").write_text("read me")
+    (folder / "pytorch_model.bin").write_bytes(b"never")
+    (folder / "tokenizer.pkl").write_bytes(b"never")
+    return folder
+
+
+@pytest.fixture
+def server(checkpoint):
+    with hub_server() as server:
+        server.add(REPO, checkpoint)
+        yield server
+
+
+@pytest.fixture
+def volume(tmp_path):
+    return Volume(path=tmp_path / "volume")
+
+
+@pytest.fixture
+def download(server, volume, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    hub = Hub(endpoint=server.url, cache=tmp_path / "cache")
+
+    def start(name=REPO, **options):
+        pauses = options.pop("pauses", [])
+        one = VolumeDownload(hub=hub, source=parse(name), volume=volume, pause=pauses.append, **options)
+        return one.run()
+
+    return start
+
+
+def failure(download, *args, **options):
+    with pytest.raises(VolumeDownloadError) as error:
+        download(*args, **options)
+    return error.value
+
+
+def test_commit_appears_whole_with_its_digests(download, server, volume, checkpoint):
+    seen = []
+    manifest = download(report=seen.append)
+    folder = volume.path / server.repos[REPO].refs["main"]
+    assert sorted(path.name for path in folder.iterdir()) == sorted(
+        ["config.json", "tokenizer.json", WEIGHTS, MANIFEST]
+    )
+    assert (folder / WEIGHTS).read_bytes() == (checkpoint / WEIGHTS).read_bytes()
+    by_name = {file.name: file.sha256 for file in manifest.files}
+    assert by_name[WEIGHTS] == hashlib.sha256((checkpoint / WEIGHTS).read_bytes()).hexdigest()
+    assert len(manifest.fingerprint) == 64
+    assert manifest.size == sum((checkpoint / name).stat().st_size for name in by_name)
+    assert (seen[-1].done, seen[-1].total) == (manifest.size, manifest.size)
+    assert not list(volume.path.glob(".*.part"))
+
+
+def test_whole_commit_sends_no_request(download, server):
+    commit = download().commit
+    server.requests.clear()
+    again = download(f"{REPO}@{commit}")
+    assert again.commit == commit
+    assert server.requests == []
+
+
+def test_commit_that_lost_bytes_is_fetched_again(download, volume):
+    first = download()
+    os.truncate(volume.path / first.commit / WEIGHTS, 3)
+    assert volume.whole(REPO, first.commit) is None
+    assert download(f"{REPO}@{first.commit}") == first
+    assert volume.whole(REPO, first.commit) == first
+
+
+def test_download_continues_where_it_was_interrupted(download, server, volume, checkpoint):
+    server.repos[REPO].cut = frozenset({WEIGHTS})
+    assert failure(download).reason is Reason.UNREACHABLE
+    commit = server.repos[REPO].refs["main"]
+    (part,) = volume.path.glob(f".{commit}.part/{WEIGHTS}.part")
+    size = (checkpoint / WEIGHTS).stat().st_size
+    assert part.stat().st_size == size // 2
+    assert not (volume.path / commit).exists()
+    server.repos[REPO].cut = frozenset()
+    server.gets.clear()
+    seen = []
+    manifest = download(report=seen.append)
+    assert volume.whole(REPO, commit) == manifest
+    assert server.files_sent() == [WEIGHTS], "verified files are not fetched again"
+    assert max(one.done for one in seen) == manifest.size
+
+
+def test_rate_limit_is_waited_for_as_long_as_the_hub_says(download, server):
+    server.repos[REPO].limited = 2
+    pauses = []
+    download(pauses=pauses)
+    assert len(pauses) == 2
+    assert all(1.0 <= pause <= 1.25 for pause in pauses)
+
+
+def test_rate_limit_without_end_may_pass_later(download, server):
+    server.repos[REPO].limited = 1000
+    error = failure(download)
+    assert (error.reason, error.passing) == (Reason.RATE_LIMITED, True)
+
+
+def test_wrong_bytes_are_fetched_once_more(download, server, volume):
+    server.repos[REPO].wrong[WEIGHTS] = 1
+    manifest = download()
+    assert volume.whole(REPO, manifest.commit) == manifest
+    assert server.gets[f"/{REPO}/resolve/{manifest.commit}/{WEIGHTS}"] == 2
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
+def test_file_that_stays_wrong_is_never_whole(download, server, volume, name):
+    server.repos[REPO].wrong[name] = 1000
+    error = failure(download)
+    assert (error.reason, error.passing) == (Reason.CHECKSUM, False)
+    assert name in str(error)
+    assert not (volume.path / server.repos[REPO].refs["main"]).exists()
+
+
+def test_gated_repository_needs_the_token(download, server, monkeypatch):
+    server.repos[REPO].token = "hf_good"
+    assert failure(download).reason is Reason.AUTH_REFUSED
+    monkeypatch.setenv("HF_TOKEN", "hf_good")
+    assert download().commit
+
+
+def test_absent_names_are_told_apart(download, server):
+    assert failure(download, "org/other").reason is Reason.AUTH_REFUSED
+    assert failure(download, f"{REPO}@nope").reason is Reason.NOT_FOUND
+    server.repos[REPO].status = 503
+    error = failure(download)
+    assert (error.reason, error.passing) == (Reason.UNREACHABLE, True)
+
+
+def test_checkpoint_above_the_limit_fetches_no_weights(download, server):
+    error = failure(download, limit=100)
+    assert error.reason is Reason.NO_SPACE
+    assert error.needed > 100
+    assert WEIGHTS not in server.files_sent()
+
+
+def test_full_volume_fetches_no_weights(download, server, monkeypatch):
+    usage = type("usage", (), {"free": 5})
+    monkeypatch.setattr(volume_download.shutil, "disk_usage", lambda _: usage)
+    error = failure(download)
+    assert error.reason is Reason.NO_SPACE
+    assert error.needed > 5
+    assert WEIGHTS not in server.files_sent()
+
+
+def test_volume_that_fills_up_keeps_what_has_arrived(download, server, volume, monkeypatch):
+    commit = server.repos[REPO].refs["main"]
+    record = Volume.record
+
+    def full(self, commit, file):
+        if file.name == WEIGHTS:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        record(self, commit, file)
+
+    monkeypatch.setattr(Volume, "record", full)
+    error = failure(download)
+    assert (error.reason, error.passing) == (Reason.NO_SPACE, False)
+    monkeypatch.undo()
+    assert set(volume.verified(commit)) == {"config.json", "tokenizer.json"}
+    assert volume.whole(REPO, download().commit)
+
+
+def test_pickled_weights_are_refused(download, server):
+    files = {"config.json": b"{}", "pytorch_model.bin": b"never"}
+    server.repos[REPO].commit(files)
+    error = failure(download)
+    assert error.reason is Reason.NOT_SERVABLE
+    assert "safetensors" in str(error)
+
+
+@pytest.mark.parametrize("shard", ["../model.safetensors", "pytorch_model.bin"])
+def test_index_names_no_file_outside_or_pickled(download, server, shard):
+    index = b'{"weight_map": {"a": "%s"}}' % shard.encode()
+    files = {"config.json": b"{}", "model.safetensors.index.json": index, shard: b"x"}
+    server.repos[REPO].commit(files)
+    assert failure(download).reason is Reason.NOT_SERVABLE
+
+
+def test_two_downloads_of_a_volume_exclude_each_other(download, volume):
+    with volume.locked(0.0):
+        error = failure(download, lock_s=0.0)
+    assert (error.reason, error.passing) == (Reason.BUSY, True)
+    assert download()
+
+
+def test_other_commits_go_when_nobody_uses_them(download, server, volume):
+    first = download().commit
+    files = dict(server.repos[REPO].commits[first])
+    second = server.repos[REPO].commit(files | {"more.txt": b"more"})
+    download()
+    assert volume.remove_others([first, second]) == []
+    assert volume.remove_others([second]) == [first]
+    assert volume.whole(REPO, second)
+    assert volume.whole(REPO, first) is None
+
+
+def test_abandoned_download_goes_with_the_next_one_that_is_whole(download, server, volume):
+    repo = server.repos[REPO]
+    former, files = repo.refs["main"], dict(repo.commits[repo.refs["main"]])
+    repo.cut = frozenset({WEIGHTS})
+    failure(download)
+    repo.cut = frozenset()
+    repo.commit(files | {"more.txt": b"more"})
+    assert volume.partial(former).exists()
+    download()
+    assert not volume.partial(former).exists()
