@@ -7,9 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import torch
 
-from tandem_engine.base.errors import EngineError
+from tandem_engine.base.errors import CheckpointError, EngineError
 from tandem_engine.base.freed_memory import give_back
 from tandem_engine.base.linux import die_with_parent
 from tandem_engine.base.progress import START, Phase
@@ -25,7 +26,9 @@ from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import EngineFailed, EngineReady, EngineToWorker, WorkerToEngine
 from tandem_engine.messages.outputs import EngineReply
 from tandem_engine.messages.requests import EngineRequest
+from tandem_engine.model.checkpoint_folder import open_directory
 from tandem_engine.parallel.node_leader import NodeAccess
+from tandem_engine.tokenizer.bundle import TokenizerBundle
 
 logger = logging.getLogger(__name__)
 
@@ -103,9 +106,13 @@ def _serve(config: ProcessConfig, context: IpcContext, control: Control | None) 
         requests = Requests(context, config.host, config.request_port, inbound=EngineRequest, outbound=EngineReply)
         outbox.channel = requests
         watchdog = _watchdog(config, engine)
-        ready = _ready(config, engine, requests.endpoint, test)
+        tokenizer = _tokenizer(Path(config.engine.model_path))
+        ready = msgspec.structs.replace(
+            _ready(config, engine, requests.endpoint, test), tokenizer="" if tokenizer is None else tokenizer.digest
+        )
         reports = Reports(engine=engine, control=control, watchdog=watchdog, ready=ready)
         loop = _loop(config, engine, requests, outbox, reports)
+        loop.tokenizer = tokenizer
         _stop_on_signal(loop, has_worker=control is not None)
         START.report(Phase.REGISTRATION)
         START.report_to(None)
@@ -176,6 +183,16 @@ def _ready(config: ProcessConfig, engine: Engine, request_endpoint: str, test: S
         device=_device_label(config.engine.device),
         kernel_target=_kernel_target(config.engine.device),
     )
+
+
+def _tokenizer(folder: Path) -> TokenizerBundle | None:
+    """What gateways may request; None where the checkpoint has no such files."""
+    try:
+        # A link in a checkpoint must not lead to other files of this machine: gateways show parts of these.
+        return TokenizerBundle.read(folder, located=open_directory(folder).file)
+    except CheckpointError as error:
+        logger.info("gateways cannot get the tokenizer of this worker: %s", error)
+        return None
 
 
 def _device_label(device: str) -> str:

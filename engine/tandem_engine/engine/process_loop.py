@@ -48,9 +48,17 @@ from tandem_engine.messages.control import (
 )
 from tandem_engine.messages.kv_events import KvEvent, KvEventBatch
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
-from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
+from tandem_engine.messages.requests import (
+    AbortRequest,
+    CloseSession,
+    EngineRequest,
+    GenerateRequest,
+    Ping,
+    TokenizerRequest,
+)
 from tandem_engine.messages.stats import MAX_REPORTED, EndedRequests
 from tandem_engine.scheduler.finishing import error_finish
+from tandem_engine.tokenizer.bundle import TokenizerBundle, tokenizer_part
 
 Requests = RouterChannel[EngineRequest, EngineReply]
 Control = PairChannel[WorkerToEngine, EngineToWorker]
@@ -214,6 +222,8 @@ class EngineLoop:
     reports: Reports
     poller: Poller
     """Of all of their sockets and descriptors."""
+    tokenizer: TokenizerBundle | None = None
+    """Sent to gateways that request it."""
     _gateways: GatewayReleases = field(default_factory=GatewayReleases)
     _stopping: bool = False
     _at_rest: AtRest = field(default_factory=AtRest)
@@ -288,6 +298,8 @@ class EngineLoop:
                 self.engine.close_session(message.session, cache_salt=message.cache_salt)
             case Ping():
                 self.requests.send(client, Pong(nonce=message.nonce, incarnation=self.incarnation))
+            case TokenizerRequest():
+                self.requests.send(client, tokenizer_part(self.tokenizer, message))
 
     def _handle_order(self, order: WorkerToEngine) -> None:
         match order:

@@ -115,6 +115,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """What computes, for people: `cpu`, or the GPU's number and name. Empty where its release reports nothing."""
     kernel_target: str = ""
     """The kind of CPU that its kernels are compiled for (`kernels.cpu.target`); empty on a GPU."""
+    tokenizer: str = ""
+    """Digest of the tokenizer's files, which gateways may request; empty where there are none to send."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

@@ -135,4 +135,14 @@ class Pong(msgspec.Struct, frozen=True, kw_only=True, tag="pong"):
     incarnation: str
 
 
-EngineReply = OutputBatch | Taken | Pong
+class TokenizerPart(msgspec.Struct, frozen=True, kw_only=True, tag="tokenizer_part"):
+    """A part of the tokenizer's files (`tokenizer.bundle`)."""
+
+    digest: str
+    offset: int
+    total: int
+    """Bytes of all parts; 0 where the engine does not have what was requested."""
+    data: bytes
+
+
+EngineReply = OutputBatch | Taken | Pong | TokenizerPart

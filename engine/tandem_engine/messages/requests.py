@@ -300,4 +300,13 @@ class Ping(msgspec.Struct, frozen=True, kw_only=True, tag="ping"):
     nonce: int
 
 
-EngineRequest = GenerateRequest | AbortRequest | CloseSession | Ping
+class TokenizerRequest(msgspec.Struct, frozen=True, kw_only=True, tag="tokenizer"):
+    """Send a part of the tokenizer's files, answered with `TokenizerPart`. Only for engines that report a digest."""
+
+    digest: str
+    """As the engine reports it (`EngineReady.tokenizer`)."""
+    offset: int = 0
+    """First byte of the part."""
+
+
+EngineRequest = GenerateRequest | AbortRequest | CloseSession | Ping | TokenizerRequest

@@ -115,6 +115,10 @@ class Gateway(Api, frozen=True, kw_only=True):
     """Format of tool calls; default: detected from the chat template."""
     reasoning_parser: Annotated[str, msgspec.Meta(pattern="^[a-z0-9_]+$", max_length=64)] | None = None
     """Format of reasoning; default: detected from the chat template."""
+    tokenizer: Literal["workers", "model"] | None = None
+    """Source of the tokenizer. workers: they send it, and gateway pods have no volume and no download of the model.
+    model: the source of the model, which gateways need not have workers for. Default: workers, unless the model is a
+    path in the image, or on a claim that its ModelGateway mounts."""
     console: bool | None = None
     """Serve the console; default: true."""
     strict_fields: bool = False

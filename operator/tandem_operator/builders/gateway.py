@@ -1,8 +1,8 @@
 """The gateway of a ModelService, or of a ModelGateway: Deployment, Service and, if requested, an HTTPRoute.
 
 `services_pod` is the pod of everything that serves HTTP from the services image: gateways, and routers of an
-InferencePool. It has the model's tokenizer, the key file of the deployment, the settings of Redis, and the API keys if
-there are any.
+InferencePool. It has the key file of the deployment, the settings of Redis, the API keys if there are any, and the
+model's tokenizer, unless the workers send it to the gateway.
 """
 
 from collections.abc import Iterator, Sequence
@@ -30,7 +30,7 @@ from tandem_operator.builders.containers import (
     spread_apart,
     value,
 )
-from tandem_operator.builders.model_mount import ModelMount, model_mount
+from tandem_operator.builders.model_mount import ModelMount, gateway_mount
 from tandem_operator.builders.models_file import shared_mount
 from tandem_operator.builders.naming import Labels, gateway_name, labels_of, selector_of
 from tandem_operator.builders.redis import redis_volumes, redis_words
@@ -188,7 +188,9 @@ def _timeouts(wanted: RouteTimeouts) -> Manifest:
 def _template(service: Served, labels: dict[str, str]) -> Manifest:
     spec = service.spec
     shared = shared_mount(service.name, service.claims) if service.shared else None
-    mount = shared or model_mount(spec.model, image=service.services_image, weights=False, cached=service.cached)
+    mount = shared or gateway_mount(
+        spec.model, spec.gateway.tokenizer, image=service.services_image, cached=service.cached
+    )
     return services_pod(
         service,
         labels,

@@ -29,6 +29,17 @@ class ModelMount:
     init_containers: tuple[Manifest, ...] = ()
 
 
+FROM_WORKERS = "fleet"
+"""`--model` of a gateway whose workers send the tokenizer, and `model` in a models file."""
+
+
+def gateway_mount(source: ModelSource, tokenizer: str | None, *, image: str, cached: bool) -> ModelMount:
+    """Of a gateway. `tokenizer`: where it comes from (`spec.gateway.tokenizer`); the others as of `model_mount`."""
+    if tokenizer == "workers" or (tokenizer is None and source.path is None):
+        return ModelMount(folder=FROM_WORKERS)
+    return model_mount(source, image=image, weights=False, cached=cached)
+
+
 def model_mount(source: ModelSource, *, image: str, weights: bool, cached: bool = False) -> ModelMount:
     """Of a worker, or of a gateway (not `weights`), which downloads no more than tokenizer and configuration.
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 from tandem_operator.api.pods import SecretKey
 from tandem_operator.builders.containers import Manifest, secret_volume
-from tandem_operator.builders.model_mount import ModelMount
+from tandem_operator.builders.model_mount import FROM_WORKERS, ModelMount
 from tandem_operator.builders.naming import fleets_secret_name, models_name
 from tandem_operator.builders.redis import redis_password, redis_url
 from tandem_operator.builders.served import CLAIMS_FOLDER, FROM_ZERO_S, Served, may_be_zero
@@ -63,8 +63,15 @@ def shared_mount(gateway: str, claims: Iterable[str]) -> ModelMount:
     )
 
 
-def tokenizer_folder(service: Served, claims: Iterable[str]) -> str | None:
-    """Where gateways with these claims have the tokenizer of a service; None where they do not have it."""
+def tokenizer_source(service: Served, gateway: Served) -> str | None:
+    """`model` of the entry of a service: a folder that the gateways have, or `FROM_WORKERS`; None where a spec requires
+    the folder and they do not have it."""
+    wanted = service.spec.gateway.tokenizer or gateway.spec.gateway.tokenizer
+    folder = None if wanted == "workers" else _tokenizer_folder(service, gateway.claims)
+    return FROM_WORKERS if folder is None and wanted != "model" else folder
+
+
+def _tokenizer_folder(service: Served, claims: Iterable[str]) -> str | None:
     source = service.spec.model
     if source.path is not None:
         return source.path
@@ -90,15 +97,16 @@ def fleet_files(service: Served, keys: bytes) -> Iterator[FleetFile]:
         yield FleetFile(f"{service.name}.redis-sentinel", external.sentinel_password)
 
 
-def entry_of(service: Served, folder: str, files: Iterable[FleetFile]) -> dict[str, Any]:
-    """The entry of a service in the models file, whose fields are those of `tandem gateway`."""
+def entry_of(service: Served, model: str, files: Iterable[FleetFile]) -> dict[str, Any]:
+    """The entry of a service in the models file, whose fields are those of `tandem gateway`. `model`: see
+    `tokenizer_source`."""
     paths = {file.name: f"{FLEETS_FOLDER}/{file.name}" for file in files}
     spec, gateway, limits = service.spec, service.spec.gateway, service.spec.gateway.limits
     sessions = service.engine("decode").sessions
     ca_file = paths.get(f"{service.name}.redis-ca", "")
     sentinel_file = paths.get(f"{service.name}.redis-sentinel", "")
     entry: dict[str, Any] = {
-        "model": folder,
+        "model": model,
         "served_model_name": [service.model_name, *spec.aliases],
         "cluster": service.cluster,
         "redis_url": redis_url(spec.redis, service.name, ca_file=ca_file, sentinel_password_file=sentinel_file),

@@ -18,7 +18,7 @@ from tandem_operator.api.model_gateway import ModelGatewayStatus, ReferringServi
 from tandem_operator.api.types import Condition
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
-from tandem_operator.builders.models_file import FleetFile, entry_of, fleets_secret, models_config_map, tokenizer_folder
+from tandem_operator.builders.models_file import FleetFile, entry_of, fleets_secret, models_config_map, tokenizer_source
 from tandem_operator.builders.naming import cluster_name, gateway_name
 from tandem_operator.builders.policies import disruption_budgets, network_policies, pod_monitors
 from tandem_operator.builders.redis import redis_deployment, redis_ports, redis_service
@@ -143,9 +143,9 @@ class _Selection:
         reason, message = self._refusal(one)
         shown = ReferringService(name=one.name, models=one.names[:32], reason=reason, message=message)
         if not reason and one.service is not None:
-            folder = tokenizer_folder(one.service, self.gateway.claims)
-            assert folder is not None, "a service without a tokenizer is refused"
-            self._take(one.name, entry_of(one.service, folder, one.files), one.contents)
+            model = tokenizer_source(one.service, self.gateway)
+            assert model is not None, "a service without a tokenizer is refused"
+            self._take(one.name, entry_of(one.service, model, one.files), one.contents)
             return msgspec.structs.replace(shown, served=True)
         entry = self.former.entries.get(cluster_name(self.gateway.namespace, one.name))
         if entry is None or reason == "NoTokenizer" or not self.taken.keys().isdisjoint(entry["served_model_name"]):
@@ -156,13 +156,13 @@ class _Selection:
     def _refusal(self, one: Referring) -> tuple[str, str]:
         if one.reason or one.service is None:
             return one.reason, one.message
-        if tokenizer_folder(one.service, self.gateway.claims) is None:
+        if tokenizer_source(one.service, self.gateway) is None:
             hub = one.service.spec.model.hugging_face
             claim = one.service.spec.model.claim
             name = claim.claim_name if claim is not None else hub.cache_claim if hub is not None else ""
             message = (
                 f"its tokenizer is on claim {name!r}, which the gateways of ModelGateway {self.gateway.name!r} do not "
-                f"mount; add it to spec.claims there"
+                f"mount; add it to spec.claims there, or set spec.gateway.tokenizer to workers"
             )
             return "NoTokenizer", message
         for name in one.names:

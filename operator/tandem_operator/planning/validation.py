@@ -92,7 +92,7 @@ def _picker(gateway: Served) -> Iterator[str]:
 OF_MODEL = frozenset(
     {
         *("router_policy", "router_exploration", "local_prefill_tokens", "prefill_fallback"),
-        *("tool_call_parser", "reasoning_parser", "parse_special_tokens"),
+        *("tool_call_parser", "reasoning_parser", "parse_special_tokens", "tokenizer"),
     }
 )
 """Fields of `spec.gateway` that depend on the model: also a service behind a ModelGateway may set them."""
@@ -116,11 +116,12 @@ def _reference(service: Served) -> Iterator[str]:
     if spec.security.client_namespaces:
         yield f"spec.security.clientNamespaces: clients reach {named} alone; remove it and set it there"
     hub = spec.model.hugging_face
-    if spec.model.image is not None or (hub is not None and hub.cache_claim is None):
+    unmounted = spec.model.image is not None or (hub is not None and hub.cache_claim is None)
+    if spec.gateway.tokenizer == "model" and unmounted:
         given = "image" if hub is None else "huggingFace without cacheClaim"
         yield (
-            f"spec.gatewayRef: gateways of a ModelGateway read tokenizers from their image or from a claim, not from "
-            f"model.{given}; use model.path, model.claim or model.huggingFace.cacheClaim, or take gatewayRef out"
+            f"spec.gateway.tokenizer: gateways of a ModelGateway read tokenizers from their image or from a claim, not "
+            f"from model.{given}; set it to workers, or use model.path, model.claim or model.huggingFace.cacheClaim"
         )
 
 

@@ -19,7 +19,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import AdapterConfig
 from tandem_engine.config.flags import count, host_address, non_negative_int, positive_mib
 from tandem_services.cli.logs.pump import LogTo
-from tandem_services.common.settings import read_settings
+from tandem_services.common.settings import FLEET_MODEL, read_settings
 from tandem_services.gateway.objectives import MAX_MS
 from tandem_services.gateway.output.reasoning import REASONING_PARSERS
 from tandem_services.gateway.output.tool_parsers.registry import TOOL_CALL_PARSERS
@@ -93,6 +93,17 @@ def _finite(text: str) -> float:
 def add_model(parser: argparse._ActionsContainer) -> None:
     """--model and the names it is served under."""
     parser.add_argument("--model", metavar="PATH", help="checkpoint directory (default: the bundled model)")
+    add_served_names(parser)
+
+
+def add_gateway_model(parser: argparse._ActionsContainer) -> None:
+    """The same of a gateway, whose workers may send what it needs."""
+    parser.add_argument(
+        "--model",
+        metavar="PATH",
+        help=f"checkpoint directory, of which the weights are not read, or {FLEET_MODEL!r}: the workers send the "
+        "tokenizer (default: the bundled model)",
+    )
     add_served_names(parser)
 
 

@@ -1,6 +1,7 @@
 """`tandem gateway`: the OpenAI-compatible HTTP front of a deployment. Needs no torch."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,10 @@ from tandem_services.cli.flags import (
     add_body_memory,
     add_console,
     add_deployment,
+    add_gateway_model,
     add_listen_host,
     add_local_prefill,
     add_log_format,
-    add_model,
     add_output_parsers,
     add_queue,
     add_router_policy,
@@ -36,7 +37,7 @@ from tandem_services.cli.flags import (
     tracing_of,
 )
 from tandem_services.cli.parsing.flag_table import Sources
-from tandem_services.common.settings import read_settings
+from tandem_services.common.settings import FLEET_MODEL, read_settings
 from tandem_services.gateway.objectives import Objectives, SloMode
 
 if TYPE_CHECKING:
@@ -72,7 +73,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         epilog=EXAMPLES,
     )
     group = parser.add_argument_group("models")
-    add_model(group)
+    add_gateway_model(group)
     group.add_argument(
         "--models",
         type=Path,
@@ -225,7 +226,7 @@ def check(args: argparse.Namespace) -> None:
 
 def check_flags(args: argparse.Namespace) -> None:
     """The same without a look at any file. Raises `ConfigError`."""
-    _model_config(argparse.Namespace(**{**vars(args), "redis_password_file": None}), Path(args.model or "model"))
+    _model_config(argparse.Namespace(**{**vars(args), "redis_password_file": None}), _folder(args, _unchecked))
     tracing_of(args)
 
 
@@ -237,9 +238,12 @@ def run(args: argparse.Namespace) -> int:
     keep_files_private()
     allow_many_descriptors()
     require_threads(THREADS)
+    models = models_of(args)
+    fleet_model = next((model for model in models if model.path is None), None)
     return serve(
         GatewayConfig(
-            models=models_of(args),
+            models=() if fleet_model is not None else models,
+            fleet_model=fleet_model,
             models_file=None if args.models is None else ModelsSource(args.models, model_flags(args)),
             independent_models=args.independent_models,
             host=args.host,
@@ -289,18 +293,31 @@ def _seconds(milliseconds: float | None) -> float | None:
 
 def model_flags(args: argparse.Namespace) -> "ModelConfig":
     """The one model that the flags say or, with a file, what its entries leave out. Raises `ConfigError`."""
-    folder = Path() if args.models is not None else model_folder(args.model)
+    folder = Path() if args.models is not None else _folder(args, model_folder)
     return _model_config(args, folder)
 
 
-def _model_config(args: argparse.Namespace, folder: Path) -> "ModelConfig":
+def _folder(args: argparse.Namespace, located: Callable[[str | None], Path]) -> Path | None:
+    """None: the workers send the tokenizer. Raises `ConfigError`."""
+    if args.model != FLEET_MODEL:
+        return located(args.model)
+    if not args.served_model_name:
+        raise ConfigError(f"--model {FLEET_MODEL}: add --served-model-name NAME, that of the workers")
+    return None
+
+
+def _unchecked(model: str | None) -> Path:
+    return Path(model or "model")
+
+
+def _model_config(args: argparse.Namespace, folder: Path | None) -> "ModelConfig":
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.config import ModelConfig
     from tandem_services.router.policies import PolicyNames
 
     return ModelConfig(
         path=folder,
-        names=served_names(args, folder),
+        names=served_names(args, folder or Path(FLEET_MODEL)),
         root=args.model_root,
         redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
         cluster=args.cluster,

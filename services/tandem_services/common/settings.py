@@ -20,6 +20,9 @@ CONFIG_VARIABLE = f"{PREFIX}CONFIG"
 OPENAI_API_KEY = "OPENAI_API_KEY"
 """Where clients of OpenAI's API have their key."""
 
+FLEET_MODEL = "fleet"
+"""--model of a gateway whose workers send the tokenizer, and `model` in a models file."""
+
 SWITCH_WORDS = {"1": True, "true": True, "0": False, "false": False}
 """Values of a variable that is on or off."""
 

@@ -166,7 +166,8 @@ def build_gateway(
     hosts = AllowedHosts.of(config.allowed_hosts, listening=listening)
     secret = deployment_secret(home.keys, home.cluster)
     if not config.independent_models:
-        health.add_check("workers", lambda: _missing_workers(models))
+        # Of a model whose tokenizer is awaited, there is a check that says so.
+        health.add_check("workers", lambda: None if models.awaited else _missing_workers(models))
     return Gateway(
         registry=registry,
         metrics=metrics,

@@ -18,8 +18,9 @@ from tandem_services.router.policies import PolicyNames
 class ModelConfig:
     """One model service: a model, and the fleet that serves it."""
 
-    path: Path
-    """Folder with tokenizer.json; weights are not read."""
+    path: Path | None
+    """Folder with tokenizer.json; weights are not read. None: its workers send the tokenizer
+    (`models.fleet_tokenizer`)."""
     names: tuple[str, ...]
     """Names clients use. The first is the model's own, which its workers have too; the others are aliases."""
     root: str = ""
@@ -96,6 +97,8 @@ class GatewayConfig:
     independent_models: bool = False
     """Each entry of `models_file` is opened and closed by itself, and any may go. `models` is empty: they are opened
     later. Usage is shared where the defaults of the file say."""
+    fleet_model: ModelConfig | None = None
+    """The only model, if its workers send the tokenizer: it is opened once they have. `models` is empty then."""
     host: str = LOOPBACK
     port: int = 8000
     allowed_hosts: tuple[str, ...] = ()
@@ -129,6 +132,18 @@ class GatewayConfig:
     """Where spans go; None: nowhere."""
     log_format: LogFormat = LogFormat.PLAIN
     log_level: int = logging.INFO
+
+    @property
+    def opens_later(self) -> bool:
+        """Whether models are opened while the gateway serves, each by itself."""
+        return self.independent_models or self.fleet_model is not None
+
+    @property
+    def home(self) -> ModelConfig | None:
+        """Whose Redis, cluster and key belong to the gateway itself; None: those of the first of `models`."""
+        if self.independent_models and self.models_file is not None:
+            return self.models_file.defaults
+        return self.fleet_model
 
     @property
     def guarded(self) -> bool:

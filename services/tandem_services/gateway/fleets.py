@@ -5,22 +5,34 @@ the fleet of the first model.
 """
 
 import asyncio
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.tasks import for_ever
 from tandem_services.gateway.access.tenants import Board as UsageBoard
 from tandem_services.gateway.app import Home
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.console.fleet_document import ViewedFleet
+from tandem_services.gateway.models.fleet_tokenizer import FleetTokenizer, FoundTokenizer, preferred
 from tandem_services.gateway.models.service import Fleet
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.keys import Keys
 from tandem_services.router.registered_adapters import RegisteredAdapters
+from tandem_services.router.registry import WorkerState
 from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.tokenizer_copy import TokenizerCopy
+
+logger = logging.getLogger(__name__)
+
+COPY_EVERY_S = 300.0
+"""How often a gateway looks whether Redis still has a tokenizer."""
 
 LATER_START_S = 5.0
 """A fleet that is opened while others are served waits for its Redis no longer than this; it is tried again."""
@@ -32,35 +44,58 @@ class RoutedFleet:
 
     router: Router
     parts: Fleet
+    tokenizer: str = ""
+    """Digest of the tokenizer, if workers have sent it."""
 
     @staticmethod
     def of(
         config: ModelConfig, tokenizer: TextTokenizer, keys: KeyPair | None, *, start_timeout_s: float = 30.0
     ) -> "RoutedFleet":
-        router = Router(
-            RouterConfig(
-                redis=config.redis,
-                cluster=config.cluster,
-                deployment=Deployment.of(keys),
-                local_prefill_tokens=config.local_prefill_tokens,
-                policies=config.policies,
-                exploration=config.exploration,
-                explained_per_second=config.explain_candidates,
-                start_timeout_s=start_timeout_s,
+        """With the tokenizer of `config.path`. Not started yet."""
+        assert config.path is not None, "a model of a fleet is opened by `of_fleet`"
+        router = _router(config, keys, start_timeout_s)
+        return RoutedFleet(router, _parts(config, config.path, tokenizer, IpcContext(keys), router, keys))
+
+    @staticmethod
+    async def of_fleet(config: ModelConfig, keys: KeyPair | None, *, start_timeout_s: float) -> "RoutedFleet":
+        """With the tokenizer of its workers, which is requested now. `start` is the caller's, too.
+
+        Raises `ConfigError`, `CheckpointError` and `RedisUnavailableError`.
+        """
+        router, context = _router(config, keys, start_timeout_s), IpcContext(keys)
+        async with AsyncExitStack() as opened:
+            opened.callback(context.close)
+            opened.push_async_callback(router.stop)
+            await router.start()
+            deployment = Deployment.of(keys)
+            source = FleetTokenizer(
+                model=config.name,
+                context=context,
+                copy=TokenizerCopy(
+                    redis=config.redis,
+                    keys=Keys(config.cluster, deployment.namespace),
+                    deployment=deployment,
+                    model=config.name,
+                ),
             )
+            found = await source.find(router.offered(), router.workers())
+            tokenizer = await asyncio.to_thread(TextTokenizer.load, found.folder)
+            router.require_tokenizer(found.digest)
+            parts = _parts(config, found.folder, tokenizer, context, router, keys, _upkeep(source, found))
+            opened.pop_all()
+        return RoutedFleet(router, parts, found.digest)
+
+    @property
+    def outdated(self) -> bool:
+        """Whether most of the workers that may be used have another tokenizer."""
+        if not self.tokenizer:
+            return False
+        ready = (
+            member.record.view
+            for member in self.router.fleet().members
+            if not member.suspect and member.record.state is WorkerState.READY
         )
-        parts = Fleet(
-            config=config,
-            chooser=router,
-            sessions=router.sessions,
-            context=IpcContext(keys),
-            tokenizer=tokenizer,
-            quarantine=router.quarantine,
-            end_reports=router.end_reports,
-            fairness=router.fairness,
-            adapters=RegisteredAdapters(model=config.name, deployment=Deployment.of(keys), board=router.adapters),
-        )
-        return RoutedFleet(router, parts)
+        return preferred(ready, self.parts.config.name, current=self.tokenizer) != self.tokenizer
 
     @property
     def view(self) -> ViewedFleet:
@@ -70,6 +105,10 @@ class RoutedFleet:
     async def start(self) -> None:
         """Raises `RedisUnavailableError`."""
         await self.router.start()
+        await self.sync()
+
+    async def sync(self) -> None:
+        """With the router started: read what gateways share."""
         if self.parts.adapters is not None:
             # No registered name is unknown at first.
             await self.parts.adapters.sync()
@@ -77,6 +116,56 @@ class RoutedFleet:
     async def close(self) -> None:
         await self.router.stop()
         self.parts.context.close()
+
+
+def _router(config: ModelConfig, keys: KeyPair | None, start_timeout_s: float) -> Router:
+    return Router(
+        RouterConfig(
+            redis=config.redis,
+            cluster=config.cluster,
+            deployment=Deployment.of(keys),
+            local_prefill_tokens=config.local_prefill_tokens,
+            policies=config.policies,
+            exploration=config.exploration,
+            explained_per_second=config.explain_candidates,
+            start_timeout_s=start_timeout_s,
+        )
+    )
+
+
+def _parts(
+    config: ModelConfig,
+    folder: Path,
+    tokenizer: TextTokenizer,
+    context: IpcContext,
+    router: Router,
+    keys: KeyPair | None,
+    upkeep: Callable[[], Coroutine[Any, Any, None]] | None = None,
+) -> Fleet:
+    return Fleet(
+        config=config,
+        folder=folder,
+        chooser=router,
+        sessions=router.sessions,
+        context=context,
+        tokenizer=tokenizer,
+        quarantine=router.quarantine,
+        end_reports=router.end_reports,
+        fairness=router.fairness,
+        adapters=RegisteredAdapters(model=config.name, deployment=Deployment.of(keys), board=router.adapters),
+        upkeep=upkeep,
+    )
+
+
+def _upkeep(source: FleetTokenizer, found: FoundTokenizer) -> Callable[[], Coroutine[Any, Any, None]]:
+    """What keeps the copy in Redis, for as long as it runs."""
+
+    async def run() -> None:
+        complaint = "cannot keep a copy of the tokenizer in Redis"
+        work = lambda: source.keep_copy(found.digest)  # noqa: E731
+        await for_ever(work, every_s=COPY_EVERY_S, logger=logger, complaint=complaint, at_once=True)
+
+    return run
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,26 +211,21 @@ class OpenFleets:
         keys: Mapping[str, KeyPair | None],
     ) -> list[RoutedFleet]:
         """Those of `models`, not started yet."""
-        fleets = [RoutedFleet.of(model, tokenizers[model.path], keys[model.name]) for model in models]
+        fleets = [RoutedFleet.of(model, tokenizers[_folder(model)], keys[model.name]) for model in models]
         self._open += fleets
         return fleets
 
     def add_home(self, config: GatewayConfig) -> HomeFleet | None:
         """Not started yet; None where the first model's fleet is the home. Raises `ConfigError`."""
-        if not config.independent_models or config.models_file is None:
+        if config.home is None:
             return None
-        home = HomeFleet.of(config.models_file.defaults, counts_usage=config.api_keys is not None)
+        home = HomeFleet.of(config.home, counts_usage=config.api_keys is not None)
         self._open.append(home)
         return home
 
     async def open(self, model: ModelConfig) -> RoutedFleet:
         """One more, started. Raises `ConfigError`, `CheckpointError` and `RedisUnavailableError`."""
-        tokenizer = await asyncio.to_thread(TextTokenizer.load, model.path)
-        fleet = RoutedFleet.of(model, tokenizer, key_pair_of(model), start_timeout_s=LATER_START_S)
-        async with AsyncExitStack() as opened:
-            opened.push_async_callback(fleet.close)
-            await fleet.start()
-            opened.pop_all()
+        fleet = await _opened(model)
         self._open.append(fleet)
         return fleet
 
@@ -154,6 +238,23 @@ class OpenFleets:
             await self._open.pop().close()
 
 
+async def _opened(model: ModelConfig) -> RoutedFleet:
+    """Raises as `OpenFleets.open`."""
+    keys = key_pair_of(model)
+    if model.path is None:
+        fleet = await RoutedFleet.of_fleet(model, keys, start_timeout_s=LATER_START_S)
+        started = fleet.sync()
+    else:
+        tokenizer = await asyncio.to_thread(TextTokenizer.load, model.path)
+        fleet = RoutedFleet.of(model, tokenizer, keys, start_timeout_s=LATER_START_S)
+        started = fleet.start()
+    async with AsyncExitStack() as opened:
+        opened.push_async_callback(fleet.close)
+        await started
+        opened.pop_all()
+    return fleet
+
+
 def key_pair_of(model: ModelConfig) -> KeyPair | None:
     """Raises `ConfigError`."""
     return None if model.curve_keys is None else KeyPair.load(model.curve_keys)
@@ -161,4 +262,9 @@ def key_pair_of(model: ModelConfig) -> KeyPair | None:
 
 def load_tokenizers(models: Sequence[ModelConfig]) -> dict[Path, TextTokenizer]:
     """By folder: models of one folder share one. Raises `CheckpointError`."""
-    return {path: TextTokenizer.load(path) for path in dict.fromkeys(model.path for model in models)}
+    return {path: TextTokenizer.load(path) for path in dict.fromkeys(map(_folder, models))}
+
+
+def _folder(model: ModelConfig) -> Path:
+    assert model.path is not None, "a model of a fleet is opened later"
+    return model.path

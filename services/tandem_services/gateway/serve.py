@@ -20,7 +20,7 @@ import signal
 import socket
 import sys
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import ExitStack, asynccontextmanager, closing, contextmanager
 from functools import partial
 from pathlib import Path
@@ -65,7 +65,7 @@ from tandem_services.gateway.http.connection import GatewayConnection, end_one
 from tandem_services.gateway.http.interruption import Closing
 from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
-from tandem_services.gateway.models.independent import IndependentModels
+from tandem_services.gateway.models.independent import Entries, FileEntries, IndependentModels, OneEntry
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
@@ -325,7 +325,7 @@ async def _serve(
             door=door,
             build=gateway.build_service,
             opened=fleets,
-            independent=config.independent_models,
+            independent=config.opens_later,
         )
         console = None
         if config.serves_console:
@@ -379,16 +379,16 @@ async def _open_fleets() -> AsyncIterator[OpenFleets]:
 
 @asynccontextmanager
 async def _following(config: GatewayConfig, gateway: Gateway, live: LiveModels[RoutedFleet]) -> AsyncIterator[None]:
-    """Changes of the models file are carried out, if there is one, for as long as the block lasts."""
-    if config.models_file is None:
+    """Changes of the models are carried out, if there may be any, for as long as the block lasts."""
+    if config.models_file is None and config.fleet_model is None:
         yield
         return
     metrics = ModelsFileMetrics(gateway.shared.families, served=len(config.models))
-    if config.independent_models:
-        models = IndependentModels(source=config.models_file, live=live, metrics=metrics, clock=gateway.clock)
-        gateway.health.add_check("models", models.missing)
-        work = models.run()
-    else:
+    if config.fleet_model is not None:
+        work = _opened_later(OneEntry(config.fleet_model), gateway, live, metrics)
+    elif config.models_file is not None and config.independent_models:
+        work = _opened_later(FileEntries(config.models_file), gateway, live, metrics)
+    elif config.models_file is not None:
         work = ModelsWatch(source=config.models_file, live=live, metrics=metrics).run(config.models)
     following = asyncio.create_task(work, name="models file")
     try:
@@ -397,6 +397,15 @@ async def _following(config: GatewayConfig, gateway: Gateway, live: LiveModels[R
         following.cancel()
         await asyncio.gather(following, return_exceptions=True)
         await live.close()
+
+
+def _opened_later(
+    entries: Entries, gateway: Gateway, live: LiveModels[RoutedFleet], metrics: ModelsFileMetrics
+) -> Coroutine[Any, Any, None]:
+    families = gateway.shared.families
+    models = IndependentModels(entries=entries, live=live, metrics=metrics, clock=gateway.clock, families=families)
+    gateway.health.add_check("models", models.missing)
+    return models.run()
 
 
 async def _start(fleets: Sequence[RoutedFleet] | Sequence[HomeFleet]) -> None:

@@ -67,6 +67,8 @@ class WorkerView:
     """Of the worker's image (`base.release`)."""
     health_endpoint: str = ""
     """http:// address of its port for commands; "" where it reports none."""
+    tokenizer: str = ""
+    """Digest of its tokenizer's files (`tokenizer.bundle`); "" where it has none to send."""
 
     def has_adapter(self, digest: bytes) -> bool:
         """Whether the adapter with this content is in its memory, under whatever name."""

@@ -6,6 +6,7 @@ Redis is shared, so its content is untrusted until a signature proves it:
     row        a worker signs its whole description; readers drop rows without a valid signature
     claim      a worker signs its incarnation: "this incarnation exists", by which it holds its worker's name
     adapter    a gateway signs what the name of an adapter stands for, with a revision
+    tokenizer  a gateway signs which tokenizer the workers of a model had, by digest
     verdict    why an incarnation has ended: the claim of a newer incarnation of the same worker, or a sentence signed
                by a process of the deployment (a peer that found it dead, or the worker itself as it exits, which also
                states whether the kernel killed its engine because memory was short)
@@ -72,6 +73,14 @@ class Deployment:
     def registered(self, model: str, content: str, *, proof: str) -> bool:
         """Whether a process of this deployment wrote this entry."""
         return _equal(proof, self.adapter_proof(model, content))
+
+    def tokenizer_proof(self, model: str, digest: str) -> str:
+        """Proof that workers of `model` have reported the tokenizer with this digest."""
+        return self._proof("tokenizer", model, digest)
+
+    def reported(self, model: str, digest: str, *, proof: str) -> bool:
+        """Whether a process of this deployment wrote that workers of `model` have this tokenizer."""
+        return _equal(proof, self.tokenizer_proof(model, digest))
 
     def claim(self, incarnation: str) -> str:
         """By which `incarnation` holds the name of its worker."""

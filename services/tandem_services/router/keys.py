@@ -18,6 +18,7 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     links:<incarnation>  STR   lines of a receiver's incarnation, a space and the seconds to move one token's KV to it
     quarantine           ZSET  digest of a request that crashes workers → when it may be forgotten
     adapters             HASH  model and name of a registered adapter → what it stands for, signed
+    tokenizer:<digest>   STR   of a model: the files of its tokenizer, compressed, and their signed digest
     usage:<tenant>       HASH  requests and tokens of one API key's last minute, by second (scripts/usage.lua)
     running:<tenant>     ZSET  request of it that runs → end of its lease
     fair                 HASH  tenant → virtual tokens it has had (scripts/fair.lua)
@@ -40,6 +41,7 @@ ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads 
 
 import re
 from dataclasses import dataclass
+from hashlib import blake2b
 
 from tandem_engine.base.errors import ConfigError
 
@@ -185,6 +187,10 @@ class Keys:
     @property
     def adapters(self) -> str:
         return self.prefix + "adapters"
+
+    def tokenizer(self, model: str) -> str:
+        digest = blake2b(model.encode("utf-8", "surrogatepass"), digest_size=DIGEST_BYTES).hexdigest()
+        return f"{self.prefix}tokenizer:{digest}"
 
     def usage_of(self, tenant: str) -> tuple[str, str]:
         """KEYS of the usage functions."""

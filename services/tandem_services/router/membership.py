@@ -106,6 +106,9 @@ class Membership:
     clock: Clock
     proofs: MemberProofs | None = None
     """None: rows alone count."""
+    tokenizer: str = ""
+    """Digest of the tokenizer of requests. A worker that reports another one would read other text: it is offered none,
+    but stays a member that a canary may name. "": not compared."""
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
     _unlisted: frozenset[str] = frozenset()
     _skewed: frozenset[str] = frozenset()
@@ -140,8 +143,10 @@ class Membership:
 
     @property
     def unusable(self) -> frozenset[str]:
-        """Incarnations that nothing may be sent to: dead, not proven, outside the window, or without a signed row."""
-        return frozenset(name for name in self._records if not self._usable(name)) | self.dead | self._nameless.keys()
+        """Incarnations that no request may be sent to: dead, not proven, outside the window, with another tokenizer, or
+        without a signed row."""
+        refused = (name for name in self._records if not self._usable(name) or self._reads_otherwise(name))
+        return frozenset(refused) | self.dead | self._nameless.keys()
 
     @property
     def dead(self) -> frozenset[str]:
@@ -203,7 +208,8 @@ class Membership:
         return tuple(record.view for incarnation, record in self._records.items() if self._usable(incarnation))
 
     def offered(self) -> tuple[WorkerView, ...]:
-        """Those of `workers` that a new request may be sent to: neither on standby, draining, stalled nor paused."""
+        """Those of `workers` that a new request may be sent to: of its tokenizer, and neither on standby, draining,
+        stalled nor paused."""
         return tuple(record.view for incarnation, record in self._records.items() if self._offers(incarnation))
 
     def members(self) -> tuple[FleetMember, ...]:
@@ -222,7 +228,8 @@ class Membership:
 
     def find_usable(self, incarnation: str) -> WorkerView | None:
         """None, too, for one that nothing may be sent to."""
-        return self._records[incarnation].view if self._usable(incarnation) else None
+        usable = self._usable(incarnation) and not self._reads_otherwise(incarnation)
+        return self._records[incarnation].view if usable else None
 
     def unknown(self, incarnations: Iterable[str]) -> set[str]:
         """Those of `incarnations` that are not in the view."""
@@ -255,7 +262,11 @@ class Membership:
 
     def _offers(self, incarnation: str) -> bool:
         ready = self._records[incarnation].state is WorkerState.READY and self._refusals.state(incarnation) is None
-        return ready and self._usable(incarnation)
+        return ready and self._usable(incarnation) and not self._reads_otherwise(incarnation)
+
+    def _reads_otherwise(self, incarnation: str) -> bool:
+        own = self._records[incarnation].view.tokenizer
+        return bool(self.tokenizer) and bool(own) and own != self.tokenizer
 
     def _usable(self, incarnation: str) -> bool:
         if incarnation not in self._records or incarnation in self._marked_dead or incarnation in self._skewed:

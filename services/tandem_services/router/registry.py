@@ -35,6 +35,7 @@ from tandem_services.router.row_values import (
     positive,
     read_adapter_memory,
     read_adapters,
+    read_digest,
     read_endpoint,
     read_http_address,
     read_incarnation,
@@ -56,6 +57,9 @@ ADAPTER_MEMORY_FIELD = "adapter_memory"
 
 STEP_FIT_FIELD = "step_fit"
 """The same: how long its steps take. Without it, only their recent mean is known."""
+
+TOKENIZER_FIELD = "tokenizer"
+"""The same: digest of the tokenizer's files. A worker without it sends none."""
 
 DESCRIBED_FIELD = "described"
 """Of the readable hash: `description_digest`. When it changes, readers read the worker again."""
@@ -380,6 +384,7 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
         "request_endpoint": view.request_endpoint,
         "peer_endpoint": view.peer_endpoint,
         **({"health_endpoint": view.health_endpoint} if view.health_endpoint else {}),
+        **({TOKENIZER_FIELD: view.tokenizer} if view.tokenizer else {}),
         "compat_hash": view.compat_hash,
         "release": view.release,
         "context_length": view.context_length,
@@ -424,6 +429,7 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             adapters=read_adapters(fields.get(ADAPTERS_FIELD, "[]")),
             adapter_memory=read_adapter_memory(fields.get(ADAPTER_MEMORY_FIELD, "")),
             health_endpoint=read_http_address(fields.get("health_endpoint", "")),
+            tokenizer=read_digest(fields.get(TOKENIZER_FIELD, "")),
         )
         load = Load(
             queue_tokens=read_measure(fields, "queue_tokens"),

@@ -18,6 +18,8 @@ _INCARNATION = re.compile(r"[A-Za-z0-9._-]{1,128}@[0-9]{1,40}")
 _DIGITS = re.compile(r"[0-9]{1,9}")
 """Tokens: a field of 32 bits has room for them."""
 
+_DIGEST = re.compile(r"[0-9a-f]{32}")
+
 MOST = 1e18
 """No rate, time or number of tokens that is measured comes near it."""
 
@@ -64,6 +66,13 @@ def read_adapter_memory(text: str) -> AdapterMemory | None:
         return msgspec.json.decode(text, type=AdapterMemory) if text else None
     except msgspec.DecodeError as error:
         raise ValueError(f"adapter_memory: {error}") from error
+
+
+def read_digest(text: str) -> str:
+    """`text`, if it is "" or 32 hexadecimal digits."""
+    if text and _DIGEST.fullmatch(text) is None:
+        raise ValueError(f"{text[:40]!r} is no digest")
+    return text
 
 
 def read_step_fit(text: str) -> StepFit | None:

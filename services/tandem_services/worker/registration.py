@@ -329,6 +329,7 @@ def _view(config: WorkerConfig, ready: EngineReady, role: Role, health_endpoint:
         adapters={adapter.name: adapter for adapter in ready.adapters},
         adapter_memory=ready.adapter_memory,
         health_endpoint=health_endpoint,
+        tokenizer=ready.tokenizer,
     )
 
 

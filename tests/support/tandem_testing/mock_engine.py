@@ -32,7 +32,9 @@ from tandem_engine.messages.requests import (
     GenerateRequest,
     HandoffSide,
     Ping,
+    TokenizerRequest,
 )
+from tandem_engine.tokenizer.bundle import TokenizerBundle, tokenizer_part
 from tandem_services.router.decision import WorkerView
 
 WAIT_S = 60.0
@@ -137,6 +139,8 @@ class MockEngine:
     emitted: int = 0
     """Output tokens sent to anybody."""
     pings: int = 0
+    tokenizer: TokenizerBundle | None = None
+    """That it sends to gateways."""
     send_rubbish: bool = False
     """Answer pings with bytes that are no message."""
 
@@ -161,6 +165,7 @@ class MockEngine:
             context_length=self.context_length,
             page_size=16,
             model=self.model,
+            tokenizer="" if self.tokenizer is None else self.tokenizer.digest,
         )
 
     def start(self) -> "MockEngine":
@@ -222,6 +227,8 @@ class MockEngine:
             elif isinstance(message, AbortRequest):
                 self.aborted.append(message.rid)
                 self._running.pop(message.rid, None)
+            elif isinstance(message, TokenizerRequest):
+                self._channel.send(client, tokenizer_part(self.tokenizer, message))
             elif isinstance(message, CloseSession):
                 self.closed_sessions.append(message.session)
             else:

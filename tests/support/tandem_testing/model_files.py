@@ -16,6 +16,7 @@ from tandem_testing.tokenizer_builders import EOS
 class OpenedFleet:
     parts: Fleet
     chooser: FakeChooser
+    outdated: bool = False
 
 
 @dataclass

@@ -39,6 +39,7 @@ from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.http.middleware import identify_model, identity_of
 from tandem_services.gateway.models.adapters import ref_of
+from tandem_services.gateway.models.awaited import AwaitedModel
 from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.models.service import Fleet, ModelService
 
@@ -66,6 +67,8 @@ class ModelCatalog:
         """`services`: as of `replace`."""
         self.unserved: Mapping[str, str] = {}
         """Why models of the file are not served as it has them, by their own names."""
+        self.awaited: Mapping[str, AwaitedModel] = {}
+        """Those of them whose tokenizer is awaited, by their own names."""
         self.replace(services)
 
     def replace(self, services: Sequence[ModelService]) -> None:
@@ -81,8 +84,8 @@ class ModelCatalog:
 
     def of_request(self, scope: Scope, name: str | None) -> Named:
         """What `name` stands for now; without a name, the only model. The request in `scope` is known from now on to be
-        answered by it. Raises `ApiError` 400 for a name of several, or none where there are several models, and 404 for
-        a name that is not there for the caller."""
+        answered by it. Raises `ApiError` 400 for a name of several, or none where there are several models, 404 for
+        a name that is not there for the caller, and 503 for a model whose tokenizer is awaited."""
         served, adapter = self._find(name, identity_of(scope).caller)
         served.visits.begin()
         identify_model(scope, served.model.name, on_end=served.visits.end)
@@ -137,6 +140,8 @@ class ModelCatalog:
 
     def _find(self, name: str | None, caller: Caller) -> _Found:
         """Raises as `of_request`."""
+        if not name and not self._services and len(self.awaited) == 1:
+            name = next(iter(self.awaited))
         if not name:
             if len(self._services) != 1:
                 raise bad_request("model is required: this gateway may serve several", "model")
@@ -179,6 +184,9 @@ class ModelCatalog:
         }
 
     def _no_such_model(self, name: str, caller: Caller) -> ApiError:
+        for own, awaited in self.awaited.items():
+            if name in awaited.names and caller.may_use(name, model=own):
+                return awaited.refusal(name)
         names = [known for service in self._services for known in service.model.names_for(caller)]
         names += self._adapters(caller)
         shown = ", ".join(names[:MOST_NAMED])
@@ -195,6 +203,11 @@ class OpenFleet(Protocol):
 
     @property
     def parts(self) -> Fleet: ...
+
+    @property
+    def outdated(self) -> bool:
+        """It has to be opened again, although its configuration is the same."""
+        ...
 
 
 F = TypeVar("F", bound=OpenFleet)
@@ -248,6 +261,11 @@ class LiveModels(Generic[F]):
         return [member.fleet for member in self._members]
 
     @property
+    def outdated(self) -> bool:
+        """Whether one of them has to be opened again."""
+        return any(fleet.outdated for fleet in self.fleets)
+
+    @property
     def retiring(self) -> int:
         """Model services that finish."""
         return len(self._retiring)
@@ -278,7 +296,11 @@ class LiveModels(Generic[F]):
         return errors
 
     def _unchanged(self, models: Sequence[ModelConfig]) -> dict[tuple[str, ...], _Member[F]]:
-        return {member.config.names: member for member in self._members if member.config in models}
+        return {
+            member.config.names: member
+            for member in self._members
+            if member.config in models and not member.fleet.outdated
+        }
 
     def _switch(self, members: list[_Member[F]], fresh: Mapping[tuple[str, ...], _Member[F]]) -> None:
         former, self._members = self._members, members

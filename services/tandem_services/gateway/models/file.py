@@ -20,6 +20,7 @@ from tandem_engine.base.logs import quoted
 from tandem_services.common.file_watcher import Follower, Signature, signature_of
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.settings import FLEET_MODEL
 from tandem_services.gateway.config import ModelConfig, ModelsSource
 from tandem_services.gateway.models.catalog import FAULTS, LiveModels
 from tandem_services.gateway.output.reasoning import REASONING_PARSERS
@@ -42,7 +43,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """One model service; each field as the flag of its name."""
 
     model: Text
-    """Checkpoint folder."""
+    """Checkpoint folder, or "fleet": the workers send the tokenizer."""
     served_model_name: Name | Annotated[tuple[Name, ...], msgspec.Meta(min_length=1, max_length=32)] | None = None
     """The model's own name, followed by its aliases."""
     cluster: Text | None = None
@@ -77,6 +78,9 @@ def read_models(path: Path, defaults: ModelConfig) -> tuple[ModelConfig, ...]:
     if not entries:
         raise ConfigError(f"{path}: models is empty; add one, or start with --independent-models")
     models = tuple(_config(entry, defaults, path, f"models[{n}]") for n, entry in enumerate(entries))
+    for number, model in enumerate(models):
+        if model.path is None:
+            raise ConfigError(f"{path}: models[{number}].model: {FLEET_MODEL!r} requires --independent-models")
     check_models(models, str(path))
     return models
 
@@ -91,7 +95,7 @@ def read_each_model(path: Path, defaults: ModelConfig) -> tuple[tuple[ModelConfi
         try:
             models.append(_config(entry, defaults, path, f"models[{number}]"))
         except ConfigError as error:
-            faults[_names(entry, Path(entry.model))[0]] = str(error)
+            faults[_names(entry, Path(entry.model), "")[0]] = str(error)
     check_models(models, str(path))
     return tuple(models), faults
 
@@ -138,8 +142,8 @@ def _config(entry: ModelEntry, defaults: ModelConfig, file: Path, where: str) ->
     def located(text: str) -> Path:
         return Path(os.path.normpath(file.parent / Path(text).expanduser()))
 
-    folder = located(entry.model)
-    if not folder.is_dir():
+    folder = None if entry.model == FLEET_MODEL else located(entry.model)
+    if folder is not None and not folder.is_dir():
         raise ConfigError(f"{file}: {where}.model: {folder} is no folder")
     _check_one_of(entry.tool_call_parser, TOOL_CALL_PARSERS, f"{file}: {where}.tool_call_parser")
     _check_one_of(entry.reasoning_parser, REASONING_PARSERS, f"{file}: {where}.reasoning_parser")
@@ -160,14 +164,18 @@ def _config(entry: ModelEntry, defaults: ModelConfig, file: Path, where: str) ->
         "parse_special_tokens": (entry.parse_special_tokens, bool),
     }
     fields = {name: read(value) for name, (value, read) in given.items() if value is not None}
-    return replace(
-        defaults, path=folder, names=_names(entry, folder), redis=_redis(entry, defaults.redis, located), **fields
-    )
+    names = _names(entry, folder, f"{file}: {where}")
+    return replace(defaults, path=folder, names=names, redis=_redis(entry, defaults.redis, located), **fields)
 
 
-def _names(entry: ModelEntry, folder: Path) -> tuple[str, ...]:
+def _names(entry: ModelEntry, folder: Path | None, where: str) -> tuple[str, ...]:
     match entry.served_model_name:
+        case None if folder is None:
+            raise ConfigError(
+                f"{where}.served_model_name is required with model {FLEET_MODEL!r}: it is that of the workers"
+            )
         case None:
+            assert folder is not None
             return (folder.name,)
         case str() as name:
             return (name,)

@@ -5,7 +5,10 @@ and the tokenizer threads.
 """
 
 import asyncio
+from collections.abc import Callable, Coroutine
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.ipc.channels import IpcContext
@@ -76,6 +79,10 @@ class Fleet:
     """How workers have ended. None: it is not known."""
     adapters: RegisteredAdapters | None = None
     """Names that commands have registered; None: none yet."""
+    folder: Path | None = None
+    """With the model's config.json, until the service is built; None: `config.path`."""
+    upkeep: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """Runs for as long as the model is served."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -111,6 +118,8 @@ class ModelService:
     """Of its fleet."""
     visits: Visits = field(default_factory=Visits)
     """Requests that are answered here."""
+    upkeep: Callable[[], Coroutine[Any, Any, None]] | None = None
+    """See `Fleet.upkeep`."""
     _tasks: list[asyncio.Task[None]] = field(default_factory=list)
 
     @property
@@ -124,6 +133,8 @@ class ModelService:
             f"adapters of {self.model.name}": self.updates.run(),
             f"virtual token counters of {self.model.name}": self.dispatcher.placing.admission.binding.run(),
         }
+        if self.upkeep is not None:
+            work[f"tokenizer of {self.model.name}"] = self.upkeep()
         self._tasks.extend(asyncio.create_task(run, name=name) for name, run in work.items())
 
     async def close(self) -> None:
@@ -153,7 +164,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         workers=fleet.chooser.workers,
         offered=fleet.chooser.offered,
         registered=registered,
-        checkpoint_length=checkpoint_length(config.path) if config.from_zero else None,
+        checkpoint_length=checkpoint_length(_folder(fleet)) if config.from_zero else None,
     )
     engines = _engines(fleet, shared, metrics)
     policy = _retry_policy(config)
@@ -205,7 +216,14 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         objectives=config.objectives,
         policies=str(config.policies),
         cluster=config.cluster,
+        upkeep=fleet.upkeep,
     )
+
+
+def _folder(fleet: Fleet) -> Path:
+    folder = fleet.folder or fleet.config.path
+    assert folder is not None, "a fleet that is open has a folder"
+    return folder
 
 
 def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePool:

@@ -173,7 +173,18 @@ def test_tokenizers_are_read_from_claims_that_the_gateways_mount(model, folder):
     models = shared_models(gateway_of({"claims": ["weights"]}), [behind(model=model)], Former())
     assert json.loads(models.models_file)["models"][0]["model"] == folder
     elsewhere = shared_models(gateway_of({"claims": ["other"]}), [behind(model=model)], after(models))
-    assert (served(elsewhere), reasons(elsewhere)) == ({}, {"chat": "NoTokenizer"})
+    assert json.loads(elsewhere.models_file)["models"][0]["model"] == "fleet"
+    forced = [behind(model=model, gateway={"tokenizer": "workers"})]
+    models = shared_models(gateway_of({"claims": ["weights"]}), forced, after(models))
+    assert json.loads(models.models_file)["models"][0]["model"] == "fleet"
+
+
+@pytest.mark.parametrize("of_service", [True, False])
+def test_required_model_folder_that_is_not_mounted_is_refused(of_service):
+    setting = {"tokenizer": "model"}
+    one = behind(model={"claim": {"claimName": "weights"}}, **({"gateway": setting} if of_service else {}))
+    models = shared_models(gateway_of({"claims": ["other"], **({} if of_service else setting)}), [one], Former())
+    assert (served(models), reasons(models)) == ({}, {"chat": "NoTokenizer"})
 
 
 def test_models_file_has_no_more_entries_than_gateways_read():

@@ -2,19 +2,22 @@
 
 import json
 from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import httpx
 import pytest
 
+from tandem_engine.base.errors import ConfigError
+from tandem_operator.telemetry.pod_metrics import Exposition, GatewayFigures
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 from tandem_services.gateway.app import Home, build_gateway
 from tandem_services.gateway.config import GatewayConfig, ModelConfig, ModelsSource
 from tandem_services.gateway.models.catalog import LiveModels
-from tandem_services.gateway.models.file import ModelsFileMetrics
-from tandem_services.gateway.models.independent import IndependentModels
+from tandem_services.gateway.models.file import ModelsFileMetrics, read_models
+from tandem_services.gateway.models.fleet_tokenizer import TokenizerMissingError
+from tandem_services.gateway.models.independent import FileEntries, IndependentModels, OneEntry
 from tandem_testing.gateway_builders import serving_gateway
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.model_files import Door, entry, replace_file
@@ -65,7 +68,9 @@ def front(rack, tokenizer, tmp_path):
         door = Door(rack, tokenizer)
         live = LiveModels(catalog=gateway.models, door=door, build=gateway.build_service, opened=[], independent=True)
         metrics = ModelsFileMetrics(gateway.shared.families, served=0)
-        models = IndependentModels(source=source, live=live, metrics=metrics, clock=clock)
+        models = IndependentModels(
+            entries=FileEntries(source), live=live, metrics=metrics, clock=clock, families=gateway.shared.families
+        )
         gateway.health.add_check("models", models.missing)
         async with serving_gateway(gateway, settings) as http:
             yield Front(http, path, door, models, clock)
@@ -137,3 +142,89 @@ async def test_invalid_file_changes_nothing_until_it_is_mended(front):
         await one.say(entry("a"))
         assert await one.metric("tandem_gateway_models_file_stale") == 0
         assert one.door.closed == []
+
+
+async def test_awaited_model_gets_503_and_counts_as_waiting(front):
+    async with front() as one:
+        one.door.refusal = TokenizerMissingError("waiting for a worker to send the tokenizer of model bad")
+        await one.say({**entry(("bad", "alias")), "model": "fleet"}, entry("a"))
+        body = {"messages": [{"role": "user", "content": "hi"}]}
+        for name in ("bad", "alias"):
+            answer = await one.http.post("/v1/chat/completions", json={**body, "model": name})
+            assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+            error = answer.json()["error"]
+            assert (error["type"], error["code"]) == ("ServiceUnavailableError", None)
+            assert "no worker has sent its tokenizer" in error["message"]
+        assert await one.answers("a", "unknown") == {"a": "I am a.", "unknown": 404}
+        assert await one.metric('tandem_gateway_num_requests_waiting{model_name="bad"}') == 2
+        GatewayFigures.of(Exposition.parse((await one.http.get("/metrics")).text), "bad")
+        one.clock.advance(11.0)
+        await one.models.poll()
+        assert await one.metric('tandem_gateway_num_requests_waiting{model_name="bad"}') == 0
+        one.door.refusal = None
+        await one.later()
+        assert await one.answers("bad", "alias") == {"bad": "I am bad.", "alias": "I am bad."}
+
+
+async def test_awaited_model_is_tried_again_every_second(front):
+    async with front() as one:
+        one.door.refusal = TokenizerMissingError("waiting")
+        await one.say({**entry("bad"), "model": "fleet"})
+        for _ in range(4):
+            one.clock.advance(1.1)
+            await one.models.poll()
+        one.door.refusal = None
+        one.clock.advance(1.1)
+        await one.models.poll()
+        assert await one.answers("bad") == {"bad": "I am bad."}
+
+
+async def test_model_with_another_tokenizer_is_opened_again(front):
+    async with front() as one:
+        await one.say({**entry("a"), "model": "fleet"})
+        former = one.models.live.fleets[0]
+        await one.models.poll()
+        assert one.models.live.fleets == [former]
+        former.outdated = True
+        one.door.refusal = TokenizerMissingError("waiting")
+        await one.models.poll()
+        assert one.models.live.fleets[0] is not former
+        assert await one.answers("a") == {"a": "I am a."}
+
+
+async def test_fleet_model_needs_a_name(front):
+    async with front() as one:
+        await one.say({"model": "fleet"}, entry("a"))
+        assert "served_model_name is required" in one.models.live.catalog.unserved["fleet"]
+        assert await one.answers("a") == {"a": "I am a."}
+
+
+@pytest.mark.parametrize("from_zero", [False, True])
+async def test_only_model_makes_the_gateway_ready(rack, tokenizer, from_zero):
+    model, clock = replace(DEFAULTS, path=None, names=("bad", "alias"), from_zero=from_zero), ServiceClock()
+    settings = GatewayConfig(models=(), fleet_model=model, ping_interval_s=5.0)
+    gateway = build_gateway(settings, [], clock=clock, health=Health(), home=Home(None, "home"))
+    door = Door(rack, tokenizer, TokenizerMissingError("waiting for a worker to send the tokenizer of model bad"))
+    live = LiveModels(catalog=gateway.models, door=door, build=gateway.build_service, opened=[], independent=True)
+    families = gateway.shared.families
+    metrics = ModelsFileMetrics(families, served=0)
+    models = IndependentModels(entries=OneEntry(model), live=live, metrics=metrics, clock=clock, families=families)
+    gateway.health.add_check("models", models.missing)
+    async with serving_gateway(gateway, settings) as http:
+        await models.poll()
+        ready = await http.get("/ready")
+        if from_zero:
+            assert ready.status_code == 200, "requests for it wake the fleet"
+        else:
+            why = "models: waiting for a worker to send the tokenizer of model bad"
+            assert (ready.status_code, ready.json()["reasons"]) == (503, [why])
+        nameless = await http.post("/v1/completions", json={"prompt": "hi"})
+        assert (nameless.status_code, nameless.headers["retry-after"]) == (503, "2")
+        await live.close()
+
+
+def test_file_with_a_fleet_model_needs_independent_models(tmp_path):
+    path = tmp_path / "models.json"
+    path.write_text(json.dumps({"models": [{"model": "fleet", "served_model_name": "a"}]}), encoding="utf-8")
+    with pytest.raises(ConfigError, match="requires --independent-models"):
+        read_models(path, DEFAULTS)
