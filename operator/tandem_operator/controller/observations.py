@@ -212,6 +212,8 @@ class Observations:
     """Pods through which canaries fail, although their revision has passed: name → reason."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Links slower than expected, as `Observed.links`."""
+    releases: Mapping[str, int] = field(default_factory=dict)
+    """Of pods that report metrics, as `Observed.releases`."""
     decisions: tuple[Decision, ...] | None = None
     """Decisions of the autoscaler, newest first; None: none since this operator leads, those in the status stay."""
     holding: str = ""

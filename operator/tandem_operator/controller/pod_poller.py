@@ -103,7 +103,7 @@ class PodPoller:
         seen = await self._seen(subject)
         if seen is None:
             return known
-        found = replace(known, links=seen.slow_links(), pods=seen)
+        found = replace(known, links=seen.slow_links(), releases=seen.releases, pods=seen)
         scaled = self._decide(subject, seen)
         if scaled is None:
             return replace(found, holding="")

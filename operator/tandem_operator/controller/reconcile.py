@@ -279,6 +279,7 @@ class Reconciler:
             owned=parts.removable(),
             canaries=canaries,
             links=observations.links,
+            releases=observations.releases,
             decisions=observations.decisions,
             holding=observations.holding,
             adapter_asks=parts.adapter_asks(),

@@ -112,6 +112,8 @@ class Observed:
     """Of each revision with a pair that answered or failed; under "" that through the gateway."""
     links: Mapping[str, str] = field(default_factory=dict)
     """Links that are slower than expected: pair → transport that carries it."""
+    releases: Mapping[str, int] = field(default_factory=dict)
+    """Of workers and gateways that report metrics, by pod (`base.release`)."""
     decisions: tuple[Decision, ...] | None = None
     """The autoscaler's last ones, newest first; None: as the status has them."""
     holding: str = ""

@@ -3,7 +3,7 @@
     Valid ─ ModelAvailable ─ RedisReady ─ PrefillWorkersReady ─ DecodeWorkersReady ─ RouterReady
                                       all of them  →  Ready
     ArgumentsAccepted (where `args` are given), AdaptersReady (where there are adapters), TransportReady, Progressing,
-    AutoscalingActive, Degraded
+    AutoscalingActive, Degraded, VersionSkew
                                                                informational; not part of Ready
 
 `lastTransitionTime` changes only with the status of its condition, so that an unchanged service is not written again.
@@ -15,6 +15,7 @@ from typing import Literal, TypeVar
 
 import msgspec
 
+from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_operator.api.model_cache import ModelCacheStatus
 from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
@@ -41,6 +42,7 @@ DEGRADED = "Degraded"
 MODEL_CACHED = "ModelCached"
 FAILED = "Failed"
 """Of a ModelCache."""
+VERSION_SKEW = "VersionSkew"
 
 NEEDED = (VALID, MODEL_AVAILABLE, REDIS_READY, *WORKERS_READY.values(), ROUTER_READY)
 """What must be true for `Ready`, in the order in which people should look."""
@@ -84,6 +86,7 @@ def status_error(conditions: Sequence[Condition]) -> str:
         ARGUMENTS_ACCEPTED: "False",
         DEGRADED: "True",
         MODEL_CACHED: "False",
+        VERSION_SKEW: "True",
         MODEL_AVAILABLE: "False",
         ADAPTERS_READY: "False",
         TRANSPORT_READY: "False",
@@ -165,6 +168,7 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
         _progress(service, observed, target, wanted),
         _autoscaling(service, observed),
         degraded(observed, target),
+        version_skew(observed),
     ]
 
 
@@ -346,6 +350,31 @@ def degraded(observed: Observed, target: str) -> Condition:
     if failure:
         return condition(DEGRADED, True, "PodsFailing", failure)
     return condition(DEGRADED, False, "AllWell")
+
+
+MAX_SKEWED_SHOWN = 8
+"""Pods that one condition names."""
+
+
+def version_skew(observed: Observed) -> Condition:
+    """Whether releases of pods, or of this operator, are too far apart to work together. Gateways send nothing to a
+    worker outside their window, and workers outside each other's exchange no KV."""
+    releases = observed.releases
+    newest, oldest = max([RELEASE, *releases.values()]), min([RELEASE, *releases.values()])
+    if newest - oldest <= WINDOW:
+        return condition(VERSION_SKEW, False, "WithinWindow", f"releases {oldest} to {newest}" if releases else "")
+    named = sorted(releases.items(), key=lambda one: (one[1], one[0]))
+    outer = [one for one in named if newest - one[1] > WINDOW or one[1] - oldest > WINDOW]
+    half = MAX_SKEWED_SHOWN // 2
+    both = outer if len(outer) <= MAX_SKEWED_SHOWN else [*outer[:half], *outer[-half:]]
+    shown = ", ".join(f"{pod} ({release})" for pod, release in both)
+    more = f" and {len(outer) - len(both)} more" if len(outer) > len(both) else ""
+    message = (
+        f"releases must be within {WINDOW} of each other: pods {shown}{more}, operator ({RELEASE}); no requests are "
+        f"sent between those outside. Update in steps of at most {WINDOW} releases, operator first, then workers, then "
+        f"gateways (spec.images), or go back to the images before"
+    )
+    return condition(VERSION_SKEW, True, "OutsideWindow", message)
 
 
 def available(kind: str, seen: DeploymentSeen | None, wanted: int, what: str) -> Condition:

@@ -11,10 +11,14 @@ from dataclasses import dataclass, field, fields
 
 from prometheus_client.parser import text_string_to_metric_families
 
+from tandem_engine.base.release import UNSTATED
 from tandem_operator.api.types import RoleName
 
 WORKER = "tandem_worker_"
 GATEWAY = "tandem_gateway_"
+MAX_RELEASE = 1_000_000
+"""Greater numbers were not written by a release."""
+
 MODEL = "model_name"
 """The label of series of one model."""
 
@@ -64,7 +68,10 @@ GATEWAY_NAMES = frozenset(
 SHARED_NAMES = frozenset({GATEWAY + "models"})
 """Of gateways that have several models."""
 
-NAMES = WORKER_NAMES | LINK_NAMES | GATEWAY_NAMES | SHARED_NAMES
+RELEASE_NAME = "tandem_release"
+"""Absent in releases that have not named theirs in metrics."""
+
+NAMES = WORKER_NAMES | LINK_NAMES | GATEWAY_NAMES | SHARED_NAMES | {RELEASE_NAME}
 _NAME = re.compile(r"tandem_\w+")
 
 
@@ -151,6 +158,8 @@ class WorkerFigures:
     used_pages: float
     slow_links: Mapping[str, str] = field(default_factory=dict)
     """Links that are slower than the service expects: peer → transport."""
+    release: int = UNSTATED
+    """Of its image (`base.release`)."""
 
     @property
     def outstanding(self) -> float:
@@ -181,6 +190,7 @@ class WorkerFigures:
             pages=pages,
             used_pages=max(0.0, pages - value("kv_pages_free") - value("kv_pages_evictable")),
             slow_links=_slow_links(exposition),
+            release=_release(exposition),
         )
 
 
@@ -216,18 +226,21 @@ class GatewayFigures:
     waiting_tokens: float
     oldest_wait_s: float
     totals: GatewayTotals
+    release: int = UNSTATED
+    """Of its image."""
 
     @staticmethod
     def of(exposition: Exposition, model: str = "") -> "GatewayFigures":
         """`model`: of a gateway that has several; nothing is answered before it has this one. Raises
         `UnusableFiguresError`.
         """
+        release = _release(exposition)
         if model:
             # The gateway itself is known to report by now.
             exposition.sum(GATEWAY + "models")
             exposition = exposition.of_model(model)
             if not exposition.samples:
-                return GatewayFigures.none()
+                return GatewayFigures.none(release)
 
         def value(name: str) -> float:
             return exposition.sum(GATEWAY + name)
@@ -247,13 +260,20 @@ class GatewayFigures:
                 finished_s=value("e2e_request_latency_seconds_sum"),
                 finished=value("e2e_request_latency_seconds_count"),
             ),
+            release=release,
         )
 
     @staticmethod
-    def none() -> "GatewayFigures":
+    def none(release: int = UNSTATED) -> "GatewayFigures":
         """Of a gateway that does not have the model."""
         return GatewayFigures(
-            answering=0.0, waiting=0.0, held=0.0, waiting_tokens=0.0, oldest_wait_s=0.0, totals=GatewayTotals()
+            answering=0.0,
+            waiting=0.0,
+            held=0.0,
+            waiting_tokens=0.0,
+            oldest_wait_s=0.0,
+            totals=GatewayTotals(),
+            release=release,
         )
 
 
@@ -263,6 +283,12 @@ Figures = WorkerFigures | GatewayFigures
 def _role(exposition: Exposition) -> RoleName | None:
     held = {sample.labels.get("role") for sample in exposition.of(WORKER + "role") if sample.value > 0}
     return "prefill" if held == {"prefill"} else "decode" if held == {"decode"} else None
+
+
+def _release(exposition: Exposition) -> int:
+    found = exposition.of(RELEASE_NAME)
+    value = found[0].value if found else 0.0
+    return int(value) if 0 <= value < MAX_RELEASE else UNSTATED
 
 
 def _slow_links(exposition: Exposition) -> dict[str, str]:

@@ -162,6 +162,8 @@ class LoadReading:
     """Why there is no load."""
     workers: Mapping[str, WorkerFigures] = field(default_factory=dict)
     """Metrics of existing workers by pod name, if they are recent or the pod is ready."""
+    releases: Mapping[str, int] = field(default_factory=dict)
+    """Of these, and of gateways, by pod name."""
 
     def serves(self, pod: PodSeen) -> RoleName | None:
         """The role that a worker reports, or else that of its Deployment. None for gateways."""
@@ -206,10 +208,11 @@ class PodSampler:
         known = [(pod, sample) for pod in pods if (sample := self._current(at, pod)) is not None]
         workers = {pod.name: sample.figures for pod, sample in known if isinstance(sample.figures, WorkerFigures)}
         gateways = [sample for _, sample in known if isinstance(sample.figures, GatewayFigures)]
+        releases = {pod.name: sample.figures.release for pod, sample in known}
         self.sizes.take(workers.values())
         reason = self._silent(pods, answers) or _no_rates(gateways)
         if reason:
-            return LoadReading(load=None, reason=reason, workers=workers)
+            return LoadReading(load=None, reason=reason, workers=workers, releases=releases)
         self.demand.take(sample.gain for sample in gateways if sample.at == at and sample.gain is not None)
         load = load_of(
             at=at,
@@ -219,7 +222,7 @@ class PodSampler:
             rates=self.demand.rates(sample.gain for sample in gateways if sample.gain is not None),
             sizes=self.sizes,
         )
-        return LoadReading(load=load, workers=workers)
+        return LoadReading(load=load, workers=workers, releases=releases)
 
     def _remember(self, at: float, pods: Sequence[PodSeen], answers: Mapping[str, Figures | str]) -> None:
         there = {pod.uid for pod in pods}

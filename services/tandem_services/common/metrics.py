@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from tandem_engine.base.cgroups import cpu_quota, throttling
+from tandem_engine.base.release import RELEASE
 from tandem_services.common.metric_values import CounterFamily, HistogramFamily
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -31,12 +32,15 @@ OTHER = "other"
 
 
 def new_registry() -> CollectorRegistry:
-    """A registry with the process's own memory, CPU, file descriptors, garbage collections and CPU quota."""
+    """A registry with the process's own memory, CPU, file descriptors, garbage collections and CPU quota, and its
+    release."""
     registry = CollectorRegistry(auto_describe=True)
     ProcessCollector(registry=registry)
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     registry.register(CpuQuotaCollector())
+    text = "Number of this process's release; releases that meet in one fleet must be within a window"
+    Gauge("tandem_release", text, registry=registry).set(RELEASE)
     return registry
 
 

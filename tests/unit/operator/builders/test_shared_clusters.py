@@ -87,7 +87,7 @@ def test_download_has_the_resources_of_its_field():
     ):
         found = pods(made({"model": {"huggingFace": {**HUB["huggingFace"], **spec}}}))
         downloads = [one["resources"] for pod in found.values() for one in pod.get("initContainers", ())]
-        assert downloads == [expected] * 3
+        assert downloads == [expected] * 2, "workers, and no gateway"
 
 
 @each_spec
@@ -111,7 +111,44 @@ def test_size_limits_are_fields():
         if part.startswith("worker"):
             assert limits == {"tmp": "5Gi", "shm": "3Gi", "model": "20Gi", "hf-home": "16Gi"}
         if part.startswith("gateway"):
-            assert limits == {"tmp": "5Gi", "model": "20Gi", "hf-home": "16Gi"}
+            assert limits == {"tmp": "5Gi"}
+    of_model = {**spec, "gateway": {**pod, "tokenizer": "model"}}
+    (found,) = [found for part, found in pods(made(of_model)).items() if part.startswith("gateway")]
+    limits = {one["name"]: one["emptyDir"]["sizeLimit"] for one in found["volumes"] if "emptyDir" in one}
+    assert limits == {"tmp": "5Gi", "model": "20Gi", "hf-home": "16Gi"}
+
+
+@pytest.mark.parametrize(
+    "model",
+    [
+        {"claim": {"claimName": "weights", "path": "llama"}},
+        {"image": {"reference": "registry/model@sha256:0"}},
+        {"huggingFace": {"id": "o/n", "cacheClaim": "cache"}},
+        {"huggingFace": {"id": "o/n"}},
+    ],
+    ids=["claim", "image", "cached", "hub"],
+)
+def test_gateway_has_no_volume_of_the_model_by_default(model):
+    (gateway,) = [found for part, found in pods(made({"model": model})).items() if part.startswith("gateway")]
+    container = gateway["containers"][0]
+    assert container["args"][:2] == ["--model", "fleet"]
+    assert "initContainers" not in gateway
+    assert {one["name"] for one in gateway["volumes"]} == {"tmp", "curve", "redis-password"}
+    assert {one["mountPath"] for one in container["volumeMounts"]}.isdisjoint({"/models", "/hf"})
+    spec = {"model": model, "gateway": {"tokenizer": "model"}}
+    (gateway,) = [found for part, found in pods(made(spec)).items() if part.startswith("gateway")]
+    assert "model" in {one["name"] for one in gateway["volumes"]}
+
+
+def test_gateway_reads_a_model_of_its_image_there():
+    (gateway,) = [found for part, found in pods(made(MINIMAL)).items() if part.startswith("gateway")]
+    assert gateway["containers"][0]["args"][:2] == ["--model", MINIMAL["model"]["path"]]
+    (gateway,) = [
+        found
+        for part, found in pods(made({**MINIMAL, "gateway": {"tokenizer": "workers"}})).items()
+        if part.startswith("gateway")
+    ]
+    assert gateway["containers"][0]["args"][:2] == ["--model", "fleet"]
 
 
 def test_gateways_and_routers_prefer_other_nodes_and_zones():

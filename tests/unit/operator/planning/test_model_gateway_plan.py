@@ -246,8 +246,8 @@ def test_what_a_model_gateway_cannot_have_is_refused_by_name(spec, sentence):
         ({"gateway": {"limits": {"maxBodyMemoryMib": 1}}}, "spec.gateway.limits.maxBodyMemoryMib: "),
         ({"gateway": {"args": ["--explain-candidates=1"]}}, "spec.gateway.args: "),
         ({"security": {"clientNamespaces": {"a": "b"}}}, "spec.security.clientNamespaces: "),
-        ({"model": {"image": {"reference": "r"}}}, "spec.gatewayRef: "),
-        ({"model": {"huggingFace": {"id": "o/n"}}}, "spec.gatewayRef: "),
+        ({"model": {"image": {"reference": "r"}}, "gateway": {"tokenizer": "model"}}, "spec.gateway.tokenizer: "),
+        ({"model": {"huggingFace": {"id": "o/n"}}, "gateway": {"tokenizer": "model"}}, "spec.gateway.tokenizer: "),
     ],
 )
 def test_service_with_gateway_ref_has_no_gateway_fields(spec, field):

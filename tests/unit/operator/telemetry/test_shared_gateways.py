@@ -5,6 +5,7 @@ import json
 import httpx
 import pytest
 
+from tandem_engine.base.release import RELEASE
 from tandem_operator.telemetry.pod_metrics import Exposition, GatewayFigures, UnusableFiguresError
 from tandem_operator.telemetry.worker_control import ModelAt, run_canary
 from tandem_services.common.metrics import MetricFamilies, new_registry, render
@@ -38,7 +39,7 @@ def test_only_one_model_counts(exposition):
 
 
 def test_gateway_without_the_model_answers_nothing(exposition):
-    assert GatewayFigures.of(exposition, "other") == GatewayFigures.none()
+    assert GatewayFigures.of(exposition, "other") == GatewayFigures.none(RELEASE)
 
 
 def test_gateway_that_reports_nothing_is_not_idle():
