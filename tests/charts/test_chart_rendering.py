@@ -354,4 +354,4 @@ def test_notes_of_a_model_tell_how_to_ask_it(helm):
 
 def test_without_the_custom_resources_helm_says_so(helm):
     with pytest.raises(HelmError, match=r'no matches for kind "ModelService".*\n.*ensure CRDs are installed first'):
-        helm.render("tandem-model", {"model": {"path": "/m"}}, without=("tandem.dev/v1alpha1",))
+        helm.render("tandem-model", {"model": {"path": "/m"}}, without=("tandem.dev/v1beta1",))

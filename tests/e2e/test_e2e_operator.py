@@ -257,8 +257,8 @@ def wait_nothing_left(pods: Pods) -> None:
         f"{pods.core}/pods",
         f"{pods.core}/services",
         f"/apis/apps/v1/namespaces/{pods.namespace}/deployments",
-        f"/apis/tandem.dev/v1alpha1/namespaces/{pods.namespace}/workerpools",
-        f"/apis/tandem.dev/v1alpha1/namespaces/{pods.namespace}/modelservices",
+        f"/apis/tandem.dev/v1beta1/namespaces/{pods.namespace}/workerpools",
+        f"/apis/tandem.dev/v1beta1/namespaces/{pods.namespace}/modelservices",
     ):
         wait_for(lambda path=path: not pods.cluster.get(path)["items"], 180.0, lambda path=path: path)
     # Garbage collection takes Secrets after the pools that own them.

@@ -14,7 +14,7 @@ from tandem_testing.waiting import wait_equal
 pytestmark = KUBE
 
 SQL = {"name": "sql", "source": {"claim": {"claimName": "adapters", "path": "sql"}}}
-ADAPTERS = "/apis/tandem.dev/v1alpha1/namespaces/{}/modeladapters/{}"
+ADAPTERS = "/apis/tandem.dev/v1beta1/namespaces/{}/modeladapters/{}"
 
 
 @pytest.fixture

@@ -123,7 +123,7 @@ def test_two_managers_of_one_field_are_told_of_each_other(control_plane, namespa
 @KINDS
 def test_printer_columns(control_plane, namespace, crd):
     names = crd["spec"]["names"]
-    path = f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/{names['plural']}"
+    path = f"/apis/tandem.dev/v1beta1/namespaces/{namespace}/{names['plural']}"
     table = control_plane.api.get(path, headers={"Accept": TABLE}).raise_for_status().json()
     ours = crd["spec"]["versions"][0]["additionalPrinterColumns"]
     assert [one["name"] for one in table["columnDefinitions"]] == ["Name", *(one["name"] for one in ours)]
@@ -151,7 +151,7 @@ def test_kubectl_get_shows_what_the_status_says(control_plane, namespace):
 
 @KINDS
 def test_names_short_names_and_categories(control_plane, crd):
-    resources = control_plane.get("/apis/tandem.dev/v1alpha1")["resources"]
+    resources = control_plane.get("/apis/tandem.dev/v1beta1")["resources"]
     names = crd["spec"]["names"]
     (found,) = [one for one in resources if one["name"] == names["plural"]]
     assert found["shortNames"] == names["shortNames"]
@@ -187,7 +187,7 @@ def test_kubectl_explain(control_plane):
 
 def definition_of(cluster: ControlPlane, kind: str) -> dict[str, Any]:
     """As published. Release 1.20 collects documents when a group is new, and then once a minute."""
-    name = f"dev.tandem.v1alpha1.{kind}"
+    name = f"dev.tandem.v1beta1.{kind}"
     published = "/openapi/v2"
     wait_for(lambda: f'"{name}"' in cluster.api.get(published).text, 2 * PATIENCE_S, lambda: f"{name} is not published")
     definition: dict[str, Any] = cluster.get(published)["definitions"][name]

@@ -34,7 +34,7 @@ def service(control_plane: ControlPlane, namespace: str):
 
     def apply(mode: str = "none") -> dict:
         manifest = {
-            "apiVersion": "tandem.dev/v1alpha1",
+            "apiVersion": "tandem.dev/v1beta1",
             "kind": "ModelService",
             "metadata": {"name": "llama", "namespace": namespace},
             "spec": {
@@ -47,7 +47,7 @@ def service(control_plane: ControlPlane, namespace: str):
         control_plane.apply(manifest).raise_for_status()
         for role, replicas in (("prefill", 1), ("decode", 2)):
             pool = {
-                "apiVersion": "tandem.dev/v1alpha1",
+                "apiVersion": "tandem.dev/v1beta1",
                 "kind": "WorkerPool",
                 "metadata": {"name": f"llama-{role}", "namespace": namespace},
                 "spec": {"serviceName": "llama", "role": role, "replicas": replicas},
@@ -102,7 +102,7 @@ def test_workers_are_scaled_where_their_number_is_decided(control_plane, namespa
     manifest = service(mode)
     assert kubectl("scale", "llama", "--prefill", "2", "--decode", "4")[0] == 0
     spec = control_plane.get(control_plane.path(manifest))["spec"]
-    pools = control_plane.get(f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/workerpools")["items"]
+    pools = control_plane.get(f"/apis/tandem.dev/v1beta1/namespaces/{namespace}/workerpools")["items"]
     in_pools = {pool["spec"]["role"]: pool["spec"]["replicas"] for pool in pools}
     in_spec = {role: spec[role]["replicas"] for role in ("prefill", "decode")}
     wanted, before = {"prefill": 2, "decode": 4}, {"prefill": 1, "decode": 2}

@@ -45,7 +45,7 @@ def test_hpa_finds_the_workers_of_a_pool(control_plane, namespace):
     control_plane.apply(manifest).raise_for_status()
     status = {"replicas": 1, "selector": "tandem.dev/role=decode"}
     control_plane.merge(control_plane.path(manifest, "status"), {"status": status}).raise_for_status()
-    target = {"apiVersion": "tandem.dev/v1alpha1", "kind": "WorkerPool", "name": "chat-decode"}
+    target = {"apiVersion": "tandem.dev/v1beta1", "kind": "WorkerPool", "name": "chat-decode"}
     hpa = {
         "apiVersion": "autoscaling/v1",
         "kind": "HorizontalPodAutoscaler",

@@ -22,7 +22,7 @@ KINDS: Mapping[str, str] = {
     "policy/v1beta1": "PodDisruptionBudget",
     "networking.k8s.io/v1": "NetworkPolicy",
     "monitoring.coreos.com/v1": "PodMonitor ServiceMonitor",
-    "tandem.dev/v1alpha1": "ModelService",
+    "tandem.dev/v1beta1": "ModelService",
 }
 VERBS = ["create", "get", "list", "patch", "update", "delete", "watch"]
 

@@ -23,7 +23,7 @@ from msgspec import inspect as types
 from tandem_operator.api.model_adapter import ModelAdapter
 from tandem_operator.api.model_cache import ModelCache
 from tandem_operator.api.model_gateway import ModelGateway
-from tandem_operator.api.model_service import GROUP, VERSION, ModelService
+from tandem_operator.api.model_service import FORMER_VERSIONS, GROUP, VERSION, ModelService
 from tandem_operator.api.types import rules_of
 from tandem_operator.api.worker_pool import WorkerPool
 
@@ -297,15 +297,17 @@ def _crd(
                 "shortNames": list(short_names),
                 "categories": ["all", "tandem"],
             },
+            "conversion": {"strategy": "None"},
             "versions": [
                 {
-                    "name": VERSION,
+                    "name": version,
                     "served": True,
-                    "storage": True,
+                    "storage": version == VERSION,
                     "schema": {"openAPIV3Schema": schema},
                     "subresources": subresources,
                     "additionalPrinterColumns": [_column(*column) for column in columns],
                 }
+                for version in (VERSION, *FORMER_VERSIONS)
             ],
         },
     }

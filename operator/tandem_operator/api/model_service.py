@@ -206,7 +206,11 @@ class Security(Api, frozen=True, kw_only=True):
 
 
 GROUP = "tandem.dev"
-VERSION = "v1alpha1"
+VERSION = "v1beta1"
+"""Of the API: what is stored, and what the operator, the plugin and the charts use."""
+
+FORMER_VERSIONS = ("v1alpha1",)
+"""Served too, with the same schema: objects are converted by their apiVersion alone."""
 
 
 class Role(Api, frozen=True, kw_only=True):

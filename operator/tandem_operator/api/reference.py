@@ -12,7 +12,7 @@ from tandem_operator.api.crds import Schema, crds
 HEAD = """\
 # Custom resources
 
-Every field of `tandem.dev/v1alpha1`, as `kubectl explain` has it. This page is made from the schema
+Every field of `tandem.dev/v1beta1`, as `kubectl explain` has it. This page is made from the schema
 (`python -m tandem_operator.api.reference > docs/custom-resources.md`). Examples: [examples/](../examples/).
 """
 

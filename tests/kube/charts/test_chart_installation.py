@@ -64,8 +64,8 @@ def test_upgrade_moves_the_roles_with_the_namespaces(control_plane, operator, na
 def test_models_and_their_definitions_outlive_the_operators_release(helm, control_plane, namespace):
     release = Release(helm, control_plane, namespace, namespace, "tandem")
     release.install()
-    service = f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/modelservices/chat"
-    manifest = {"apiVersion": "tandem.dev/v1alpha1", "kind": "ModelService", "spec": MODEL}
+    service = f"/apis/tandem.dev/v1beta1/namespaces/{namespace}/modelservices/chat"
+    manifest = {"apiVersion": "tandem.dev/v1beta1", "kind": "ModelService", "spec": MODEL}
     control_plane.apply({**manifest, "metadata": {"name": "chat", "namespace": namespace}}).raise_for_status()
     release.uninstall()
     assert found(control_plane, service)
@@ -85,7 +85,7 @@ def test_definitions_are_applied_again_by_kubectl(control_plane):
 
 
 def test_model_is_installed_changed_and_taken_away(helm, control_plane, namespace):
-    path = f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/modelservices/chat"
+    path = f"/apis/tandem.dev/v1beta1/namespaces/{namespace}/modelservices/chat"
     release = Release(helm, control_plane, namespace, "chat", "tandem-model")
     release.install({**MODEL, "engine": {"contextLength": 1_048_576}})
     spec = control_plane.get(path)["spec"]
@@ -102,7 +102,7 @@ def test_model_is_installed_changed_and_taken_away(helm, control_plane, namespac
 
 def test_change_that_is_refused_changes_nothing(helm, control_plane, namespace):
     """By helm where it is a typo, by the API server where fields contradict each other."""
-    path = f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/modelservices/chat"
+    path = f"/apis/tandem.dev/v1beta1/namespaces/{namespace}/modelservices/chat"
     release = Release(helm, control_plane, namespace, "chat", "tandem-model")
     release.install(MODEL)
     before = control_plane.get(path)["metadata"]["resourceVersion"]

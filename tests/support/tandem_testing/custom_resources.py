@@ -8,7 +8,7 @@ Manifest = dict[str, Any]
 def model_service(namespace: str, name: str = "chat", **spec: Any) -> Manifest:
     """The smallest one that is valid, with `spec` over it."""
     return {
-        "apiVersion": "tandem.dev/v1alpha1",
+        "apiVersion": "tandem.dev/v1beta1",
         "kind": "ModelService",
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"model": {"path": "/models/mini"}, **spec},
@@ -18,7 +18,7 @@ def model_service(namespace: str, name: str = "chat", **spec: Any) -> Manifest:
 def worker_pool(namespace: str, name: str = "chat-decode", **spec: Any) -> Manifest:
     """One of the service `chat`."""
     return {
-        "apiVersion": "tandem.dev/v1alpha1",
+        "apiVersion": "tandem.dev/v1beta1",
         "kind": "WorkerPool",
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"serviceName": "chat", "role": "decode", **spec},
@@ -28,7 +28,7 @@ def worker_pool(namespace: str, name: str = "chat-decode", **spec: Any) -> Manif
 def model_adapter(namespace: str, of: str = "sql", **spec: Any) -> Manifest:
     """One of the service `chat`, on its claim `adapters`; `of` is the name of the object."""
     return {
-        "apiVersion": "tandem.dev/v1alpha1",
+        "apiVersion": "tandem.dev/v1beta1",
         "kind": "ModelAdapter",
         "metadata": {"name": of, "namespace": namespace},
         "spec": {"serviceName": "chat", "source": {"claim": {"claimName": "adapters", "path": of}}, **spec},
@@ -39,7 +39,7 @@ def model_cache(namespace: str, name: str = "qwen", **spec: Any) -> Manifest:
     """One with a claim of its own, with `spec` over it."""
     source = {"huggingFace": {"id": "org/mini"}}
     return {
-        "apiVersion": "tandem.dev/v1alpha1",
+        "apiVersion": "tandem.dev/v1beta1",
         "kind": "ModelCache",
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"source": source, "storage": {"newClaim": {"size": "10Gi"}}, **spec},

@@ -29,7 +29,7 @@ class Front:
 
     def apply(self, **spec: Any) -> None:
         manifest = {
-            "apiVersion": "tandem.dev/v1alpha1",
+            "apiVersion": "tandem.dev/v1beta1",
             "kind": "ModelGateway",
             "metadata": {"name": "front", "namespace": self.namespace},
             "spec": spec,

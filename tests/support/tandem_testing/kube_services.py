@@ -6,12 +6,12 @@ from typing import Any
 from tandem_testing.control_plane import PATIENCE_S, ControlPlane
 from tandem_testing.waiting import wait_for
 
-GROUP = "/apis/tandem.dev/v1alpha1"
+GROUP = "/apis/tandem.dev/v1beta1"
 OWNED = {
     "apis/apps/v1": "deployments",
     "api/v1": "services",
     "apis/networking.k8s.io/v1": "networkpolicies",
-    "apis/tandem.dev/v1alpha1": "workerpools",
+    "apis/tandem.dev/v1beta1": "workerpools",
 }
 
 
@@ -26,7 +26,7 @@ class Services:
         """Make or change one; the spec as a whole."""
         body = {"model": {"path": "/opt/tandem/models/tandem-mini"}, **spec}
         manifest = {
-            "apiVersion": "tandem.dev/v1alpha1",
+            "apiVersion": "tandem.dev/v1beta1",
             "kind": "ModelService",
             "metadata": {"name": name, "namespace": self.namespace},
             "spec": body,

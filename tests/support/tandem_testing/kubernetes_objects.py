@@ -6,8 +6,8 @@ from typing import Any
 Object = dict[str, Any]
 
 NAMESPACE = "models"
-SERVICES = f"/apis/tandem.dev/v1alpha1/namespaces/{NAMESPACE}/modelservices"
-POOLS = f"/apis/tandem.dev/v1alpha1/namespaces/{NAMESPACE}/workerpools"
+SERVICES = f"/apis/tandem.dev/v1beta1/namespaces/{NAMESPACE}/modelservices"
+POOLS = f"/apis/tandem.dev/v1beta1/namespaces/{NAMESPACE}/workerpools"
 PODS = f"/api/v1/namespaces/{NAMESPACE}/pods"
 SECRETS = f"/api/v1/namespaces/{NAMESPACE}/secrets"
 KEY_FILE = b'{"public": "' + b"p" * 40 + b'", "secret": "' + b"s" * 40 + b'"}'
@@ -16,7 +16,7 @@ CREATED = "2026-01-01T10:00:00Z"
 
 def model_service(name: str = "llama", *, status: Object | None = None, **spec: Any) -> Object:
     return {
-        "apiVersion": "tandem.dev/v1alpha1",
+        "apiVersion": "tandem.dev/v1beta1",
         "kind": "ModelService",
         "metadata": {"name": name, "namespace": NAMESPACE, "generation": 3},
         "spec": {"model": {"path": "/models/x"}, "prefill": {"replicas": 1}, "decode": {"replicas": 2}, **spec},
@@ -54,7 +54,7 @@ def condition(kind: str, status: str, reason: str, message: str = "", generation
 
 def worker_pool(role: str, replicas: int, *, ready: int = 0, service: str = "llama") -> Object:
     return {
-        "apiVersion": "tandem.dev/v1alpha1",
+        "apiVersion": "tandem.dev/v1beta1",
         "kind": "WorkerPool",
         "metadata": {"name": f"{service}-{role}", "namespace": NAMESPACE},
         "spec": {"serviceName": service, "role": role, "replicas": replicas},

@@ -97,4 +97,4 @@ def _moved(manifest: Manifest, namespace: str) -> Manifest:
 
 
 def _may_list(client: httpx.Client, namespace: str) -> bool:
-    return client.get(f"/apis/tandem.dev/v1alpha1/namespaces/{namespace}/modelservices").status_code == 200
+    return client.get(f"/apis/tandem.dev/v1beta1/namespaces/{namespace}/modelservices").status_code == 200

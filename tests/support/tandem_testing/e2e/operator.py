@@ -50,12 +50,12 @@ class Resource:
     @property
     def path(self) -> str:
         """Of the object."""
-        return f"/apis/tandem.dev/v1alpha1/namespaces/{self.namespace}/modelservices/{self.name}"
+        return f"/apis/tandem.dev/v1beta1/namespaces/{self.namespace}/modelservices/{self.name}"
 
     def apply(self, spec: dict[str, Any]) -> None:
         """As `kubectl apply --server-side` does: fields that are no longer named go."""
         manifest = {
-            "apiVersion": "tandem.dev/v1alpha1",
+            "apiVersion": "tandem.dev/v1beta1",
             "kind": "ModelService",
             "metadata": {"name": self.name, "namespace": self.namespace},
             "spec": spec,

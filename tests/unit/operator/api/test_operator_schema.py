@@ -95,7 +95,7 @@ CEL_WORDS = set("all startsWith size matches metadata name memory exists exists_
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_examples_decode(path):
     manifest = yaml.safe_load(path.read_text())
-    assert (manifest.pop("apiVersion"), manifest.pop("kind")) == ("tandem.dev/v1alpha1", "ModelService")
+    assert (manifest.pop("apiVersion"), manifest.pop("kind")) == ("tandem.dev/v1beta1", "ModelService")
     assert len(manifest.pop("metadata")["name"]) <= 40
     msgspec.convert(manifest, ModelService)
 
@@ -218,3 +218,14 @@ def test_type_without_structural_schema_is_an_error():
 
     with pytest.raises(TypeError, match="union"):
         schema_of(Loose)
+
+
+@pytest.mark.parametrize("crd", crds(), ids=lambda crd: crd["spec"]["names"]["kind"])
+def test_all_versions_have_one_schema_and_the_newest_is_stored(crd):
+    """`conversion: None` changes the apiVersion alone: a field of one version would be lost in the other."""
+    newest, *former = crd["spec"]["versions"]
+    assert crd["spec"]["conversion"] == {"strategy": "None"}
+    assert [one["name"] for one in former] == ["v1alpha1"]
+    assert (newest["name"], newest["served"], newest["storage"]) == ("v1beta1", True, True)
+    for one in former:
+        assert one == {**newest, "name": one["name"], "storage": False}

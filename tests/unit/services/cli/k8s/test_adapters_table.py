@@ -7,7 +7,7 @@ from tandem_services.cli.k8s.adapters import adapters_table
 from tandem_testing.forwarding_api_server import ForwardingApiServer
 from tandem_testing.kubernetes_objects import SERVICES, deployed
 
-ADAPTERS = "/apis/tandem.dev/v1alpha1/namespaces/models/modeladapters"
+ADAPTERS = "/apis/tandem.dev/v1beta1/namespaces/models/modeladapters"
 REASON = "r of layer 0 is 128"
 LOADED = {
     "name": "sql",

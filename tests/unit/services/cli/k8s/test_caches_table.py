@@ -5,7 +5,7 @@ from tandem_services.cli.k8s.caches import caches_table
 from tandem_testing.forwarding_api_server import ForwardingApiServer
 from tandem_testing.kubernetes_objects import deployed
 
-CACHES = "/apis/tandem.dev/v1alpha1/namespaces/models/modelcaches"
+CACHES = "/apis/tandem.dev/v1beta1/namespaces/models/modelcaches"
 
 
 def cache(name="qwen", **status):

@@ -105,7 +105,7 @@ def test_nothing_to_show_says_where_it_looked(kubectl, api):
     api.objects[SERVICES] = []
     for name in ("status", "roles", "queue", "decisions"):
         assert kubectl(name)[:2] == (0, "no ModelService in namespace models (-n NAME, -A for all)\n")
-    api.objects["/apis/tandem.dev/v1alpha1/modelservices"] = []
+    api.objects["/apis/tandem.dev/v1beta1/modelservices"] = []
     assert kubectl("status", "-A")[1] == "no ModelService in any namespace\n"
 
 
