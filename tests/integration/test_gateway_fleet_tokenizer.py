@@ -19,10 +19,10 @@ from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.fleets import OpenFleets
 from tandem_services.gateway.models import fleet_tokenizer
 from tandem_services.gateway.models.fleet_tokenizer import TokenizerMissingError
-from tandem_services.router import tokenizer_copy
+from tandem_services.router import shared_state
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import Keys
-from tandem_services.router.tokenizer_copy import TokenizerCopy
+from tandem_services.router.shared_state import TokenizerCopy
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER
@@ -127,10 +127,10 @@ async def test_copy_of_another_deployment_does_not_count(model, bundle):
 async def test_altered_copy_is_ignored(model, bundle, monkeypatch):
     copy = copy_of(model, SECRET)
     await copy.keep(bundle.digest, lambda: bundle)
-    monkeypatch.setattr(tokenizer_copy, "MAX_BUNDLE_BYTES", 10 - tokenizer_copy.PART_BYTES)
+    monkeypatch.setattr(shared_state, "MAX_BUNDLE_BYTES", 10 - shared_state.PART_BYTES)
     assert await copy.read() is None, "more than is decompressed"
     monkeypatch.undo()
-    monkeypatch.setattr(tokenizer_copy, "MAX_STORED_BYTES", 100 - tokenizer_copy.MAX_HEADER_BYTES)
+    monkeypatch.setattr(shared_state, "MAX_COPY_BYTES", 100 - shared_state.MAX_COPY_HEADER_BYTES)
     assert await copy.read() is None, "more than is read"
     monkeypatch.undo()
     async with client_of(model) as redis:
@@ -142,7 +142,7 @@ async def test_altered_copy_is_ignored(model, bundle, monkeypatch):
 
 
 async def test_large_tokenizer_has_no_copy(model, bundle, monkeypatch, caplog):
-    monkeypatch.setattr(tokenizer_copy, "MAX_STORED_BYTES", 10)
+    monkeypatch.setattr(shared_state, "MAX_COPY_BYTES", 10)
     copy = copy_of(model)
     for _ in range(2):
         await copy.keep(bundle.digest, lambda: bundle)

@@ -27,7 +27,7 @@ from tandem_services.router.keys import Keys
 from tandem_services.router.registered_adapters import RegisteredAdapters
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.router import Router, RouterConfig
-from tandem_services.router.tokenizer_copy import TokenizerCopy
+from tandem_services.router.shared_state import TokenizerCopy
 
 logger = logging.getLogger(__name__)
 

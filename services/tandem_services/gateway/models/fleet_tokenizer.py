@@ -30,7 +30,7 @@ from tandem_engine.tokenizer.bundle import MAX_BUNDLE_BYTES, PART_BYTES, Tokeniz
 from tandem_services.common.private_folder import private_folder
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.decision import WorkerView
-from tandem_services.router.tokenizer_copy import TokenizerCopy
+from tandem_services.router.shared_state import TokenizerCopy
 
 logger = logging.getLogger(__name__)
 
