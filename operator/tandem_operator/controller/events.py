@@ -28,6 +28,7 @@ from tandem_operator.planning.status import (
     READY,
     TRANSPORT_READY,
     VALID,
+    VERSION_SKEW,
 )
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,7 @@ EVENT_CONDITIONS = {
     VALID: "True",
     READY: "True",
     DEGRADED: "False",
+    VERSION_SKEW: "False",
     TRANSPORT_READY: "True",
     ARGUMENTS_ACCEPTED: "True",
     ADAPTERS_READY: "True",

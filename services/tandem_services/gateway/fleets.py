@@ -25,7 +25,6 @@ from tandem_services.gateway.models.service import Fleet
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import Keys
 from tandem_services.router.registered_adapters import RegisteredAdapters
-from tandem_services.router.registry import WorkerState
 from tandem_services.router.router import Router, RouterConfig
 from tandem_services.router.shared_state import TokenizerCopy
 
@@ -90,12 +89,7 @@ class RoutedFleet:
         """Whether most of the workers that may be used have another tokenizer."""
         if not self.tokenizer:
             return False
-        ready = (
-            member.record.view
-            for member in self.router.fleet().members
-            if not member.suspect and member.record.state is WorkerState.READY
-        )
-        return preferred(ready, self.parts.config.name, current=self.tokenizer) != self.tokenizer
+        return preferred(self.router.ready(), self.parts.config.name, current=self.tokenizer) != self.tokenizer
 
     @property
     def view(self) -> ViewedFleet:

@@ -35,8 +35,9 @@ UNLINK or one expiry instead of a sweep over millions of keys; publishing n bloc
 routing decision costs a look or a few per worker (scripts/settle.lua).
 
 docs/redis.md lists the commands, as an ACL rule that tests use: those inside functions, and from clients FCALL,
-PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for the quarantine TIME TYPE ZADD ZRANGE ZREM
-ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads the library (`router.redis_functions`).
+PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for tokenizers STRLEN GET SET PEXPIRE, for the
+quarantine TIME TYPE ZADD ZRANGE ZREM ZREMRANGEBYRANK PEXPIRE UNLINK, and FUNCTION LOAD unless an administrator loads
+the library (`router.redis_functions`).
 """
 
 import re

@@ -212,6 +212,14 @@ class Membership:
         stalled nor paused."""
         return tuple(record.view for incarnation, record in self._records.items() if self._offers(incarnation))
 
+    def ready(self) -> tuple[WorkerView, ...]:
+        """Those of `workers` that are ready, whatever their tokenizer is."""
+        return tuple(
+            record.view
+            for incarnation, record in self._records.items()
+            if record.state is WorkerState.READY and self._usable(incarnation)
+        )
+
     def members(self) -> tuple[FleetMember, ...]:
         """All workers in the view, dead ones included."""
         return tuple(
@@ -265,8 +273,10 @@ class Membership:
         return ready and self._usable(incarnation) and not self._reads_otherwise(incarnation)
 
     def _reads_otherwise(self, incarnation: str) -> bool:
+        if not self.tokenizer:
+            return False
         own = self._records[incarnation].view.tokenizer
-        return bool(self.tokenizer) and bool(own) and own != self.tokenizer
+        return bool(own) and own != self.tokenizer
 
     def _usable(self, incarnation: str) -> bool:
         if incarnation not in self._records or incarnation in self._marked_dead or incarnation in self._skewed:

@@ -284,6 +284,10 @@ class Router:
         """See `Membership.offered`."""
         return self._membership.offered()
 
+    def ready(self) -> tuple[WorkerView, ...]:
+        """See `Membership.ready`."""
+        return self._membership.ready()
+
     def prefill_rate(self, model: str) -> float:
         """Prompt tokens per second of the fleet; 0 while no worker computes prompts."""
         return self._membership.prefill_rate(model)

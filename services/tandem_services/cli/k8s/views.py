@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from datetime import datetime
 from typing import Any
 
-from tandem_operator.planning.status import AUTOSCALING_ACTIVE, DEGRADED, PROGRESSING
+from tandem_operator.planning.status import AUTOSCALING_ACTIVE, DEGRADED, PROGRESSING, VERSION_SKEW
 from tandem_services.cli.k8s.cluster import Cluster, ClusterError, Object
 from tandem_services.cli.k8s.pods import (
     GATEWAY,
@@ -203,7 +203,7 @@ def _ready(tree: ServiceTree) -> str:
 
 
 def _condition_row(condition: ConditionSeen) -> Row:
-    good = "False" if condition.type == DEGRADED else "True"
+    good = "False" if condition.type in (DEGRADED, VERSION_SKEW) else "True"
     mark = "?" if condition.status == "Unknown" else "✓" if condition.status == good else "✗"
     if condition.type in NEUTRAL:
         mark = "•"

@@ -114,7 +114,9 @@ class IndependentModels:
             awaited.report()
         signature = await asyncio.to_thread(self.entries.signature)
         changed = signature != self._seen
-        if not changed and not self._fault and self.clock.now() < self._again_at and not self.live.outdated:
+        # What could not be opened again waits for its pause, too.
+        outdated = self._again_at == math.inf and self.live.outdated
+        if not changed and not self._fault and self.clock.now() < self._again_at and not outdated:
             return
         try:
             models, faults = await asyncio.to_thread(self.entries.read)

@@ -29,7 +29,7 @@ ELSEWHERE = {
 }
 WORDS = """
 tcp none full error float32 int8 transformers swap ClusterIP Never fcfs write_back
-NoExecute FailClose Equal Exists NGRAM NoSchedule internal
+NoExecute FailClose Equal Exists NGRAM NoSchedule internal model
 512Mi 1 cpu 2h 10.2.0.0/16
 rediss+sentinel://elsewhere:1/main/0
 """.split()
