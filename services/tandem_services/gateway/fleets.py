@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -156,7 +157,7 @@ def _upkeep(source: FleetTokenizer, found: FoundTokenizer) -> Callable[[], Corou
 
     async def run() -> None:
         complaint = "cannot keep a copy of the tokenizer in Redis"
-        work = lambda: source.keep_copy(found.digest)  # noqa: E731
+        work = partial(source.keep_copy, found.digest)
         await for_ever(work, every_s=COPY_EVERY_S, logger=logger, complaint=complaint, at_once=True)
 
     return run

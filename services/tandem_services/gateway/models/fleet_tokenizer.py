@@ -37,10 +37,10 @@ logger = logging.getLogger(__name__)
 PART_S = 5.0
 """For one part: a step that is being computed has to end first."""
 
-BUNDLE_S = 60.0
+BUNDLE_S = 20.0
 """For all of them."""
 
-MAX_ASKED = 3
+MAX_ASKED = 2
 """Workers that are asked in one attempt."""
 
 MAX_CACHE_BYTES = 2 << 30

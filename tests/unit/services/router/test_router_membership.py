@@ -249,3 +249,17 @@ def test_worker_that_is_upgraded_is_offered(members):
     members.update(snapshot(make_record("b", release=OUTSIDE)))
     members.update(snapshot(make_record("b", number=2)))
     assert names(members) == {"b@2"}
+
+
+async def test_worker_with_another_tokenizer_is_a_member_without_requests(members):
+    one, other = "1" * 32, "2" * 32
+    members.update(snapshot(make_record("a", tokenizer=one), make_record("b", tokenizer=other), make_record("c")))
+    assert members.unusable == frozenset()
+    members.tokenizer = one
+    assert names(members) == {"a@1", "b@1", "c@1"}, "a canary may name it, and one that reports none is of before"
+    assert members.unusable == {"b@1"}
+    assert {view.worker_id for view in members.offered()} == {"a", "c"}
+    assert {view.worker_id for view in members.ready()} == {"a", "b", "c"}
+    assert members.find_usable("b@1") is None
+    candidates = members.candidates("mini", prompt_tokens=1, exclude=frozenset())
+    assert {record.view.worker_id for record in candidates} == {"a", "c"}

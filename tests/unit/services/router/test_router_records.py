@@ -186,3 +186,17 @@ def test_release_survives_the_hash():
     record = read_record(written(release="7"))
     assert record is not None
     assert record.view.release == 7
+
+
+def test_digest_of_the_tokenizer_survives_the_hash():
+    digest = "0a" * 16
+    fields = {name: str(value) for name, value in readable_fields(make_record("w1", tokenizer=digest)).items()}
+    read = read_record(fields | {"incarnation": "w1@1"})
+    assert read is not None
+    assert read.view.tokenizer == digest
+    assert "tokenizer" not in readable_fields(make_record("w1"))
+
+
+@pytest.mark.parametrize("digest", ["0A" * 16, "0a" * 15, "0a" * 17, "../etc", "0a" * 15 + "0\n"])
+def test_row_with_a_malformed_tokenizer_is_no_worker(digest):  # [redis-values-untrusted]
+    assert read_record(written(tokenizer=digest)) is None
