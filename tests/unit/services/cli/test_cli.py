@@ -414,3 +414,15 @@ def test_models_file_takes_its_defaults_from_the_flags(tmp_path):
 def test_models_file_and_a_model_exclude_each_other(tmp_path, flags):
     with pytest.raises(ConfigError, match="--models names all models: leave out --model"):
         models_of(build_parser().parse_args([*GATEWAY, "--models", str(tmp_path), *flags]))
+
+
+def test_model_fleet_is_no_folder_and_needs_a_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "fleet").mkdir()
+    fleet = [*GATEWAY, "--model", "fleet"]
+    [model] = models_of(build_parser().parse_args([*fleet, "--served-model-name", "llama", "gpt"]))
+    assert (model.path, model.names) == (None, ("llama", "gpt"))
+    with pytest.raises(ConfigError, match="--model fleet: add --served-model-name NAME"):
+        models_of(build_parser().parse_args(fleet))
+    with pytest.raises(ConfigError, match=r"no config\.json in it"):
+        models_of(build_parser().parse_args([*GATEWAY, "--model", "./fleet"]))
