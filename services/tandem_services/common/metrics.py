@@ -39,9 +39,14 @@ def new_registry() -> CollectorRegistry:
     PlatformCollector(registry=registry)
     GCCollector(registry=registry)
     registry.register(CpuQuotaCollector())
+    add_release(registry)
+    return registry
+
+
+def add_release(registry: CollectorRegistry) -> None:
+    """The series of this process's release."""
     text = "Number of this process's release; releases that meet in one fleet must be within a window"
     Gauge("tandem_release", text, registry=registry).set(RELEASE)
-    return registry
 
 
 class CpuQuotaCollector(Collector):

@@ -12,7 +12,7 @@ from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.outputs import TransferReport
 from tandem_engine.messages.stats import LinkReport, SpeculationStats, StateAnchorStats, StepFit
-from tandem_services.common.metrics import MetricFamilies
+from tandem_services.common.metrics import MetricFamilies, add_release
 from tandem_services.common.span_export import SpanCounts, SpanMetrics
 from tandem_services.gateway.access.tenants import AccessMetrics
 from tandem_services.gateway.models.file import ModelsFileMetrics
@@ -38,6 +38,7 @@ FIT = StepFit(base_s=0.004, sequence_s=1e-4, kv_token_s=1e-7, chunk_token_s=2e-5
 def gateway_metrics() -> list[Metric]:
     """Those of a gateway with API keys and a models file, on which everything has happened once."""
     registry = CollectorRegistry()
+    add_release(registry)
     families = MetricFamilies(registry)
     http, access = HttpMetrics(families), AccessMetrics(registry)
     gateway, queue = GatewayMetrics(families, model="m"), QueueMetrics(families, model="m")

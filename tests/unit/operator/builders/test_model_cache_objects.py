@@ -124,7 +124,8 @@ def test_policy_opens_the_progress_to_the_operator_alone():
 
 
 def cached_service(commit=COMMIT):
-    given = msgspec.convert({"model": {"cacheRef": {"name": "qwen"}}}, ModelServiceSpec)
+    gateway = {"tokenizer": "model"}
+    given = msgspec.convert({"model": {"cacheRef": {"name": "qwen"}}, "gateway": gateway}, ModelServiceSpec)
     claim = ClaimSource(claim_name="qwen", path=f"tandem-cache/qwen/{commit}")
     return served("chat", "models", given, SETTINGS, cache=claim)
 
