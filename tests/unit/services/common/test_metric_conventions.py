@@ -25,7 +25,7 @@ def metric(request) -> Metric:
 
 
 def test_names_are_plain_and_begin_with_the_product(metric):
-    assert re.fullmatch(r"tandem_(gateway|router|worker|link)(_[a-z0-9]+)+", metric.name)
+    assert re.fullmatch(r"tandem_(release|(gateway|router|worker|link)(_[a-z0-9]+)+)", metric.name)
 
 
 def test_only_counters_end_in_total(metric):
