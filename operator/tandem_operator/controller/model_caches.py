@@ -50,12 +50,6 @@ def cache_of(store: Store, service: Seen) -> CacheSeen | None:
     )
 
 
-def claim_of(store: Store, service: Seen) -> ClaimSource | None:
-    """The directory that a ModelService with `cacheRef` serves; None without, and before there is one."""
-    cache = cache_of(store, service)
-    return None if cache is None else cache.claim
-
-
 def directories_in_use(workloads: Iterable[Seen], claim: str) -> frozenset[str]:
     """Directories within a claim that pods of `workloads` mount."""
     return frozenset(

@@ -25,7 +25,7 @@ from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.error_reports import ErrorReports, ReconcileResult, rfc3339
 from tandem_operator.controller.events import EventRecorder, ServiceEvent, events_for_transition
 from tandem_operator.controller.model_adapters import ModelAdapterStatuses
-from tandem_operator.controller.model_caches import cache_of, claim_of
+from tandem_operator.controller.model_caches import cache_of
 from tandem_operator.controller.model_gateways import gateway_pods, gateway_seen, namesakes
 from tandem_operator.controller.observations import Observations, ObservationStore, Parts, canaries_by_readiness
 from tandem_operator.controller.store import (
@@ -40,7 +40,7 @@ from tandem_operator.controller.store import (
     status_of,
 )
 from tandem_operator.planning.deletion import FORMER_FINALIZER, drain_bound_s, leaving
-from tandem_operator.planning.observed import CacheSeen, Canary, DeploymentSeen, Observed
+from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed
 from tandem_operator.planning.plan import Plan, make_plan, refused, wanted_workers
 from tandem_operator.planning.status import referenced_secrets
 from tandem_operator.settings import OperatorSettings
@@ -211,9 +211,10 @@ class Reconciler:
     ) -> tuple[ReconcileResult, bool]:
         """Apply the spec; returns whether it waits for something that no watch reports."""
         generation = generation_of(service)
-        cache = claim_of(self._store, service)
-        wanted = served(service.ref.name, service.namespace, spec, self._settings, cache=cache)
-        observed = await self._observe(wanted, service.key, parts)
+        cache = cache_of(self._store, service)
+        claim = None if cache is None else cache.claim
+        wanted = served(service.ref.name, service.namespace, spec, self._settings, cache=claim)
+        observed = replace(await self._observe(wanted, service.key, parts), cache=cache)
         plan = make_plan(wanted, observed, before, generation, self._settings)
         foreign = await self._applier.foreign(service, parts, plan)
         if foreign:
@@ -251,15 +252,10 @@ class Reconciler:
             secrets=secrets,
             foreign=namesakes(self._store, key),
             gateway=gateway_seen(self._store, key, self._settings),
-            cache=self._cache(key),
         )
         if wanted_workers(wanted, observed)["prefill"] == 0:
             return replace(observed, canaries=self._by_readiness(key, parts, ("decode",)))
         return observed
-
-    def _cache(self, key: ServiceKey) -> CacheSeen | None:
-        service = self._store.service(key)
-        return None if service is None else cache_of(self._store, service)
 
     def _by_readiness(self, key: ServiceKey, parts: Parts, roles: Iterable[RoleName] = ROLES) -> dict[str, Canary]:
         service = self._store.service(key)

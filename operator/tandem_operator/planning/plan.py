@@ -171,7 +171,8 @@ def make_plan(
         return refused(problems, observed, before, generation)
     if observed.foreign:
         return Plan(status=_status(before, [name_taken(observed.foreign)], observed, generation))
-    if observed.cache is not None and observed.cache.claim is None:
+    if service.spec.model.cache_ref is not None:
+        # It has no commit yet: with one, its claim is the model.
         conditions = [condition(VALID, True, "SpecAccepted"), *model_cached(observed)]
         return Plan(status=_status(before, conditions, observed, generation))
     target = revision_of(service)

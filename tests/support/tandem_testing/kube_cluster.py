@@ -10,19 +10,26 @@ from typing import Any
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
+from tandem_operator.api.sources import ClaimSource
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
 from tandem_operator.builders.served import Served, served
 from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed, Ref
 from tandem_operator.planning.plan import Plan, make_plan
 from tandem_operator.settings import OperatorSettings
 
+COMMIT = "c" * 40
 MINIMAL: dict[str, Any] = {"model": {"path": "/models/tandem-mini"}}
 
 
 def service_of(spec: dict[str, Any] | None = None, *, name: str = "chat", **fields: Any) -> Served:
-    """A service from a spec as people write it; `fields` are added to the minimal one."""
+    """A service from a spec as people write it; `fields` are added to the minimal one. A ModelCache that it names has a
+    commit.
+    """
     body = spec if spec is not None else {**MINIMAL, **fields}
-    return served(name, "models", msgspec.convert(body, ModelServiceSpec), OperatorSettings())
+    given = msgspec.convert(body, ModelServiceSpec)
+    cache = given.model.cache_ref
+    claim = None if cache is None else ClaimSource(claim_name=cache.name, path=f"tandem-cache/{cache.name}/{COMMIT}")
+    return served(name, "models", given, OperatorSettings(), cache=claim)
 
 
 @dataclass

@@ -12,7 +12,6 @@ from tandem_operator.controller.applier import Applier
 from tandem_operator.controller.cache_reconcile import CachePoller, CacheReconciler
 from tandem_operator.controller.model_caches import (
     cache_of,
-    claim_of,
     directories_in_use,
     has_former_writers,
     jobs_of,
@@ -140,8 +139,8 @@ def test_service_gets_the_newest_whole_commit():
     status = {"claimName": "qwen", "path": f"tandem-cache/qwen/{COMMIT}", "commit": COMMIT}
     service = a_user()
     assert cache_of(a_store(service), service).exists is False
-    assert claim_of(a_store(service, a_cache()), service) is None
-    claim = claim_of(a_store(service, a_cache(status=status)), service)
+    assert cache_of(a_store(service, a_cache()), service).claim is None
+    claim = cache_of(a_store(service, a_cache(status=status)), service).claim
     assert (claim.claim_name, claim.path) == ("qwen", status["path"])
     assert cache_of(a_store(a_service()), a_service()) is None
 

@@ -6,19 +6,18 @@ The collector itself is in tests/kube/test_kube_deletion.py; here every example 
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 import yaml
 
-from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
+from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.gateway import gateway_labels
-from tandem_operator.builders.served import served
 from tandem_operator.controller.applier import generated_secret, owners_of
 from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.store import POD, Seen
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings
+from tandem_testing.kube_cluster import service_of
 from tandem_testing.kube_objects import a_service, an_object
 
 EXAMPLES = sorted((Path(__file__).parents[4] / "examples").glob("*.yaml"))
@@ -53,8 +52,7 @@ class Collector:
 def brought_up(path: Path) -> Collector:
     """A service of an example with two gateway pods, as the operator leaves it."""
     example = yaml.safe_load(path.read_text())
-    spec = msgspec.convert(example["spec"], ModelServiceSpec)
-    plan = make_plan(served("chat", "models", spec, SETTINGS), Observed(now=""), ModelServiceStatus(), 1, SETTINGS)
+    plan = make_plan(service_of(example["spec"]), Observed(now=""), ModelServiceStatus(), 1, SETTINGS)
     assert plan.apply, plan.status
     cluster, service = Collector(), a_service("chat")
     cluster.objects[service.uid] = (service, set())

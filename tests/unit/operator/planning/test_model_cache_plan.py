@@ -6,7 +6,8 @@ import msgspec
 import pytest
 
 from tandem_operator.api.model_cache import ModelCacheSpec, ModelCacheStatus
-from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
+from tandem_operator.builders.served import served
 from tandem_operator.planning.model_cache import (
     CacheObserved,
     CacheWanted,
@@ -18,7 +19,6 @@ from tandem_operator.planning.model_cache import (
 from tandem_operator.planning.observed import CacheSeen, Observed, Ref
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import OperatorSettings
-from tandem_testing.kube_cluster import service_of
 
 A, B = "a" * 40, "b" * 40
 PRINT = "f" * 64
@@ -306,7 +306,8 @@ def test_taken_name_is_reported():
     ],
 )
 def test_service_waits_for_its_cache_without_pods(cache, reason):
-    service = service_of({"model": {"cacheRef": {"name": "qwen"}}})
+    spec = msgspec.convert({"model": {"cacheRef": {"name": "qwen"}}}, ModelServiceSpec)
+    service = served("chat", "models", spec, OperatorSettings())
     plan = make_plan(service, Observed(now=NOW, cache=cache), ModelServiceStatus(), 1, OperatorSettings())
     assert (plan.apply, plan.delete, plan.scale) == ((), (), ())
     by_type = {one.type: (one.status, one.reason) for one in plan.status.conditions}
