@@ -80,7 +80,6 @@ def test_service_starts_when_its_cache_is_ready(services, caches, storage, progr
     pod = caches.wait_pod("-download-")
     services.wait_condition("ModelCached", "False", "Downloading")
     assert services.deployments() == {}
-    wait_for(lambda: caches.wait_pod("-download-")["status"].get("phase") == "Running", PATIENCE_S, running.log)
     caches.set_pod(pod, {"podIP": ADDRESS, "podIPs": [{"$patch": "replace"}, {"ip": ADDRESS}]})
     wait_equal(lambda: caches.status().get("progress"), "25%", PATIENCE_S, running.log)
     assert caches.status()["currentFile"] == "model.safetensors"
@@ -144,7 +143,7 @@ def test_failure_is_a_condition_and_an_event(services, caches, running):
         source={"huggingFace": {"id": "org/mini", "tokenSecret": {"name": "hub", "key": "token"}}},
         download={"retries": 2},
     )
-    pod = caches.wait_pod("-download-")
+    pod = caches.wait_pod("-download-", phase="Pending")
     caches.end(pod, 2, reason="HubAuthRefused", message="the hub refuses org/mini (status 401)", needed=0)
     wait_equal(lambda: caches.condition("Failed"), ("True", "HubAuthRefused"), PATIENCE_S, running.log)
     services.wait_event("Warning", "HubAuthRefused", "qwen")
@@ -155,7 +154,7 @@ def test_failure_is_a_condition_and_an_event(services, caches, running):
 
 def test_deleted_cache_leaves_nothing_of_its_own(services, caches, running):
     caches.apply()
-    caches.wait_pod("-download-")
+    caches.wait_pod("-download-", phase="Pending")
     wait_equal(caches.owned, ["jobs", "persistentvolumeclaims", "networkpolicies"], PATIENCE_S, running.log)
     services.apply(**CACHED)
     services.cluster.api.delete(caches.path()).raise_for_status()

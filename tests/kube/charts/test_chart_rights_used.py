@@ -108,7 +108,7 @@ def live(services: Services) -> None:
 def live_cached(caches: Caches) -> None:
     """Downloaded, so that its Job goes."""
     caches.apply()
-    caches.download("a" * 40)
+    caches.download("a" * 40, phase="Pending")
     wait_equal(caches.jobs, [], PATIENCE_S)
 
 

@@ -51,11 +51,14 @@ class Caches:
         }
         return [kind for kind, root in kinds.items() if self._list(root, kind, name)]
 
-    def wait_pod(self, word: str, name: str = "qwen") -> Manifest:
-        """The pod of the Job whose name has `word`."""
+    def wait_pod(self, word: str, name: str = "qwen", *, phase: str = "Running") -> Manifest:
+        """The pod of the Job whose name has `word`. `phase`: Pending where its claim is bound to no volume; else the node
+        would write over what a test says of a pod that it has just got.
+        """
 
         def found() -> list[Manifest]:
-            return [one for one in self.pods(name) if word in one["metadata"]["name"] and not _ended(one)]
+            mine = [one for one in self.pods(name) if word in one["metadata"]["name"]]
+            return [one for one in mine if one["status"].get("phase") == phase and not _is_leaving(one)]
 
         wait_for(lambda: bool(found()), PATIENCE_S, lambda: str((self.jobs(name), self.status(name))))
         return found()[0]
@@ -80,9 +83,9 @@ class Caches:
         phase = "Failed" if code else "Succeeded"
         self.set_pod(pod, {"phase": phase, "containerStatuses": [container]})
 
-    def download(self, commit: str, name: str = "qwen", word: str = "-download-") -> None:
-        """Let the Job find `commit`."""
-        pod = self.wait_pod(word, name)
+    def download(self, commit: str, *, word: str = "-download-", phase: str = "Running") -> None:
+        """Let the Job of the ModelCache `qwen` find `commit`. `word`, `phase`: as of `wait_pod`."""
+        pod = self.wait_pod(word, phase=phase)
         self.end(pod, 0, commit=commit, size=5_000_000_000, files=3, fingerprint=FINGERPRINT, removed=0)
 
     def _list(self, root: str, plural: str, name: str) -> list[Manifest]:
@@ -92,5 +95,5 @@ class Caches:
         return items
 
 
-def _ended(pod: Manifest) -> bool:
-    return pod["status"].get("phase") in ("Succeeded", "Failed") or "deletionTimestamp" in pod["metadata"]
+def _is_leaving(pod: Manifest) -> bool:
+    return "deletionTimestamp" in pod["metadata"]
