@@ -52,8 +52,10 @@ class Caches:
         return [kind for kind, root in kinds.items() if self._list(root, kind, name)]
 
     def wait_pod(self, word: str, name: str = "qwen", *, phase: str = "Running") -> Manifest:
-        """The pod of the Job whose name has `word`. `phase`: Pending where its claim is bound to no volume; else the node
-        would write over what a test says of a pod that it has just got.
+        """The pod of the Job whose name has `word`.
+
+        `phase`: Pending where its claim is bound to no volume. A node writes over what a test says of a pod that it has
+        just got.
         """
 
         def found() -> list[Manifest]:
