@@ -76,7 +76,7 @@ def test_change_of_a_cache_concerns_the_services_that_name_it():
     assert [one.key for one in store.caches()] == [KEY]
 
 
-def test_objects_of_a_cache_concern_it_and_no_service_of_its_name():
+def test_objects_of_a_cache_concern_it_and_no_namesake():
     assert {a_job().key, a_pod().key} == {KEY}
     store = a_store(a_cache(), a_service("qwen"))
     assert namesakes(store, ServiceKey("models", "qwen")) == frozenset()

@@ -218,7 +218,7 @@ def test_failure_names_the_field_and_the_fix(cluster, reason, storage, token, wo
     assert cluster.status.error.startswith(reason)
 
 
-def test_failed_download_is_tried_again_later_or_with_another_spec(cluster):
+def test_failed_download_is_retried_later_or_with_another_spec(cluster):
     cluster.settle(wanted())
     cluster.fails("NoSpace")
     cluster.settle(wanted())
