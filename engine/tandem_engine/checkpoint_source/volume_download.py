@@ -300,6 +300,9 @@ class _Commit:
     def _fetch_once(self, name: str, count: "_Count") -> VerifiedFile:
         expected, part = self.listing.digests.get(name, ""), self._part(name)
         size = self.listing.files[name]
+        if (self.folder / name).exists():
+            # Interrupted before it was recorded: it is compared again, and not fetched.
+            (self.folder / name).replace(part)
         with part.open("a+b") as file:
             digest = _Digest.of(file, size, expected)
             count.add(digest.size, name)

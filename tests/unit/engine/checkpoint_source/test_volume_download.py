@@ -186,6 +186,7 @@ def test_volume_that_fills_up_keeps_what_has_arrived(download, server, volume, m
     monkeypatch.undo()
     assert set(volume.verified(commit)) == {"config.json", "tokenizer.json"}
     assert volume.whole(REPO, download().commit)
+    assert server.gets[f"/{REPO}/resolve/{commit}/{WEIGHTS}"] == 1, "what was not recorded is compared, not fetched"
 
 
 def test_pickled_weights_are_refused(download, server):
