@@ -109,6 +109,11 @@ def test_flags_for_adapters_in_args_work_without_the_fields():
     assert condition_of(plan.status.conditions, "Valid")[0] == "True"
 
 
+def test_adapters_of_workers_with_several_ranks_are_accepted():
+    plan = planned({"adapters": [adapter()], "engine": {"tensorParallelSize": 2}})
+    assert condition_of(plan.status.conditions, "Valid")[0] == "True"
+
+
 def test_further_adapter_on_a_claim_changes_no_object():
     one = {"adapters": [adapter()]}
     two = {"adapters": [adapter(), adapter("chat-2", digest=A, pinned=True)]}
