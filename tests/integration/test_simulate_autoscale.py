@@ -5,7 +5,7 @@ import json
 import pytest
 
 from tandem_lab.bench.load import Slo
-from tandem_lab.simulate.autoscaling import Law, ScalingCosts, Static
+from tandem_lab.simulate.autoscaling import Law, ScalingCosts, Static, config_of_objectives
 from tandem_lab.simulate.fleet import FleetShape
 from tandem_lab.simulate.prefix_fetch import ServiceTimes
 from tandem_lab.simulate.replay import Scaled
@@ -56,6 +56,7 @@ def scaling(least: int = 1, **changes) -> ScalingSimulation:
         ),
         scalers={
             "internal": Scaled(scaler=lambda: Law(config), costs=costs),
+            "slo": Scaled(scaler=lambda: Law(config_of_objectives(config, SLO, 0.9)), costs=costs),
             "static": Scaled(scaler=Static, costs=costs),
         },
         slo=SLO,
@@ -75,6 +76,8 @@ async def test_load_that_grows_is_followed_up_and_down_and_equal_inputs_give_equ
     assert static.refusals == {"no_room": static.refused}, "who has waited for a minute is refused, as by a gateway"
     assert static.refused > 0
     assert internal.slo_attainment > static.slo_attainment + 0.2
+    assert report.scalers["slo"].slo_attainment > static.slo_attainment + 0.2
+    assert report.over_hpa == {}
     assert internal.workers_most > 3
     assert static.workers_most == 3
     assert internal.scalings < 30
@@ -102,6 +105,7 @@ async def test_from_zero_requests_wait_for_the_first_pair(server, monkeypatch):
     ("flags", "said"),
     [
         (["--autoscale"], "needs a bound to attain"),
+        (["--skip-prompts", "1"], "no requests in it after --skip-prompts 1"),
         (["--autoscale", "keda", "--slo-ttft-ms", "1", "--workers", "prefill=1,decode=1"], "choose among internal"),
         (["--autoscale", "--slo-ttft-ms", "1", "--workers", "4"], "must say prefill=N,decode=N"),
     ],
@@ -121,8 +125,10 @@ def test_command_prints_a_table_and_draws_a_plot(tmp_path, capsys):
     ]
     trace.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["--workers", "prefill=1,decode=1", "--autoscale", "--slo-ttft-ms", "500", "--cache-blocks", "100"]
-    assert main(["simulate", "--trace", str(trace), *flags, "--plot", str(plot)]) == 0
+    assert main(["simulate", "--trace", str(trace), *flags, "--skip-prompts", "10", "--plot", str(plot)]) == 0
     shown = capsys.readouterr().out
+    assert "20 requests in" in shown
     assert "SLO attainment" in shown
+    assert "worker hours / hpa" in shown
     assert "internal" in shown
     assert plot.read_text().startswith("<svg")

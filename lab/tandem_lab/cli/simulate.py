@@ -2,14 +2,15 @@
 
 import argparse
 from collections.abc import Callable, Coroutine, Sequence
+from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.config.flags import positive_int
+from tandem_engine.config.flags import non_negative_int, positive_int
 from tandem_lab.cli.bench import add_slo, slo_of
-from tandem_services.cli.flags import add_local_prefill, add_queue, fraction, positive_float
+from tandem_services.cli.flags import add_local_prefill, add_queue, fraction, percentile, positive_float
 from tandem_services.common.errors import StartupError
 
 if TYPE_CHECKING:
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
     from tandem_services.router.policies import PolicyNames
 
 
-SCALERS = ("internal", "hpa", "static")
+SCALERS = ("internal", "slo", "hpa", "static")
 
 
 def add_simulate_flags(parser: argparse.ArgumentParser) -> None:
@@ -38,6 +39,13 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
     load = parser.add_argument_group("load")
     load.add_argument("--trace", type=Path, required=True, metavar="FILE", help="trace: Mooncake .jsonl or Azure .csv")
     load.add_argument("--num-prompts", type=positive_int, metavar="N", help="the first N requests (default: all)")
+    load.add_argument(
+        "--skip-prompts",
+        type=non_negative_int,
+        default=0,
+        metavar="N",
+        help="leave out the first N requests of the trace; --num-prompts counts from there (default: 0)",
+    )
     load.add_argument(
         "--trace-speed",
         type=positive_float,
@@ -147,8 +155,16 @@ def _add_scaling(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const=",".join(SCALERS),
         metavar="LIST",
-        help="internal (the operator's controller), hpa (each role in proportion to its metric), static (constant); "
+        help="internal (the operator's controller, by queues), slo (the same, by the --slo-ttft-ms and --slo-itl-ms "
+        "bounds), hpa (each role in proportion to its metric), static (constant); "
         f"default: {','.join(SCALERS)}. Requires an --slo-* bound",
+    )
+    scaling.add_argument(
+        "--slo-percentile",
+        type=percentile,
+        default=0.95,
+        metavar="P",
+        help="share of requests that slo is to keep within the bounds (default: 0.95)",
     )
     scaling.add_argument(
         "--max-workers",
@@ -201,14 +217,15 @@ def simulation_of(args: argparse.Namespace) -> "Simulation":
     counts = _worker_counts(args.workers)
     gateways, tenants = _gateways(args), _tenants(args.api_keys)
     requests = simulated_requests(
-        read_trace(args.trace),
+        islice(read_trace(args.trace), args.skip_prompts, None),
         limit=args.num_prompts,
         speed=args.trace_speed,
         tenants=tenants,
         apart=args.tenants_apart,
     )
     if not requests:
-        raise ConfigError(f"--trace {args.trace}: no requests in it")
+        left = f" after --skip-prompts {args.skip_prompts}" if args.skip_prompts else ""
+        raise ConfigError(f"--trace {args.trace}: no requests in it{left}")
     return Simulation(
         requests=requests,
         shape=_shape(args, counts, times, requests),
@@ -304,7 +321,7 @@ def _shape(
 
 def scaling_of(args: argparse.Namespace, simulation: "Simulation") -> "ScalingSimulation":
     """Scalers side by side, on what `simulation` has. Raises `ConfigError`."""
-    from tandem_lab.simulate.autoscaling import Hpa, Law, Scaler, ScalingCosts, Static
+    from tandem_lab.simulate.autoscaling import Hpa, Law, Scaler, ScalingCosts, Static, config_of_objectives
     from tandem_lab.simulate.replay import Scaled
     from tandem_lab.simulate.run import ScalingSimulation
     from tandem_operator.scaling.load import Targets
@@ -317,8 +334,10 @@ def scaling_of(args: argparse.Namespace, simulation: "Simulation") -> "ScalingSi
     targets = Targets(queue_seconds=args.target_queue_s, kv_usage=0.85, clear_seconds=args.worker_start_s)
     role = RoleBounds(least=1, most=args.max_workers, targets=targets, gpus=1)
     config = ScalingConfig(prefill=role, decode=role, gpu_budget=args.gpu_budget)
+    by_latency = config_of_objectives(config, simulation.slo, args.slo_percentile)
     known: dict[str, Callable[[], Scaler]] = {
         "internal": lambda: Law(config),
+        "slo": lambda: Law(by_latency),
         "hpa": lambda: Hpa(config),
         "static": Static,
     }

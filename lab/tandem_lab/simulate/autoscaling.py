@@ -5,24 +5,35 @@
     flip          a worker leaves its role when it has finished its requests, and joins the other after `flip_s`
     leave         the emptiest first; it costs until it has finished its requests
 
-The scalers are the operator's policy (`Law`, with the operator's own code of `tandem_operator.scaling`), one like an
-HPA's (`Hpa`), and a constant number (`Static`). All get the same load at the same times.
+The scalers are the operator's policy (`Law`, with the operator's own code of `tandem_operator.scaling`), by queues or
+by latency objectives, one like an HPA's (`Hpa`), and a constant number (`Static`). All get the same load at the same
+times.
+
+`SeenLatency` has what gateways export about latencies, in the same buckets. Predictions are not simulated: factors
+are 1.
 """
 
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field
-from math import ceil
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from math import ceil, inf
+from statistics import linear_regression
 from typing import Protocol
 
 from tandem_engine.config import Role
+from tandem_lab.bench.load import Slo
 from tandem_lab.simulate.fleet import Fleet, FleetShape
 from tandem_lab.simulate.gateway import Held
 from tandem_lab.simulate.worker import ModelledWorker
 from tandem_operator.api.types import ROLES, RoleName
+from tandem_operator.scaling.distribution import Distribution
 from tandem_operator.scaling.load import Load
-from tandem_operator.scaling.policy import ScalingConfig, ScalingState, Window, decide
+from tandem_operator.scaling.policy import RoleBounds, ScalingConfig, ScalingState, Window, decide
+from tandem_operator.telemetry.latency_metrics import LatencyTotals, StepFit
+from tandem_operator.telemetry.latency_window import LatencyWindow
 from tandem_operator.telemetry.pod_metrics import GatewayFigures, GatewayTotals, WorkerFigures
 from tandem_operator.telemetry.samples import Demand, Gain, Sizes, load_of
+from tandem_services.common.metrics import PROMPT_TOKENS, REQUEST_SECONDS, TOKEN_SECONDS
 
 Counts = dict[RoleName, int]
 HPA_TOLERANCE = 0.1
@@ -50,6 +61,22 @@ class Law:
         outcome = decide(load, there, self._memory, self.config)
         self._memory = outcome.memory
         return dict(outcome.wanted), outcome.flips
+
+
+def config_of_objectives(config: ScalingConfig, slo: Slo, percentile: float) -> ScalingConfig:
+    """`config` with the bounds of `slo` as objectives."""
+
+    def seconds(bound_ms: float | None) -> float | None:
+        return None if bound_ms is None else bound_ms / 1e3
+
+    def with_latency(role: RoleBounds, latency_s: float | None) -> RoleBounds:
+        return replace(role, targets=replace(role.targets, latency_s=latency_s, percentile=percentile))
+
+    return replace(
+        config,
+        prefill=with_latency(config.prefill, seconds(slo.ttft_ms)),
+        decode=with_latency(config.decode, seconds(slo.itl_ms)),
+    )
 
 
 @dataclass(slots=True)
@@ -92,6 +119,59 @@ class Static:
 
 
 ROLE_OF: dict[RoleName, Role] = {"prefill": Role.PREFILL, "decode": Role.DECODE}
+
+
+@dataclass(slots=True)
+class _Histogram:
+    """As a gateway has it."""
+
+    bounds: Sequence[float]
+    counts: list[float] = field(init=False)
+    sum: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.counts = [0.0] * (len(self.bounds) + 1)
+
+    def observe(self, value: float, times: int = 1) -> None:
+        self.counts[bisect_left(self.bounds, value)] += times
+        self.sum += value * times
+
+    def distribution(self) -> Distribution:
+        return Distribution.of((*self.bounds, inf), self.counts, self.sum)
+
+
+@dataclass(slots=True)
+class SeenLatency:
+    """What all gateways export about latencies since the start of a run. Objectives are judged by the report."""
+
+    gap_square_s: float = 0.0
+    output_tokens: float = 0.0
+    uncached: _Histogram = field(default_factory=lambda: _Histogram(PROMPT_TOKENS))
+    ttft_s: _Histogram = field(default_factory=lambda: _Histogram(REQUEST_SECONDS))
+    itl_s: _Histogram = field(default_factory=lambda: _Histogram(TOKEN_SECONDS))
+    _asked_at: float | None = None
+
+    def asked(self, at: float) -> None:
+        """A choice has come."""
+        if self._asked_at is not None:
+            self.gap_square_s += (at - self._asked_at) ** 2
+        self._asked_at = at
+
+    def ended(self, *, ttft_s: float, gap_s: float, output_tokens: int) -> None:
+        """The last token of a request is out. `gap_s`: mean time between its tokens."""
+        self.ttft_s.observe(ttft_s)
+        self.output_tokens += output_tokens
+        if output_tokens > 1:
+            self.itl_s.observe(gap_s, output_tokens - 1)
+
+    def totals(self) -> LatencyTotals:
+        return LatencyTotals(
+            gap_square_s=self.gap_square_s,
+            output_tokens=self.output_tokens,
+            uncached=self.uncached.distribution(),
+            ttft_s=self.ttft_s.distribution(),
+            itl_s=self.itl_s.distribution(),
+        )
 
 
 @dataclass(slots=True)
@@ -138,13 +218,20 @@ class SeenLoad:
     """What waits at gateways."""
     sizes: Sizes
     counters: GatewayCounters = field(default_factory=GatewayCounters)
+    latency: SeenLatency = field(default_factory=SeenLatency)
     demand: Demand = field(default_factory=Demand)
+    window: LatencyWindow = field(default_factory=LatencyWindow)
     _before: GatewayFigures | None = None
 
     @staticmethod
     def of(fleet: Fleet, shape: FleetShape, held: Callable[[], Held]) -> "SeenLoad":
         """Of a fleet whose workers are like `shape`, also while there is none of a role."""
-        sizes = Sizes(tokens_per_s=shape.times.prefill_rate, places=shape.max_sequences, pages=shape.cache_blocks)
+        sizes = Sizes(
+            tokens_per_s=shape.times.prefill_rate,
+            places=shape.max_sequences,
+            pages=shape.cache_blocks,
+            step_fit=_step_fit(shape),
+        )
         return SeenLoad(fleet=fleet, held=held, sizes=sizes)
 
     def load(self, period_s: float) -> Load:
@@ -155,6 +242,7 @@ class SeenLoad:
         gain = self._gain(gateway, period_s)
         self._before = gateway
         self.demand.take([gain])
+        self.window.take([gain.traffic()], [])
         return load_of(
             at=self.fleet.redis.events.now(),
             age_s=0.0,
@@ -162,6 +250,7 @@ class SeenLoad:
             gateways=[gateway],
             rates=self.demand.rates([gain]),
             sizes=self.sizes,
+            latency=self.window,
         )
 
     def _gateway(self) -> GatewayFigures:
@@ -174,16 +263,28 @@ class SeenLoad:
             waiting_tokens=held.prompt_tokens,
             oldest_wait_s=held.oldest_wait_s,
             totals=self.counters.totals(),
+            latency=self.latency.totals(),
         )
 
     def _gain(self, now: GatewayFigures, seconds: float) -> Gain:
         if self._before is None:
-            return Gain(totals=now.totals, seconds=seconds, waiting_tokens=now.waiting_tokens)
+            return Gain(totals=now.totals, seconds=seconds, waiting_tokens=now.waiting_tokens, latency=now.latency)
         return Gain(
             totals=now.totals.since(self._before.totals),
             seconds=seconds,
             waiting_tokens=now.waiting_tokens - self._before.waiting_tokens,
+            latency=now.latency.since(self._before.latency),
         )
+
+
+def _step_fit(shape: FleetShape) -> StepFit:
+    """The line of least squares through the steps of all batches, as an engine fits it to those that it has had."""
+    batches = range(1, shape.max_sequences + 1)
+    steps = [shape.times.decode_step_s(batch) for batch in batches]
+    if len(steps) == 1:
+        return StepFit(steps[0], 0.0, 0.0)
+    each, base_s = linear_regression(batches, steps)
+    return StepFit(max(0.0, base_s), max(0.0, each), 0.0)
 
 
 def _worker(role: RoleName, worker: ModelledWorker) -> WorkerFigures:

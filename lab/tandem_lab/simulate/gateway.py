@@ -78,11 +78,11 @@ class QueueNotes:
     """Seconds in the queue, of those that got a worker; 0 for those that found one at once."""
     refusals: Counter[str] = field(default_factory=Counter)
 
-    def asked(self, prompt_tokens: int) -> None:
-        del prompt_tokens
+    def asked(self, prompt_tokens: int, *, gap_s: float) -> None:
+        del prompt_tokens, gap_s
 
-    def admitted(self, wait_s: float, *, matched_tokens: int) -> None:
-        del matched_tokens
+    def admitted(self, wait_s: float, *, prompt_tokens: int, matched_tokens: int) -> None:
+        del prompt_tokens, matched_tokens
         self.waits.append(wait_s)
 
     def refused(self, reason: str) -> None:

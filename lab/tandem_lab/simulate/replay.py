@@ -209,6 +209,7 @@ class Replay:
         if self._scaling is not None:
             for _ in range(request.choices):
                 self._scaling.seen.counters.asked(request.prompt_tokens)
+                self._scaling.seen.latency.asked(self._events.now())
         await self._enter(Served(request=request, left=request.choices), range(request.choices))
 
     async def _enter(self, served: Served, numbers: Sequence[int]) -> None:
@@ -234,6 +235,7 @@ class Replay:
             return
         if self._scaling is not None:
             self._scaling.seen.counters.admitted(choice.matched_tokens)
+            self._scaling.seen.latency.uncached.observe(max(1, served.request.prompt_tokens - choice.matched_tokens))
         self.outcome.placements[choice.placement] += 1
         decode = self._fleet.workers[choice.decode.incarnation]
         if choice.prefill is None:
@@ -337,6 +339,9 @@ class Replay:
             self.outcome.served.append(served)
             if self._scaling is not None:
                 self._scaling.seen.counters.ended(served.e2e_s)
+                self._scaling.seen.latency.ended(
+                    ttft_s=served.ttft_s, gap_s=served.mean_gap_s, output_tokens=served.request.output_tokens
+                )
         self._left -= 1
         self._on_served()
         if self._left == 0:

@@ -337,12 +337,21 @@ class ScalerReport(msgspec.Struct, frozen=True, kw_only=True):
     e2e_ms: Percentiles | None
 
 
+class OverHpa(msgspec.Struct, frozen=True, kw_only=True):
+    """One scaler's figures over those of hpa."""
+
+    worker_hours: float
+    slo_attainment: float
+
+
 class ScalingReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `--autoscale --json` prints."""
 
     requests: int
     simulated_s: float
     scalers: dict[str, ScalerReport]
+    over_hpa: dict[str, OverHpa]
+    """Each scaler compared with hpa; empty where that is not one of them."""
     requests_per_minute: float
     """Replayed by this machine, all scalers together."""
 
@@ -367,6 +376,19 @@ def scaler_report(outcome: Outcome, slo: Slo) -> ScalerReport:
     )
 
 
+def over_hpa(scalers: Mapping[str, ScalerReport]) -> dict[str, OverHpa]:
+    """Ratios within one run; empty without hpa, and where hpa has none of what is compared."""
+    hpa = scalers.get("hpa")
+    if hpa is None or not hpa.worker_hours or not hpa.slo_attainment:
+        return {}
+    return {
+        name: OverHpa(
+            worker_hours=each.worker_hours / hpa.worker_hours, slo_attainment=each.slo_attainment / hpa.slo_attainment
+        )
+        for name, each in scalers.items()
+    }
+
+
 def scaling_table(report: ScalingReport) -> str:
     """Aligned lines, a column for each scaler."""
     names = list(report.scalers)
@@ -378,6 +400,9 @@ def scaling_table(report: ScalingReport) -> str:
     ]
     for title, values in _rows(report.scalers, names):
         lines.append(f"{title:<26}" + "".join(f"{value:>{wide}.4g}" for value in values))
+    if report.over_hpa:
+        ratios = (report.over_hpa[name].worker_hours for name in names)
+        lines.append(f"{'worker hours / hpa':<26}" + "".join(f"{value:>{wide}.4g}" for value in ratios))
     return "\n".join([*lines, "", f"replayed {report.requests_per_minute:.0f} requests per minute"])
 
 

@@ -15,6 +15,7 @@ from tandem_lab.simulate.report import (
     ScalerReport,
     ScalingReport,
     TraceLimits,
+    over_hpa,
     policy_report,
     scaler_report,
 )
@@ -110,5 +111,6 @@ class ScalingSimulation:
             requests=len(whole.requests),
             simulated_s=longest,
             scalers=reports,
+            over_hpa=over_hpa(reports),
             requests_per_minute=len(whole.requests) * len(self.scalers) / minutes,
         )

@@ -190,6 +190,7 @@ SERVICE_COLUMNS = (
     ("Wanted", "string", ".status.revision", 0),
     ("Reason", "string", '.status.conditions[?(@.type=="Ready")].reason', 0),
     ("Error", "string", ".status.error", 0),
+    ("SLO", "string", ".status.slo.summary", 1),
     ("Endpoint", "string", ".status.endpoint", 1),
     ("Age", "date", ".metadata.creationTimestamp", 0),
 )

@@ -15,6 +15,7 @@ from tandem_operator.api.adapters import Adapter, AdapterStatus
 from tandem_operator.api.engine import Engine, Transfer
 from tandem_operator.api.gateway import Gateway
 from tandem_operator.api.pods import PodOverrides, Resources, SecretKey
+from tandem_operator.api.slo import Slo, SloStatus
 from tandem_operator.api.sources import ModelSource
 from tandem_operator.api.types import (
     Api,
@@ -326,6 +327,8 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
     """Transfer of KV pages from prefill to decode."""
     autoscaling: Autoscaling = Autoscaling()
     """Control of the number of workers."""
+    slo: Slo | None = None
+    """Latency objectives; default: none."""
     rollout: Rollout = Rollout()
     """Replacement of workers when the spec changes."""
     drain_seconds: Annotated[int, msgspec.Meta(ge=1, le=3600)] = 60
@@ -388,7 +391,7 @@ class Decision(Api, frozen=True, kw_only=True):
     role: str
     """prefill, decode or both."""
     action: str
-    """scale, flip or hold."""
+    """scale, flip, hold, or restore: replicas that someone else had changed."""
     before: int
     """Workers before."""
     after: int
@@ -420,6 +423,8 @@ class ModelServiceStatus(Api, frozen=True, kw_only=True):
     """Former revisions, newest first."""
     decisions: Annotated[list[Decision], msgspec.Meta(max_length=10)] = []
     """The autoscaler's last decisions, newest first."""
+    slo: SloStatus | None = None
+    """How well the objectives are met; absent without `spec.slo`, and before there were requests."""
     adapters: Annotated[list[AdapterStatus], msgspec.Meta(max_length=256)] = []
     """Adapters of the spec and of ModelAdapters, and removed ones until they are unloaded."""
 

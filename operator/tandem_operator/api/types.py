@@ -117,7 +117,7 @@ class Condition(Api, frozen=True, kw_only=True):
 Conditions = Annotated[
     list[Condition],
     msgspec.Meta(
-        max_length=16,
+        max_length=24,
         extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["type"]},
     ),
 ]

@@ -28,7 +28,7 @@ CHECK = "check-arguments"
 CHECK_ONLY = "--check-args"
 """The last argument of that container."""
 
-OF_MODELS = ("servedModelName", "engine.", "autoscaling.")
+OF_MODELS = ("servedModelName", "engine.", "autoscaling.", "slo.")
 """Beginnings of fields of a ModelService that a ModelGateway does not have."""
 
 UNUSABLE = frozenset({"--help", "--help-all", "--config", "--print-config", CHECK_ONLY})
@@ -173,6 +173,10 @@ GATEWAY = FlagTable(
         "--router-policy": "gateway.routerPolicy",
         "--router-exploration": "gateway.routerExploration",
         "--session-ttl": "engine.sessions.ttlSeconds",
+        "--slo-ttft-ms": "slo.ttftSeconds",
+        "--slo-itl-ms": "slo.itlSeconds",
+        "--slo-percentile": "slo.percentile",
+        "--slo-admission": "slo.admission",
         "--from-zero-timeout": "autoscaling.idleSecondsToZero",
         "--drain-timeout": "drainSeconds",
         "--otlp-traces-endpoint": "observability.otlpTracesEndpoint",
@@ -193,9 +197,7 @@ GATEWAY = FlagTable(
             *("--redis-url", "--redis-password-file", "--cluster", "--curve-keys", "--log-format", "--drain-notice"),
         }
     ),
-    arguments=frozenset(
-        {"--explain-candidates", "--slo-ttft-ms", "--slo-itl-ms", "--slo-percentile", "--slo-admission"}
-    ),
+    arguments=frozenset({"--explain-candidates"}),
     aliases={},
     unusable=UNUSABLE,
 )

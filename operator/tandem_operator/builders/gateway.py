@@ -12,6 +12,7 @@ import msgspec
 from tandem_engine.base.addresses import EVERY_ADDRESS
 from tandem_operator.api.gateway import GatewayLimits, RouteTimeouts
 from tandem_operator.api.pods import PodOverrides, Resources
+from tandem_operator.api.slo import Slo
 from tandem_operator.builders.arguments import check_container
 from tandem_operator.builders.containers import (
     TMP,
@@ -229,7 +230,7 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     if not spec.gateway.parse_special_tokens:
         words.append("--no-parse-special-tokens")
     words += traced(spec.observability)
-    words += [*_limits(spec.gateway.limits), *_parsers_and_routing(service)]
+    words += [*_limits(spec.gateway.limits), *_parsers_and_routing(service), *_objectives(spec.slo)]
     return [*words, *spec.gateway.args]
 
 
@@ -249,6 +250,16 @@ def _parsers_and_routing(service: Served) -> Iterator[str]:
         yield "--console" if gateway.console else "--no-console"
     if sessions is not None and sessions.ttl_seconds is not None:
         yield from ("--session-ttl", f"{sessions.ttl_seconds:g}")
+
+
+def _objectives(slo: Slo | None) -> Iterator[str]:
+    if slo is None:
+        return
+    if slo.ttft_seconds is not None:
+        yield from ("--slo-ttft-ms", f"{1000 * slo.ttft_seconds:g}")
+    if slo.itl_seconds is not None:
+        yield from ("--slo-itl-ms", f"{1000 * slo.itl_seconds:g}")
+    yield from ("--slo-percentile", f"{slo.percentile:g}", "--slo-admission", slo.admission)
 
 
 def _limits(limits: GatewayLimits) -> list[str]:

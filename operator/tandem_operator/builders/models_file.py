@@ -102,6 +102,7 @@ def entry_of(service: Served, model: str, files: Iterable[FleetFile]) -> dict[st
     `tokenizer_source`."""
     paths = {file.name: f"{FLEETS_FOLDER}/{file.name}" for file in files}
     spec, gateway, limits = service.spec, service.spec.gateway, service.spec.gateway.limits
+    slo = spec.slo
     sessions = service.engine("decode").sessions
     ca_file = paths.get(f"{service.name}.redis-ca", "")
     sentinel_file = paths.get(f"{service.name}.redis-sentinel", "")
@@ -123,6 +124,10 @@ def entry_of(service: Served, model: str, files: Iterable[FleetFile]) -> dict[st
         "from_zero_timeout": FROM_ZERO_S if may_be_zero(spec) else None,
         "max_waiting_requests": limits.max_waiting_requests,
         "queue_timeout": limits.queue_timeout_seconds,
+        "slo_ttft_ms": None if slo is None or slo.ttft_seconds is None else 1000 * slo.ttft_seconds,
+        "slo_itl_ms": None if slo is None or slo.itl_seconds is None else 1000 * slo.itl_seconds,
+        "slo_percentile": None if slo is None else slo.percentile,
+        "slo_admission": None if slo is None else slo.admission,
     }
     return {name: value for name, value in entry.items() if value is not None}
 

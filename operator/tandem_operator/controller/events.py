@@ -19,6 +19,7 @@ from tandem_operator.builders.containers import Manifest
 from tandem_operator.controller.cluster import ApiError, Cluster
 from tandem_operator.controller.store import EVENT, Seen
 from tandem_operator.planning.adapter_status import ACCEPTED
+from tandem_operator.planning.slo import LATENCY_CALIBRATED, SLO_FEASIBLE, SLO_MET
 from tandem_operator.planning.status import (
     ADAPTERS_READY,
     ARGUMENTS_ACCEPTED,
@@ -48,6 +49,9 @@ EVENT_CONDITIONS = {
     ACCEPTED: "True",
     MODEL_CACHED: "True",
     FAILED: "False",
+    SLO_MET: "True",
+    SLO_FEASIBLE: "True",
+    LATENCY_CALIBRATED: "True",
 }
 """Conditions whose changes become events, and their good status."""
 

@@ -33,6 +33,7 @@ from tandem_operator.planning.deletion import gateway_selector
 from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed, Ref
 from tandem_operator.planning.plan import wanted_workers
 from tandem_operator.planning.pod_failure import pod_failure
+from tandem_operator.planning.slo import SloSeen
 from tandem_operator.planning.status import GATEWAY_CANARY
 from tandem_operator.telemetry.pods import COMPONENT_LABEL, PodSeen
 from tandem_operator.telemetry.samples import LoadReading
@@ -218,6 +219,8 @@ class Observations:
     """Decisions of the autoscaler, newest first; None: none since this operator leads, those in the status stay."""
     holding: str = ""
     """Why the autoscaler changes nothing; empty if it may."""
+    slo: SloSeen | None = None
+    """How well latency objectives are met, as `Observed.slo`."""
     adapters: Reading = field(default_factory=Reading)
     """What the gateways have."""
     pods: LoadReading | None = field(default=None, compare=False)

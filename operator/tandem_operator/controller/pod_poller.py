@@ -39,6 +39,7 @@ from tandem_operator.controller.model_gateways import gateway_of, model_at, poll
 from tandem_operator.controller.observations import Observations, ObservationStore, Parts, Subject
 from tandem_operator.controller.probes import OperatorMetrics
 from tandem_operator.controller.store import WORKER_POOL, Seen, ServiceKey, Store, spec_of, status_of
+from tandem_operator.scaling.policy import ScalingConfig
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.autoscaler import (
     Autoscaler,
@@ -52,6 +53,7 @@ from tandem_operator.telemetry.autoscaler import (
 )
 from tandem_operator.telemetry.external import ScalingMetrics
 from tandem_operator.telemetry.samples import LoadReader, LoadReading
+from tandem_operator.telemetry.slo_watch import slo_seen
 from tandem_operator.telemetry.worker_control import OrderFailedError
 
 logger = logging.getLogger(__name__)
@@ -103,8 +105,15 @@ class PodPoller:
         seen = await self._seen(subject)
         if seen is None:
             return known
-        found = replace(known, links=seen.slow_links(), releases=seen.releases, pods=seen)
-        scaled = self._decide(subject, seen)
+        config, slo = scaling_config(subject.wanted), subject.wanted.spec.slo
+        found = replace(
+            known,
+            links=seen.slow_links(),
+            releases=seen.releases,
+            pods=seen,
+            slo=slo_seen(seen, config, slo, known.slo),
+        )
+        scaled = self._decide(subject, seen, config)
         if scaled is None:
             return replace(found, holding="")
         decisions = list(known.decisions) if known.decisions is not None else subject.status.decisions
@@ -128,17 +137,19 @@ class PodPoller:
         self.canary_runner.close()
         self.adapters.close()
 
-    def _decide(self, subject: Subject, seen: LoadReading) -> Scaled | None:
+    def _decide(self, subject: Subject, seen: LoadReading, config: ScalingConfig) -> Scaled | None:
         pools = subject.parts.pools()
         if subject.wanted.spec.autoscaling.mode != "internal" or len(pools) < len(ROLES):
+            self.autoscaler.owner.forget()
             return None
         return self.autoscaler.step(
             seen,
-            scaling_config(subject.wanted),
+            config,
             subject.pods,
             pools,
             revision=subject.status.revision,
             rolling_out=subject.rolling_out,
+            at=self.clock(),
         )
 
     async def _post_events(self, subject: Subject, known: Sequence[Decision], scaled: Scaled) -> None:
@@ -158,6 +169,7 @@ class PodPoller:
             if scaled.pools[role] != pools[role]:
                 ref = WORKER_POOL.ref(pool_name(subject.service.ref.name, role))
                 await self.applier.scale(ref, namespace, scaled.pools[role])
+        self.autoscaler.carried_out(self.clock(), scaled, pools)
 
     async def _flip(self, subject: Subject, flip: Flip) -> None:
         try:

@@ -278,6 +278,7 @@ class Reconciler:
             releases=observations.releases,
             decisions=observations.decisions,
             holding=observations.holding,
+            slo=observations.slo,
             adapter_asks=parts.adapter_asks(),
             adapters=observations.adapters,
             ready_workers=parts.ready_workers(),

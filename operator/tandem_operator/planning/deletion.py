@@ -15,7 +15,8 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.gateway import gateway_labels
 from tandem_operator.builders.naming import Labels, selector_of
 from tandem_operator.builders.worker import FOLLOWER
-from tandem_operator.planning.status import PROGRESSING, READY, condition, settled
+from tandem_operator.planning.conditions import condition
+from tandem_operator.planning.status import PROGRESSING, READY, settled
 
 FORMER_FINALIZER = "tandem.dev/drain"
 """Operators of former releases set it, and the service could go only while one of them ran. It is taken off."""

@@ -33,9 +33,10 @@ from tandem_operator.builders.model_cache import (
     prune_job,
     request_of,
 )
+from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.observed import Ref
 from tandem_operator.planning.plan import Changes
-from tandem_operator.planning.status import FAILED, READY, condition, name_taken, settled
+from tandem_operator.planning.status import FAILED, READY, name_taken, settled
 from tandem_operator.settings import OperatorSettings
 
 DOWNLOADING = "Downloading"

@@ -23,6 +23,7 @@ from tandem_operator.builders.naming import cluster_name, gateway_name
 from tandem_operator.builders.policies import disruption_budgets, network_policies, pod_monitors
 from tandem_operator.builders.redis import redis_deployment, redis_ports, redis_service
 from tandem_operator.builders.served import Served
+from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.plan import Changes, endpoint_of, generated_secrets, with_patches
 from tandem_operator.planning.status import (
@@ -33,7 +34,6 @@ from tandem_operator.planning.status import (
     VALID,
     arguments_accepted,
     available,
-    condition,
     degraded,
     first_missing,
     invalid,

@@ -8,6 +8,7 @@ from tandem_operator.api.model_service import Decision
 from tandem_operator.api.sources import ClaimSource
 from tandem_operator.api.types import RoleName
 from tandem_operator.planning.adapters import AdapterAsk, Reading, Workers
+from tandem_operator.planning.slo import SloSeen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -118,6 +119,8 @@ class Observed:
     """The autoscaler's last ones, newest first; None: as the status has them."""
     holding: str = ""
     """Why the autoscaler holds; empty while it does not."""
+    slo: SloSeen | None = None
+    """How well latency objectives are met; None of a service without, and before metrics were read."""
     gateway: GatewaySeen | None = None
     """Of a service with `gatewayRef`; None where there is no ModelGateway of that name."""
     cache: CacheSeen | None = None

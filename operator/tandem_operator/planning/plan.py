@@ -54,13 +54,14 @@ from tandem_operator.builders.served import Served, worker_pool
 from tandem_operator.builders.worker import LEADER_WORKER_SETS, workers
 from tandem_operator.planning.adapter_status import adapters_ready, model_adapter_statuses
 from tandem_operator.planning.adapters import accepted, statuses_of
+from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
+from tandem_operator.planning.slo import SLO_CONDITIONS, slo_status
 from tandem_operator.planning.status import (
     READY,
     ROUTER_READY,
     VALID,
-    condition,
     health_of,
     invalid,
     model_cached,
@@ -355,6 +356,7 @@ def _status(
         revisions=before.revisions,
         history=before.history,
         decisions=before.decisions if observed.decisions is None else list(observed.decisions),
+        slo=before.slo,
         adapters=before.adapters,
     )
 
@@ -367,6 +369,7 @@ def _with_workers(
     endpoint = endpoint_of(service)
     if service.spec.gateway_ref is not None:
         endpoint = observed.gateway.endpoint if observed.gateway is not None else ""
+    slo = service.spec.slo
     history = [name for name in (status.revision, *status.history) if name and name != target]
     return msgspec.structs.replace(
         status,
@@ -376,6 +379,8 @@ def _with_workers(
         revision=target,
         history=list(dict.fromkeys(history))[: service.spec.rollout.history],
         revisions=_revision_statuses(observed, step),
+        slo=None if slo is None else slo_status(slo, observed.slo, status.slo),
+        conditions=[one for one in status.conditions if slo is not None or one.type not in SLO_CONDITIONS],
     )
 
 

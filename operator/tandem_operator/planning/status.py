@@ -3,7 +3,7 @@
     Valid ─ ModelAvailable ─ RedisReady ─ PrefillWorkersReady ─ DecodeWorkersReady ─ RouterReady
                                       all of them  →  Ready
     ArgumentsAccepted (where `args` are given), AdaptersReady (where there are adapters), TransportReady, Progressing,
-    AutoscalingActive, Degraded, VersionSkew
+    AutoscalingActive, Degraded, VersionSkew, those of latency objectives (`planning.slo`)
                                                                informational; not part of Ready
 
 `lastTransitionTime` changes only with the status of its condition, so that an unchanged service is not written again.
@@ -11,7 +11,7 @@
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 import msgspec
 
@@ -23,10 +23,11 @@ from tandem_operator.api.types import ROLES, Condition, RoleName
 from tandem_operator.builders.arguments import CHECK, accepts, lists_of, unknown_flags, worker_arguments
 from tandem_operator.builders.naming import gateway_name, redis_name
 from tandem_operator.builders.served import Served
+from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.observed import DeploymentSeen, Observed, Ref
 from tandem_operator.planning.rollout import Counts
+from tandem_operator.planning.slo import slo_conditions
 
-Status = Literal["True", "False", "Unknown"]
 VALID = "Valid"
 MODEL_AVAILABLE = "ModelAvailable"
 REDIS_READY = "RedisReady"
@@ -50,14 +51,7 @@ NEEDED = (VALID, MODEL_AVAILABLE, REDIS_READY, *WORKERS_READY.values(), ROUTER_R
 _REFUSED = re.compile(rf"{CHECK}: ended with status 2\b")
 """A failure of the init container that is about arguments, unlike that of a pull of its image."""
 
-MAX_MESSAGE = 4096
 MAX_ERROR = 80
-
-
-def condition(kind: str, status: bool | None, reason: str, message: str = "") -> Condition:
-    """A condition of no time yet; None is "not known"."""
-    word: Status = "Unknown" if status is None else "True" if status else "False"
-    return Condition(type=kind, status=word, reason=reason, message=message[:MAX_MESSAGE])
 
 
 def ready(conditions: Sequence[Condition]) -> Condition:
@@ -121,6 +115,9 @@ def settled(
 
 GATEWAY_CANARY = ""
 
+CHANGED_BY_OTHERS = "replicas are changed by someone else"
+"""Beginning of the reason why the autoscaler holds."""
+
 
 def invalid(problems: list[str]) -> Condition:
     """The spec cannot be served; what runs continues as it was."""
@@ -167,6 +164,7 @@ def health_of(service: Served, observed: Observed, target: str, wanted: Counts) 
         _transport(service, observed),
         _progress(service, observed, target, wanted),
         _autoscaling(service, observed),
+        *slo_conditions(service.spec.slo, observed.slo),
         degraded(observed, target),
         version_skew(observed),
     ]
@@ -335,10 +333,10 @@ def _autoscaling(service: Served, observed: Observed) -> Condition:
     if mode == "external":
         return condition(AUTOSCALING_ACTIVE, False, "External", "an HPA, KEDA or kubectl scale owns the WorkerPools")
     if observed.holding:
-        return condition(
-            AUTOSCALING_ACTIVE, False, "MetricsUnavailable", f"workers stay as they are: {observed.holding}"
-        )
-    return condition(AUTOSCALING_ACTIVE, True, "QueueDepth")
+        reason = "ReplicasChanged" if observed.holding.startswith(CHANGED_BY_OTHERS) else "MetricsUnavailable"
+        return condition(AUTOSCALING_ACTIVE, False, reason, f"workers stay as they are: {observed.holding}")
+    is_by_latency = service.spec.slo is not None and (observed.slo is None or observed.slo.is_calibrated)
+    return condition(AUTOSCALING_ACTIVE, True, "LatencyObjectives" if is_by_latency else "QueueDepth")
 
 
 def degraded(observed: Observed, target: str) -> Condition:

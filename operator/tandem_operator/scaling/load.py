@@ -12,10 +12,64 @@ is about the start time of a pod: cleared faster, the backlog would be gone befo
 """
 
 import math
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
+
+from tandem_operator.scaling.distribution import Distribution
 
 STALE_S = 15.0
 """Figures older than this count as absent: fifteen heartbeats of the workers, three periods of ours."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PromptFigures:
+    """Prompts of the last minutes, for objectives of the time to the first token."""
+
+    tokens: Distribution
+    """Of each prompt, without its cached prefix."""
+    arrived_tokens_per_s: float
+    """Without cached prefixes, in the mean of about a minute: variation within it is part of the model of waits."""
+    arrivals_variation: float
+    """Squared coefficient of variation of the times between arrivals."""
+    step_base_s: float
+    """What a step takes whatever it computes."""
+    correction: float = 1.0
+    """Measured over predicted time of computing a prompt."""
+    margin: float = 1.0
+    """Of the wait, for what the model does not describe."""
+    measured_s: Distribution | None = None
+    """Times to the first token of the last minute; None before there are any."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepFigures:
+    """Duration of decode steps, for objectives of the time between tokens."""
+
+    base_s: float
+    sequence_s: float
+    """For each sequence in the step."""
+    kv_token_s: float
+    """For each token of context of these sequences."""
+    context_tokens: float
+    """Of a sequence, in the mean of its decode."""
+    batch: float
+    """Sequences that one worker decodes now, in the mean."""
+    arrived_per_s: float
+    """Sequences, in the mean of about a minute."""
+    arrivals_variation: float = 1.0
+    """As of `PromptFigures`."""
+    correction: float = 1.0
+    """Measured over predicted time between tokens."""
+    margin: float = 1.0
+    """Of that time, for what the model does not describe."""
+    measured_s: Distribution | None = None
+    """Times between tokens of the last minute; None before there are any."""
+
+    def step_s(self, sequences: float) -> float:
+        """With so many sequences, corrected."""
+        each = self.sequence_s + self.kv_token_s * self.context_tokens
+        return (self.base_s + each * sequences) * self.correction
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +84,8 @@ class PrefillLoad:
     """Tokens without a cached prefix that came lately."""
     worker_tokens_per_s: float
     """What one busy worker computes."""
+    prompts: PromptFigures | None = None
+    """None before there are any, and of gateways of releases that do not report them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,6 +108,8 @@ class DecodeLoad:
     """KV pages that running sequences hold; what is only cached does not count."""
     worker_pages: float
     """KV pages of one worker."""
+    steps: StepFigures | None = None
+    """None before a worker has measured its steps."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,16 +124,17 @@ class Load:
     decode: DecodeLoad
     held: float = 0.0
     """Requests that gateways hold because there is no worker."""
+    is_calibrated: bool = True
+    """Whether predicted latencies are near measured ones."""
 
     def error(self) -> str:
         """Why the load is not reliable; empty if it is."""
         if self.age_s > STALE_S:
             return f"metrics are {self.age_s:.0f} s old"
         for role, part in (("prefill", self.prefill), ("decode", self.decode)):
-            for item in fields(part):
-                value = getattr(part, item.name)
+            for name, value in _numbers(part):
                 if not math.isfinite(value) or value < 0:
-                    return f"{role} {item.name} is {value}"
+                    return f"{role} {name} is {value}"
         return ""
 
     @property
@@ -90,12 +149,28 @@ class Load:
         )
 
 
+def _numbers(part: Any) -> Iterator[tuple[str, float]]:
+    """All numbers of a part, by name."""
+    for item in fields(part):
+        value = getattr(part, item.name)
+        if is_dataclass(value):
+            yield from _numbers(value)
+        elif isinstance(value, tuple):
+            yield from ((item.name, one) for one in value)
+        elif value is not None:
+            yield item.name, value
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Need:
     """Workers, not rounded, and why."""
 
     workers: float
     reason: str
+    lacks_figures: bool = False
+    """What would show that fewer workers suffice is not known: none is removed."""
+    infeasible: str = ""
+    """Why no number of workers meets the latency objective; empty if some number does."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,6 +183,10 @@ class Targets:
     """Share of the KV pages that may be in use."""
     clear_seconds: float = 30.0
     """A backlog is to be gone within this time."""
+    latency_s: float | None = None
+    """Objective: of prefill the time to the first token, of decode that between tokens. None: the role has none."""
+    percentile: float = 0.95
+    """Share of requests that are to meet it."""
 
 
 def prefill_need(load: PrefillLoad, targets: Targets) -> Need:

@@ -2,7 +2,8 @@
 
     load not reliable?            ─▶ hold, and report why
     no requests for long?         ─▶ zero, both roles together; requests waiting at zero? ─▶ one pair
-    need of each role ─▶ windows ─▶ tolerance ─▶ rejected numbers ─▶ bounds, steps, cooldown ─▶ GPU budget
+    need of each role, by latency objective or queue ─▶ objective missed for long? one more
+    ─▶ windows ─▶ tolerance ─▶ rejected numbers ─▶ bounds, steps, cooldown ─▶ GPU budget
                                                                                      ─▶ role flips before pods
 
 Pending and warming workers count as present, because they were already requested. The operator and `tandem simulate
@@ -30,7 +31,10 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from tandem_operator.api.types import ROLES, RoleName
-from tandem_operator.scaling.load import Load, Need, Targets, decode_need, prefill_need
+from tandem_operator.scaling import load as by_load
+from tandem_operator.scaling import slo_need
+from tandem_operator.scaling.distribution import Distribution
+from tandem_operator.scaling.load import Load, Need, Targets
 
 Counts = dict[RoleName, int]
 
@@ -140,7 +144,13 @@ class Window:
         return [one for one in self.samples if one.at >= at - window_s]
 
 
-Action = Literal["scale", "flip", "hold"]
+LATE_S = 30.0
+"""A role that misses its objective and has a queue for so long gets one more worker."""
+
+MIN_MEASURED = 20
+"""Latencies before a quantile of them counts."""
+
+Action = Literal["scale", "flip", "hold", "restore"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -189,6 +199,8 @@ class ScalingState:
     windows: Mapping[RoleName, Window] = field(default_factory=dict)
     changes: Mapping[RoleName, Change] = field(default_factory=dict)
     scale_downs: Mapping[RoleName, ScaleDownHistory] = field(default_factory=dict)
+    late_since: Mapping[RoleName, float] = field(default_factory=dict)
+    """Since when a role with an objective has missed it and had a queue, without a pause."""
     busy_at: float | None = None
     """Time of the last request."""
 
@@ -222,11 +234,11 @@ def decide(load: Load, there: Mapping[RoleName, int], memory: ScalingState, conf
     error = load.error()
     if error:
         return _hold(now, f"metrics are not reliable: {error}", memory)
-    memory = _remember(load, memory, config)
+    needs = {role: need_of(role, load, config) for role in ROLES}
+    memory = _remember(load, now, needs, memory, config)
     zero = _zero(load, now, memory, config)
     if zero is not None:
         return zero
-    needs = {role: _need(role, load, config) for role in ROLES}
     wanted = {role: _wanted(role, now[role], needs[role], load.at, memory, config) for role in ROLES}
     flips = _flips(now, wanted, load.at, memory, config)
     if flips:
@@ -238,21 +250,57 @@ def decide(load: Load, there: Mapping[RoleName, int], memory: ScalingState, conf
     return _outcome(load.at, now, wanted, flips, needs, replace(memory, scale_downs=scale_downs))
 
 
-def _remember(load: Load, memory: ScalingState, config: ScalingConfig) -> ScalingState:
+def _remember(
+    load: Load, now: Counts, needs: Mapping[RoleName, Need], memory: ScalingState, config: ScalingConfig
+) -> ScalingState:
     reach = max(config.scale_up_window_s, config.scale_down_window_s, config.cooldown_s)
+    since = {role: _late_since(role, load, needs[role], memory, config) for role in ROLES}
+    late_since = {role: at for role, at in since.items() if at is not None}
     windows = {}
     for role in ROLES:
-        need = _need(role, load, config).workers
+        need = needs[role].workers
         workers = rounded(need, config.tolerance)
+        if role in late_since and load.at - late_since[role] >= LATE_S:
+            # Whatever the model of latencies says.
+            late_since[role] = load.at + config.bounds(role).targets.clear_seconds
+            workers, need = max(workers, now[role] + 1), max(need, now[role] + 1.0)
+        if needs[role].lacks_figures:
+            workers, need = max(workers, now[role]), max(need, float(now[role]))
         windows[role] = memory.windows.get(role, Window()).add(load.at, workers, reach, need, _arrivals(role, load))
     busy_at = memory.busy_at if load.idle and memory.busy_at is not None else load.at
-    return replace(memory, windows=windows, busy_at=busy_at)
+    return replace(memory, windows=windows, late_since=late_since, busy_at=busy_at)
 
 
-def _need(role: RoleName, load: Load, config: ScalingConfig) -> Need:
+def need_of(role: RoleName, load: Load, config: ScalingConfig) -> Need:
+    """Workers that a role needs: for its latency objective if it has one and latencies are predicted well, else for its
+    queue."""
+    targets = config.bounds(role).targets
+    is_by_latency = targets.latency_s is not None and load.is_calibrated
     if role == "prefill":
-        return prefill_need(load.prefill, config.prefill.targets)
-    return decode_need(load.decode, config.decode.targets)
+        prefill_need = slo_need.prefill_need if is_by_latency else by_load.prefill_need
+        return prefill_need(load.prefill, targets)
+    decode_need = slo_need.decode_need if is_by_latency else by_load.decode_need
+    return decode_need(load.decode, targets)
+
+
+def _late_since(role: RoleName, load: Load, need: Need, memory: ScalingState, config: ScalingConfig) -> float | None:
+    """None where the objective is met, nothing waits, or no number of workers meets it."""
+    targets = config.bounds(role).targets
+    measured, waits = _measured(role, load)
+    if targets.latency_s is None or measured is None or not waits or need.infeasible:
+        return None
+    if measured.count < MIN_MEASURED or measured.quantile(targets.percentile) <= targets.latency_s:
+        return None
+    return memory.late_since.get(role, load.at)
+
+
+def _measured(role: RoleName, load: Load) -> tuple[Distribution | None, bool]:
+    """Latencies of the last minute, and whether work waits."""
+    if role == "prefill":
+        prompts = load.prefill.prompts
+        return None if prompts is None else prompts.measured_s, load.prefill.queued_tokens > 0
+    steps = load.decode.steps
+    return None if steps is None else steps.measured_s, load.decode.waiting > 0
 
 
 def _arrivals(role: RoleName, load: Load) -> float:

@@ -26,12 +26,14 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from tandem_operator.api.model_service import Decision as StatusDecision
+from tandem_operator.api.slo import Slo
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.engine_flags import gpus_of
 from tandem_operator.builders.served import Served
 from tandem_operator.scaling.load import Targets
 from tandem_operator.scaling.policy import Decision, RoleBounds, ScalingConfig, ScalingState, decide
 from tandem_operator.telemetry.pods import HEALTH_PORT, PodSeen
+from tandem_operator.telemetry.pool_owner import PoolOwner, Verdict
 from tandem_operator.telemetry.samples import LoadReading
 from tandem_operator.telemetry.worker_control import post_order
 
@@ -176,6 +178,12 @@ class Autoscaler:
     """One per ModelService. It remembers needs over time."""
 
     memory: ScalingState = field(default_factory=ScalingState)
+    owner: PoolOwner = field(default_factory=PoolOwner)
+
+    def carried_out(self, at: float, scaled: Scaled, before: Mapping[RoleName, int]) -> None:
+        """Pools have the replicas of `scaled`; `before` they had these."""
+        if not scaled.holding:
+            self.owner.ordered(at, scaled.pools, before)
 
     def step(
         self,
@@ -186,10 +194,17 @@ class Autoscaler:
         *,
         revision: str,
         rolling_out: bool = False,
+        at: float = 0.0,
     ) -> Scaled:
         """`pools`: `spec.replicas` of each. `revision`: the one that is served. While `rolling_out`, no worker changes
-        roles: those that would are about to go."""
+        roles: those that would are about to go. `at`: monotonic seconds, as of `carried_out`."""
         now = {role: pools[role] for role in ROLES}
+        bounds = {role: (config.bounds(role).least, config.bounds(role).most) for role in ROLES}
+        verdict = self.owner.judge(at, now, bounds)
+        if verdict.holding:
+            return _hold(now, verdict.holding)
+        if verdict.restore:
+            return _restored(now, verdict)
         if seen.load is None:
             return _hold(now, seen.reason)
         workers = [pod for pod in pods if pod.worker_role is not None and not pod.terminating]
@@ -221,6 +236,14 @@ def _hold(pools: Counts, reason: str) -> Scaled:
     return Scaled(pools=pools, decisions=(held,), holding=reason)
 
 
+def _restored(pools: Counts, verdict: Verdict) -> Scaled:
+    decisions = tuple(
+        Decision(role=role, action="restore", before=pools[role], after=count, reason=verdict.reason)
+        for role, count in verdict.restore.items()
+    )
+    return Scaled(pools={**pools, **verdict.restore}, decisions=decisions)
+
+
 def scaling_config(service: Served) -> ScalingConfig:
     """Bounds, targets and windows of both roles."""
     given = service.spec.autoscaling
@@ -240,7 +263,7 @@ def scaling_config(service: Served) -> ScalingConfig:
 
 
 def _bounds(service: Served, name: RoleName) -> RoleBounds:
-    role = service.role(name)
+    role, slo = service.role(name), service.spec.slo or Slo()
     return RoleBounds(
         least=role.scaling.min_replicas,
         most=role.scaling.max_replicas,
@@ -248,6 +271,8 @@ def _bounds(service: Served, name: RoleName) -> RoleBounds:
             queue_seconds=role.scaling.target_queue_seconds,
             kv_usage=role.scaling.target_kv_usage,
             clear_seconds=role.scaling.clear_seconds,
+            latency_s=slo.ttft_seconds if name == "prefill" else slo.itl_seconds,
+            percentile=slo.percentile,
         ),
         gpus=gpus_of(role.resources) * service.nodes(name),
     )
@@ -282,6 +307,9 @@ def event_of(decision: Decision) -> tuple[str, str, str]:
     """Type, reason and message of a Kubernetes event."""
     if decision.action == "hold":
         return "Warning", "ScalingHeld", f"{decision.after} workers stay: {decision.reason}"
+    if decision.action == "restore":
+        change = f"{decision.role} from {decision.before} to {decision.after}"
+        return "Warning", "ReplicasRestored", f"{change}: {decision.reason}"
     if decision.action == "flip":
         return "Normal", "RolesFlipped", f"{decision.after} workers flip {decision.reason}"
     direction = "up" if decision.after > decision.before else "down"

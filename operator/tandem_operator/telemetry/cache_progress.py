@@ -9,7 +9,7 @@ import httpx
 import msgspec
 
 from tandem_operator.planning.model_cache import ProgressReading
-from tandem_operator.telemetry.pod_metrics import UnusableFiguresError
+from tandem_operator.telemetry.exposition import UnusableFiguresError
 from tandem_operator.telemetry.pods import ANSWER_S, bounded_text
 
 PATH = "/progress"

@@ -17,8 +17,8 @@ from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem_operator.api.types import ROLES, RoleName
-from tandem_operator.scaling.load import Load, decode_need, prefill_need
-from tandem_operator.scaling.policy import ScalingConfig
+from tandem_operator.scaling.load import Load
+from tandem_operator.scaling.policy import ScalingConfig, need_of
 from tandem_operator.telemetry.samples import LoadReading
 
 LEAST = 0.01
@@ -70,10 +70,7 @@ class RoleFigures:
 def role_figures(load: Load, config: ScalingConfig) -> dict[RoleName, RoleFigures]:
     """Of a load that can be trusted."""
     prefill, decode = load.prefill, load.decode
-    needs = {
-        "prefill": prefill_need(prefill, config.prefill.targets),
-        "decode": decode_need(decode, config.decode.targets),
-    }
+    needs = {role: need_of(role, load, config) for role in ROLES}
     least = 0.0 if load.idle else LEAST
     return {
         role: RoleFigures(

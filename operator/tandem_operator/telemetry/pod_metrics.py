@@ -1,136 +1,15 @@
-"""Parses the `/metrics` of one pod into the numbers that the operator uses; incomplete metrics are rejected.
+"""The numbers of one pod that the operator uses, from its `/metrics`; incomplete metrics are rejected."""
 
-A pod's metrics are untrusted: the caller bounds their size, and this module checks the values. `NAMES` lists every
-series that the operator reads; a test compares it with the metrics that gateways and workers export.
-"""
-
-import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from tandem_engine.base.release import UNSTATED
 from tandem_operator.api.types import RoleName
+from tandem_operator.telemetry.exposition import GATEWAY, RELEASE_NAME, WORKER, Exposition
+from tandem_operator.telemetry.latency_metrics import LatencyFactors, LatencyTotals, StepFit
 
-WORKER = "tandem_worker_"
-GATEWAY = "tandem_gateway_"
 MAX_RELEASE = 1_000_000
 """Greater numbers were not written by a release."""
-
-MODEL = "model_name"
-"""The label of series of one model."""
-
-WORKER_NAMES = frozenset(
-    WORKER + name
-    for name in (
-        "role",
-        "offered",
-        "draining",
-        "stats_age_seconds",
-        "num_requests_running",
-        "num_requests_waiting",
-        "num_requests_transferring",
-        "num_requests_inflight",
-        "num_requests_leaving",
-        "num_requests_swapped",
-        "waiting_prompt_tokens",
-        "oldest_wait_seconds",
-        "max_running_requests",
-        "prefill_tokens_per_second",
-        "kv_pages",
-        "kv_pages_free",
-        "kv_pages_evictable",
-    )
-)
-
-LINK_NAMES = frozenset({"tandem_link_conditions", "tandem_link_bytes_per_second"})
-"""Absent while a worker has no peers."""
-
-GATEWAY_NAMES = frozenset(
-    GATEWAY + name
-    for name in (
-        "num_requests_running",
-        "num_requests_waiting",
-        "num_requests_held",
-        "waiting_prompt_tokens",
-        "oldest_wait_seconds",
-        "choices_total",
-        "asked_prompt_tokens_total",
-        "predicted_cached_tokens_total",
-        "time_to_first_token_seconds_sum",
-        "time_to_first_token_seconds_count",
-        "e2e_request_latency_seconds_sum",
-        "e2e_request_latency_seconds_count",
-    )
-)
-SHARED_NAMES = frozenset({GATEWAY + "models"})
-"""Of gateways that have several models."""
-
-RELEASE_NAME = "tandem_release"
-"""Absent in releases that have not named theirs in metrics."""
-
-NAMES = WORKER_NAMES | LINK_NAMES | GATEWAY_NAMES | SHARED_NAMES | {RELEASE_NAME}
-_NAME = re.compile(r"tandem_\w+")
-
-
-class UnusableFiguresError(Exception):
-    """A pod answered with something that cannot be read, or that lacks a figure. The sentence names it."""
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    labels: Mapping[str, str]
-    value: float
-
-
-@dataclass(frozen=True, slots=True)
-class Exposition:
-    """Samples of `NAMES` by series."""
-
-    samples: Mapping[str, list[Sample]]
-
-    @staticmethod
-    def parse(text: str) -> "Exposition":
-        """Raises `UnusableFiguresError`."""
-        samples: dict[str, list[Sample]] = {}
-        try:
-            # Most of an exposition is buckets of histograms that are not read here; parsing them costs most.
-            for metric in text_string_to_metric_families("\n".join(filter(_is_read, text.splitlines()))):
-                for sample in metric.samples:
-                    samples.setdefault(sample.name, []).append(Sample(sample.labels, sample.value))
-        except (ValueError, KeyError, IndexError) as error:
-            raise UnusableFiguresError(f"its metrics cannot be read: {error}") from error
-        return Exposition(samples)
-
-    def sum(self, name: str) -> float:
-        """Over all series of `name`. Raises `UnusableFiguresError` when there is none, or one is no number."""
-        found = self.samples.get(name)
-        if not found:
-            raise UnusableFiguresError(f"it has no metric {name}")
-        total = math.fsum(sample.value for sample in found)
-        if not math.isfinite(total) or total < 0:
-            raise UnusableFiguresError(f"its metric {name} is {total}")
-        return total
-
-    def of_model(self, model: str) -> "Exposition":
-        """The series of one model alone."""
-        mine = {
-            name: [sample for sample in samples if sample.labels.get(MODEL) == model]
-            for name, samples in self.samples.items()
-        }
-        return Exposition({name: samples for name, samples in mine.items() if samples})
-
-    def of(self, name: str) -> list[Sample]:
-        """All series of `name`."""
-        return self.samples.get(name, [])
-
-
-def _is_read(line: str) -> bool:
-    """Whether the line is a sample of `NAMES`."""
-    match = _NAME.match(line)
-    return match is not None and match[0] in NAMES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,6 +39,8 @@ class WorkerFigures:
     """Links that are slower than the service expects: peer → transport."""
     release: int = UNSTATED
     """Of its image (`base.release`)."""
+    step_base_s: float = 0.0
+    step_fit: StepFit | None = None
 
     @property
     def outstanding(self) -> float:
@@ -191,6 +72,8 @@ class WorkerFigures:
             used_pages=max(0.0, pages - value("kv_pages_free") - value("kv_pages_evictable")),
             slow_links=_slow_links(exposition),
             release=_release(exposition),
+            step_base_s=exposition.sum_or_zero(WORKER + "step_base_seconds"),
+            step_fit=StepFit.of(exposition),
         )
 
 
@@ -228,6 +111,9 @@ class GatewayFigures:
     totals: GatewayTotals
     release: int = UNSTATED
     """Of its image."""
+    latency: LatencyTotals = field(default_factory=LatencyTotals)
+    factors: LatencyFactors | None = None
+    """None before a request was predicted."""
 
     @staticmethod
     def of(exposition: Exposition, model: str = "") -> "GatewayFigures":
@@ -261,6 +147,8 @@ class GatewayFigures:
                 finished=value("e2e_request_latency_seconds_count"),
             ),
             release=release,
+            latency=LatencyTotals.of(exposition),
+            factors=LatencyFactors.of(exposition),
         )
 
     @staticmethod

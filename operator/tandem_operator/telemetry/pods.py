@@ -15,13 +15,8 @@ import httpx
 from tandem_engine.base.addresses import Address
 from tandem_operator.api.types import RoleName
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
-from tandem_operator.telemetry.pod_metrics import (
-    Exposition,
-    Figures,
-    GatewayFigures,
-    UnusableFiguresError,
-    WorkerFigures,
-)
+from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
+from tandem_operator.telemetry.pod_metrics import Figures, GatewayFigures, WorkerFigures
 
 PodRole = Literal["prefill", "decode", "gateway"]
 COMPONENT_LABEL = "app.kubernetes.io/component"

@@ -24,6 +24,8 @@ import httpx
 
 from tandem_operator.api.types import RoleName
 from tandem_operator.scaling.load import STALE_S, DecodeLoad, Load, PrefillLoad
+from tandem_operator.telemetry.latency_metrics import LatencyTotals, StepFit
+from tandem_operator.telemetry.latency_window import LatencyWindow, Traffic
 from tandem_operator.telemetry.pod_metrics import Figures, GatewayFigures, GatewayTotals, WorkerFigures
 from tandem_operator.telemetry.pods import PodSeen, fetch_figures
 
@@ -42,6 +44,17 @@ class Gain:
     seconds: float
     waiting_tokens: float
     """Growth of its queue; negative if it has shrunk."""
+    latency: LatencyTotals = field(default_factory=LatencyTotals)
+
+    def traffic(self) -> Traffic:
+        return Traffic(
+            seconds=self.seconds,
+            gateway_seconds=self.seconds,
+            choices=self.totals.choices,
+            asked_tokens=self.totals.asked_tokens,
+            predicted_tokens=self.totals.predicted_tokens,
+            latency=self.latency,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -98,6 +111,9 @@ class Sizes:
     tokens_per_s: float = 0.0
     places: float = 0.0
     pages: float = 0.0
+    step_base_s: float = 0.0
+    step_fit: StepFit | None = None
+    """Of workers that decode; None until one has measured its steps."""
 
     def take(self, workers: Collection[WorkerFigures]) -> None:
         """Means over workers by role; a role without workers keeps its last values, or takes those of the other."""
@@ -107,6 +123,8 @@ class Sizes:
         self.tokens_per_s = self.tokens_per_s or _mean(one.tokens_per_s for one in decode)
         self.places = _mean(one.places for one in decode) or self.places or _mean(one.places for one in prefill)
         self.pages = _mean(one.pages for one in decode) or self.pages or _mean(one.pages for one in prefill)
+        self.step_base_s = _mean(one.step_base_s for one in prefill) or self.step_base_s
+        self.step_fit = StepFit.mean(one.step_fit for one in decode if one.step_fit is not None) or self.step_fit
 
 
 def load_of(
@@ -117,12 +135,14 @@ def load_of(
     gateways: Sequence[GatewayFigures],
     rates: Rates,
     sizes: Sizes,
+    latency: LatencyWindow,
 ) -> Load:
     """`age_s`: age of the oldest of these metrics."""
     busy = [*workers] if any(one.answering + one.waiting for one in gateways) else []
     prefill = [one for one in busy if one.serves == "prefill"]
     decode = [one for one in busy if one.serves == "decode"]
     held_back = max((one.oldest_wait_s for one in gateways), default=0.0)
+    running = sum(one.running + one.transferring for one in decode) + sum(one.leaving for one in prefill)
     return Load(
         at=at,
         age_s=age_s,
@@ -132,9 +152,10 @@ def load_of(
             oldest_wait_s=max([held_back, *(one.oldest_wait_s for one in prefill)]),
             arrived_tokens_per_s=rates.tokens_per_s,
             worker_tokens_per_s=sizes.tokens_per_s,
+            prompts=latency.prompts(sizes.step_base_s),
         ),
         decode=DecodeLoad(
-            running=sum(one.running + one.transferring for one in decode) + sum(one.leaving for one in prefill),
+            running=running,
             waiting=sum(one.waiting for one in decode) + sum(one.waiting for one in gateways),
             oldest_wait_s=max([held_back, *(one.oldest_wait_s for one in decode)]),
             arrived_per_s=rates.choices_per_s,
@@ -142,8 +163,10 @@ def load_of(
             worker_places=sizes.places,
             used_pages=sum(one.used_pages for one in decode),
             worker_pages=sizes.pages,
+            steps=latency.steps(sizes.step_fit, running / max(1, len(decode))),
         ),
         held=sum(one.held for one in gateways),
+        is_calibrated=latency.factors.is_calibrated,
     )
 
 
@@ -151,6 +174,28 @@ def _mean(values: Iterable[float]) -> float:
     """Mean of the positive values; 0 if there is none."""
     known = [value for value in values if value > 0]
     return sum(known) / len(known) if known else 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SloFigures:
+    """How well objectives are met, over the last minutes."""
+
+    attainment: float
+    """Share of requests that met all of their objectives."""
+    judged: float
+    """Requests that had any."""
+    goodput_per_s: float
+    calibration: float
+    """Measured over predicted latency, of the part farthest from 1."""
+
+    @staticmethod
+    def of(latency: LatencyWindow) -> "SloFigures":
+        return SloFigures(
+            attainment=latency.attainment,
+            judged=latency.judged,
+            goodput_per_s=latency.goodput_per_s,
+            calibration=latency.factors.worst,
+        )
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -164,6 +209,8 @@ class LoadReading:
     """Metrics of existing workers by pod name, if they are recent or the pod is ready."""
     releases: Mapping[str, int] = field(default_factory=dict)
     """Of these, and of gateways, by pod name."""
+    latency: SloFigures | None = None
+    """None where there is no load."""
 
     def serves(self, pod: PodSeen) -> RoleName | None:
         """The role that a worker reports, or else that of its Deployment. None for gateways."""
@@ -199,6 +246,7 @@ class PodSampler:
 
     demand: Demand = field(default_factory=Demand)
     sizes: Sizes = field(default_factory=Sizes)
+    latency: LatencyWindow = field(default_factory=LatencyWindow)
     _samples: dict[str, PodSample] = field(default_factory=dict)
     """By uid."""
 
@@ -213,16 +261,21 @@ class PodSampler:
         reason = self._silent(pods, answers) or _no_rates(gateways)
         if reason:
             return LoadReading(load=None, reason=reason, workers=workers, releases=releases)
-        self.demand.take(sample.gain for sample in gateways if sample.at == at and sample.gain is not None)
+        gains = [sample.gain for sample in gateways if sample.at == at and sample.gain is not None]
+        self.demand.take(gains)
+        seen = [sample.figures for sample in gateways if isinstance(sample.figures, GatewayFigures)]
+        factors = [figures.factors for figures in seen if figures.factors is not None]
+        self.latency.take((gain.traffic() for gain in gains), factors)
         load = load_of(
             at=at,
             age_s=max(sample.age_s(at) for _, sample in known),
             workers=workers.values(),
-            gateways=[sample.figures for sample in gateways if isinstance(sample.figures, GatewayFigures)],
+            gateways=seen,
             rates=self.demand.rates(sample.gain for sample in gateways if sample.gain is not None),
             sizes=self.sizes,
+            latency=self.latency,
         )
-        return LoadReading(load=load, workers=workers, releases=releases)
+        return LoadReading(load=load, workers=workers, releases=releases, latency=SloFigures.of(self.latency))
 
     def _remember(self, at: float, pods: Sequence[PodSeen], answers: Mapping[str, Figures | str]) -> None:
         there = {pod.uid for pod in pods}
@@ -260,6 +313,7 @@ def _gain(before: PodSample | None, at: float, now: Figures) -> Gain | None:
         totals=now.totals.since(before.figures.totals),
         seconds=at - before.at,
         waiting_tokens=now.waiting_tokens - before.figures.waiting_tokens,
+        latency=now.latency.since(before.figures.latency),
     )
 
 

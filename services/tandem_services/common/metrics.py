@@ -28,6 +28,9 @@ TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.015, 0.02, 0.03, 0.05, 0.075, 0.1
 TRANSFER_SECONDS = (0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
 """Buckets for moving the KV of one request: less than a millisecond where memory is shared, seconds over slow lines."""
 
+PROMPT_TOKENS = tuple(float(round(2 ** (step / 2))) for step in range(10, 41))
+"""Buckets for the tokens of prompts, 32 to 1,048,576: quantiles are right within a fifth."""
+
 OTHER = "other"
 
 

@@ -20,7 +20,7 @@ from functools import partial
 from typing import Protocol
 
 from tandem_engine.base.clock import Clock
-from tandem_services.common.errors import unavailable
+from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.common.tasks import BackgroundTasks
 from tandem_services.gateway.dispatch.attempt import Attempt
 from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
@@ -236,13 +236,17 @@ class Placing:
 
     async def _admitted(self, request: ChoiceRequest, query: RouteQuery, progress: Progress) -> Choice:
         """For the first attempt; with the other choices of its prompt, if there are any."""
-        self.objectives.judge_wait(
-            request.objectives,
-            tenant=request.caller.tenant.name,
-            priority=request.priority,
-            wait_s=progress.expected_wait_s,
-            work_s=partial(self._work_s, query),
-        )
+        try:
+            self.objectives.judge_wait(
+                request.objectives,
+                tenant=request.caller.tenant.name,
+                priority=request.priority,
+                wait_s=progress.expected_wait_s,
+                work_s=partial(self._work_s, query),
+            )
+        except ApiError:
+            self.admission.binding.turned_away(len(query.token_ids))
+            raise
         alone = partial(self._choose_suitable, query, request.ticket)
 
         async def apart(avoided: frozenset[str]) -> Choice:

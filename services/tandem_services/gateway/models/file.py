@@ -23,6 +23,7 @@ from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.settings import FLEET_MODEL
 from tandem_services.gateway.config import ModelConfig, ModelsSource
 from tandem_services.gateway.models.catalog import FAULTS, LiveModels
+from tandem_services.gateway.objectives import Milliseconds, Objectives, SloMode
 from tandem_services.gateway.output.reasoning import REASONING_PARSERS
 from tandem_services.gateway.output.tool_parsers.registry import TOOL_CALL_PARSERS
 from tandem_services.router.keys import Keys
@@ -61,6 +62,10 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     queue_timeout: Seconds | None = None
     prefill_fallback: bool | None = None
     parse_special_tokens: bool | None = None
+    slo_ttft_ms: Milliseconds | None = None
+    slo_itl_ms: Milliseconds | None = None
+    slo_percentile: Annotated[float, msgspec.Meta(gt=0, lt=1)] | None = None
+    slo_admission: SloMode | None = None
 
 
 class ModelsFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,10 +167,25 @@ def _config(entry: ModelEntry, defaults: ModelConfig, file: Path, where: str) ->
         "room_s": (entry.queue_timeout, float),
         "prefill_fallback": (entry.prefill_fallback, bool),
         "parse_special_tokens": (entry.parse_special_tokens, bool),
+        "slo_percentile": (entry.slo_percentile, float),
+        "slo_admission": (entry.slo_admission, SloMode),
     }
     fields = {name: read(value) for name, (value, read) in given.items() if value is not None}
-    names = _names(entry, folder, f"{file}: {where}")
-    return replace(defaults, path=folder, names=names, redis=_redis(entry, defaults.redis, located), **fields)
+    return replace(
+        defaults,
+        path=folder,
+        names=_names(entry, folder, f"{file}: {where}"),
+        redis=_redis(entry, defaults.redis, located),
+        objectives=_objectives(entry, defaults.objectives),
+        **fields,
+    )
+
+
+def _objectives(entry: ModelEntry, default: Objectives) -> Objectives:
+    return Objectives(
+        ttft_s=default.ttft_s if entry.slo_ttft_ms is None else entry.slo_ttft_ms / 1000,
+        itl_s=default.itl_s if entry.slo_itl_ms is None else entry.slo_itl_ms / 1000,
+    )
 
 
 def _names(entry: ModelEntry, folder: Path | None, where: str) -> tuple[str, ...]:

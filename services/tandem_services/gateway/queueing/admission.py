@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 
-from tandem_services.common.metrics import REQUEST_SECONDS, MetricFamilies
+from tandem_services.common.metrics import PROMPT_TOKENS, REQUEST_SECONDS, MetricFamilies
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.gateway.queueing.lanes import Lane
@@ -128,6 +128,17 @@ class QueueMetrics:
         self._asked = families.counter(
             "tandem_gateway_asked_prompt_tokens", "Prompt tokens of choices that arrived at the queue", [MODEL]
         ).series(model)
+        self._gaps = families.counter(
+            "tandem_gateway_arrival_gap_square_seconds",
+            "Squares of the times between arrivals of choices at the queue: with their number, how bursty they are",
+            [MODEL],
+        ).series(model)
+        self._uncached = families.histogram(
+            "tandem_gateway_uncached_prompt_tokens",
+            "Prompt tokens that the selected worker was predicted to compute, of choices that were sent to one",
+            [MODEL],
+            buckets=PROMPT_TOKENS,
+        ).series(model)
         self._predicted = families.counter(
             "tandem_gateway_predicted_cached_tokens",
             "Arrived prompt tokens that were predicted to be cached on the selected worker",
@@ -154,14 +165,16 @@ class QueueMetrics:
         self._oldest.set_function(lambda: figures().oldest_wait_s)
         self._held.set_function(lambda: figures().held)
 
-    def asked(self, prompt_tokens: int) -> None:
-        """A request has come."""
+    def asked(self, prompt_tokens: int, *, gap_s: float) -> None:
+        """A request has come, so long after the one before it."""
         self._asked.inc(prompt_tokens)
+        self._gaps.inc(gap_s * gap_s)
 
-    def admitted(self, wait_s: float, *, matched_tokens: int) -> None:
-        """It has a worker, after `wait_s`, which is predicted to have so many of its tokens cached."""
+    def admitted(self, wait_s: float, *, prompt_tokens: int, matched_tokens: int) -> None:
+        """It has a worker, after `wait_s`, which is predicted to have `matched_tokens` of its tokens cached."""
         self.wait.observe(wait_s)
         self._predicted.inc(matched_tokens)
+        self._uncached.observe(max(1, prompt_tokens - matched_tokens))
 
     def refused(self, reason: str) -> None:
         self._refused.series(self._model, reason).inc()

@@ -121,11 +121,11 @@ class Chooser(Protocol):
 class Observer(Protocol):
     """Receives what happens in the queue; see `QueueMetrics`."""
 
-    def asked(self, prompt_tokens: int) -> None:
-        """A request has come."""
+    def asked(self, prompt_tokens: int, *, gap_s: float) -> None:
+        """A request has come, so long after the one before it; 0 for the first."""
 
-    def admitted(self, wait_s: float, *, matched_tokens: int) -> None:
-        """It has a worker, which is predicted to have so many of its tokens cached."""
+    def admitted(self, wait_s: float, *, prompt_tokens: int, matched_tokens: int) -> None:
+        """It has a worker, which is predicted to have `matched_tokens` of its tokens cached."""
 
     def refused(self, reason: str) -> None:
         """It has none: full, pushed_out, no_worker or no_room."""
@@ -172,6 +172,8 @@ class LateBinding:
     _way: GivingWay = field(init=False)
     _turnover: Turnover = field(init=False)
     _precedence: Precedence = field(init=False)
+    _asked_at: float | None = None
+    """When the last request came."""
     _nobody_since: float | None = None
     _blocked: BlockedLanes = field(default_factory=BlockedLanes)
     """Of the last round."""
@@ -233,7 +235,7 @@ class LateBinding:
         Raises:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full.
         """
-        self.observer.asked(visitor.prompt_tokens)
+        self._note_asked(visitor.prompt_tokens)
         self._precedence.see(visitor.tenant)
         visitor.is_behind = self._precedence.is_behind(visitor, self.queue)
         choice = None
@@ -248,6 +250,10 @@ class LateBinding:
             self.counters.counters.leave(visitor.tenant)
         self._note_admitted(visitor, choice)
         return choice
+
+    def turned_away(self, prompt_tokens: int) -> None:
+        """A request was rejected before it arrived here: it is demand all the same."""
+        self._note_asked(prompt_tokens)
 
     def is_next(self, visitor: Visitor) -> bool:
         """Whether the next turn tries this request: it is worth one now."""
@@ -443,10 +449,20 @@ class LateBinding:
         self._pace.admitted()
         visitor.choice.set_result(choice)
 
+    def _note_asked(self, prompt_tokens: int) -> None:
+        now = self.clock.now()
+        gap_s = 0.0 if self._asked_at is None else max(0.0, now - self._asked_at)
+        self._asked_at = now
+        self.observer.asked(prompt_tokens, gap_s=gap_s)
+
     def _note_admitted(self, visitor: Visitor, choice: Choice) -> None:
         cost = prompt_cost(visitor.prompt_tokens, choice.matched_tokens) / visitor.weight
         self.counters.charge(visitor.tenant, cost)
-        self.observer.admitted(self.clock.now() - visitor.arrived, matched_tokens=choice.matched_tokens)
+        self.observer.admitted(
+            self.clock.now() - visitor.arrived,
+            prompt_tokens=visitor.prompt_tokens,
+            matched_tokens=choice.matched_tokens,
+        )
 
     def _give_up_on_late(self) -> None:
         now = self.clock.now()

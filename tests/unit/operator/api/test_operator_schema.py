@@ -5,13 +5,14 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import jsonschema_rs
 import kubernetes_validate
 import msgspec
 import pytest
 import yaml
 
 from tandem_operator.api.crds import crds, docstrings_of, schema_of, to_yaml
-from tandem_operator.api.model_service import ModelService
+from tandem_operator.api.model_service import ModelService, ModelServiceSpec
 from tandem_operator.api.reference import reference
 from tandem_testing.schema_walk import fields_below
 
@@ -229,3 +230,31 @@ def test_all_versions_have_one_schema_and_the_newest_is_stored(crd):
     assert (newest["name"], newest["served"], newest["storage"]) == ("v1beta1", True, True)
     for one in former:
         assert one == {**newest, "name": one["name"], "storage": False}
+
+
+SLO_SCHEMA = jsonschema_rs.Draft4Validator(fields(schema(SERVICE))[".spec.slo"])
+
+
+@pytest.mark.parametrize(
+    "slo",
+    [
+        {"ttftSeconds": 0},
+        {"ttftSeconds": -1},
+        {"ttftSeconds": "NaN"},
+        {"itlSeconds": 0},
+        {"itlSeconds": 100_000},
+        {"ttftSeconds": 1, "percentile": 1},
+        {"ttftSeconds": 1, "percentile": 0.4},
+        {"ttftSeconds": 1, "admission": "drop"},
+    ],
+)
+def test_objectives_out_of_bounds_are_refused(slo):
+    assert not SLO_SCHEMA.is_valid(slo)
+    with pytest.raises(msgspec.ValidationError):
+        msgspec.convert({"model": {"path": "/m"}, "slo": slo}, ModelServiceSpec)
+
+
+def test_objectives_within_bounds_are_accepted():
+    assert SLO_SCHEMA.is_valid({"ttftSeconds": 0.5, "itlSeconds": 0.03, "percentile": 0.999, "admission": "strict"})
+    [rule] = fields(schema(SERVICE))[".spec.slo"]["x-kubernetes-validations"]
+    assert "set ttftSeconds or itlSeconds" in rule["message"]

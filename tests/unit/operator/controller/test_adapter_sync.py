@@ -14,7 +14,8 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.controller.adapter_sync import FIRST_PAUSE_S, AdapterSync
 from tandem_operator.controller.observations import Parts, Subject
 from tandem_operator.controller.store import MODEL_ADAPTER
-from tandem_operator.planning.status import VALID, condition
+from tandem_operator.planning.conditions import condition
+from tandem_operator.planning.status import VALID
 from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.kube_objects import a_pod, an_object

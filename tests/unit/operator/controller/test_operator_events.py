@@ -4,7 +4,7 @@ import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.controller.events import ServiceEvent, events_for_transition
-from tandem_operator.planning.status import condition
+from tandem_operator.planning.conditions import condition
 
 
 def status(*conditions, revision=""):

@@ -135,3 +135,19 @@ async def test_metrics_are_read_once_per_period(make):
     await poller.poll(subject(), Observations())
     poller.reader = None
     await poller.poll(subject(), Observations())
+
+
+async def test_pools_changed_by_hand_are_restored_once_and_then_left(make, recorder):
+    workers = {"p": worker("prefill", running=3), "d": worker()}
+    poller = make(seen=LoadReading(load=busy(0.0), workers=workers))
+    now = [0.0]
+    poller.clock = lambda: now[0]
+    wanted = scaled_by(mode="internal", flipRoles=False)
+    found = await poller.poll(wanted, Observations())
+    recorder.calls.clear()
+    # The subject still has one worker, whatever is written: somebody sets it back.
+    for now[0] in (60.0, 66.0, 72.0):
+        found = await poller.poll(wanted, found)
+    assert recorder.calls == [("event", "ReplicasRestored"), ("scale", "chat-prefill", 4), ("event", "ScalingHeld")]
+    assert "changed by someone else" in found.holding
+    assert [one.action for one in found.decisions] == ["hold", "restore", "scale"]

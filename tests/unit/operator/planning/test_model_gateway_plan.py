@@ -44,6 +44,7 @@ def test_entry_has_what_its_service_sets_for_its_model():
     service = behind(
         servedModelName="llama",
         aliases=["gpt"],
+        slo={"ttftSeconds": 1.5, "percentile": 0.9, "admission": "shed"},
         gateway={"toolCallParser": "hermes", "limits": {"queueTimeoutSeconds": 5}, "parseSpecialTokens": False},
         redis={
             "external": {
@@ -65,6 +66,9 @@ def test_entry_has_what_its_service_sets_for_its_model():
         "tool_call_parser": "hermes",
         "parse_special_tokens": False,
         "queue_timeout": 5.0,
+        "slo_ttft_ms": 1500.0,
+        "slo_percentile": 0.9,
+        "slo_admission": "shed",
     }
     assert {f"/etc/tandem/fleets/{name}" for name in models.files} == {
         keys,

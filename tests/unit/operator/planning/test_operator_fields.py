@@ -29,7 +29,7 @@ ELSEWHERE = {
 }
 WORDS = """
 tcp none full error float32 int8 transformers swap ClusterIP Never fcfs write_back
-NoExecute FailClose Equal Exists NGRAM NoSchedule internal model
+NoExecute FailClose Equal Exists NGRAM NoSchedule internal model strict
 512Mi 1 cpu 2h 10.2.0.0/16
 rediss+sentinel://elsewhere:1/main/0
 """.split()
@@ -51,7 +51,7 @@ def others(value: Any) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int | float):
-        yield from (value + 1, value / 2, 1)
+        yield from (value + 1, value / 2, 1, 0.75)
     else:
         yield from (f"{value}x", *WORDS)
 

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tandem_operator.telemetry import pods as fetching
-from tandem_operator.telemetry.pod_metrics import Exposition, GatewayFigures, WorkerFigures
+from tandem_operator.telemetry.exposition import Exposition
+from tandem_operator.telemetry.pod_metrics import GatewayFigures, WorkerFigures
 from tandem_operator.telemetry.pods import fetch_figures, pod_client
 from tandem_operator.telemetry.samples import LoadReader
 from tandem_testing.exported_metrics import exposition_of, gateway_metrics, worker_metrics

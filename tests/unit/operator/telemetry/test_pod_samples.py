@@ -2,7 +2,8 @@
 
 import pytest
 
-from tandem_operator.telemetry.pod_metrics import Exposition, GatewayTotals, UnusableFiguresError, WorkerFigures
+from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
+from tandem_operator.telemetry.pod_metrics import GatewayTotals, WorkerFigures
 from tandem_operator.telemetry.samples import PodSampler
 from tandem_testing.pod_builders import gateway, pod, worker
 

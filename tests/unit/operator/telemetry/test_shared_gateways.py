@@ -6,7 +6,8 @@ import httpx
 import pytest
 
 from tandem_engine.base.release import RELEASE
-from tandem_operator.telemetry.pod_metrics import Exposition, GatewayFigures, UnusableFiguresError
+from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
+from tandem_operator.telemetry.pod_metrics import GatewayFigures
 from tandem_operator.telemetry.worker_control import ModelAt, run_canary
 from tandem_services.common.metrics import MetricFamilies, new_registry, render
 from tandem_services.gateway.models.file import ModelsFileMetrics

@@ -37,7 +37,7 @@ def test_only_counters_end_in_total(metric):
 def test_units_are_base_units(metric):
     assert not OTHER_UNITS.search(metric.name)
     if metric.type == "histogram":
-        assert metric.name.endswith(("_seconds", "_bytes", "_ratio"))
+        assert metric.name.endswith(("_seconds", "_bytes", "_ratio", "_tokens"))
 
 
 def test_help_text_can_be_read_alone(metric):

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from tandem_engine.base.errors import ConfigError
-from tandem_operator.telemetry.pod_metrics import Exposition, GatewayFigures
+from tandem_operator.telemetry.exposition import Exposition
+from tandem_operator.telemetry.pod_metrics import GatewayFigures
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 from tandem_services.gateway.app import Home, build_gateway

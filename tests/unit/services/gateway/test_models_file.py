@@ -9,6 +9,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.models.file import MAX_FILE_BYTES, MAX_MODELS, check_models, read_models
+from tandem_services.gateway.objectives import Objectives, SloMode
 
 FLAGS = ModelConfig(
     path=Path(),
@@ -44,12 +45,17 @@ def test_absent_entry_fields_default_to_flags(write, tmp_path):
         "prefill_fallback": False,
         "parse_special_tokens": False,
         "curve_keys": "one.json",
+        "slo_ttft_ms": 1500,
+        "slo_percentile": 0.9,
+        "slo_admission": "shed",
     }
     llama, qwen = read_models(write(entry, {"model": "qwen", "cluster": "two"}), FLAGS)
     assert (llama.path, llama.names, llama.name) == (tmp_path / "llama", ("llama", "gpt-4o-mini"), "llama")
     assert (llama.cluster, llama.tool_call_parser, llama.room_s) == ("one", "llama3_json", 5.0)
     assert (llama.prefill_fallback, llama.curve_keys) == (False, tmp_path / "one.json")
     assert llama.policies != FLAGS.policies
+    assert (llama.objectives, llama.slo_percentile, llama.slo_admission) == (Objectives(ttft_s=1.5), 0.9, SloMode.SHED)
+    assert (qwen.objectives, qwen.slo_admission) == (FLAGS.objectives, FLAGS.slo_admission)
     assert (llama.parse_special_tokens, qwen.parse_special_tokens) == (False, True)
     assert (qwen.names, qwen.cluster, qwen.curve_keys) == (("qwen",), "two", None)
     for model in (llama, qwen):

@@ -555,3 +555,20 @@ async def test_time_without_a_queue_is_no_pace():
     late.cancel()
     await asyncio.gather(late, return_exceptions=True)
     await desk.admission.close()
+
+
+async def test_lengths_and_gaps_of_arrivals_are_counted():
+    desk = Desk(Fleet(places=3))
+    for name, gap_s in (("a", 0.0), ("b", 2.0), ("c", 3.0)):
+        desk.clock.advance(gap_s)
+        await desk.come(name, prompt=1000)
+    assert desk.value("arrival_gap_square_seconds_total") == 2.0**2 + 3.0**2
+    assert desk.value("uncached_prompt_tokens_sum") == 3000
+    assert desk.value("uncached_prompt_tokens_bucket", le="1024.0") == 3
+
+
+async def test_request_rejected_before_the_queue_is_demand():
+    desk = Desk(Fleet())
+    desk.binding.turned_away(700)
+    assert desk.value("asked_prompt_tokens_total") == 700
+    assert desk.value("uncached_prompt_tokens_count") == 0

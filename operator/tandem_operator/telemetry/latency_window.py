@@ -1,0 +1,144 @@
+"""Latencies and lengths of the last minutes, of all gateways of a service together.
+
+Increases between two looks are added up, and count half as much after a half-life: of seconds of traffic, so nothing is
+forgotten while no metrics come.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from tandem_operator.scaling.distribution import Distribution
+from tandem_operator.scaling.load import PromptFigures, StepFigures
+from tandem_operator.telemetry.latency_metrics import LatencyFactors, LatencyTotals, StepFit
+
+ARRIVALS_S, LENGTHS_S, MEASURED_S, OBJECTIVES_S = 30.0, 300.0, 30.0, 150.0
+"""Half-lives: of rates of arrivals, of lengths of prompts and outputs, of measured latencies, of objectives met."""
+
+MAX_VARIATION = 1_000.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Traffic:
+    """What came to one gateway between two looks, or to all of them."""
+
+    seconds: float
+    gateway_seconds: float
+    """Seconds of each gateway, added up."""
+    choices: float
+    asked_tokens: float
+    predicted_tokens: float
+    """Of those that were sent to a worker, tokens that it had cached."""
+    latency: LatencyTotals
+
+
+@dataclass(kw_only=True, slots=True)
+class _Sum:
+    """Of traffic, with forgetting."""
+
+    half_life_s: float
+    seconds: float = 0.0
+    gateway_seconds: float = 0.0
+    choices: float = 0.0
+    asked_tokens: float = 0.0
+    predicted_tokens: float = 0.0
+    latency: LatencyTotals = field(default_factory=LatencyTotals)
+
+    def take(self, traffic: Traffic) -> None:
+        kept = 0.5 ** (traffic.seconds / self.half_life_s)
+        self.seconds = kept * self.seconds + traffic.seconds
+        self.gateway_seconds = kept * self.gateway_seconds + traffic.gateway_seconds
+        self.choices = kept * self.choices + traffic.choices
+        self.asked_tokens = kept * self.asked_tokens + traffic.asked_tokens
+        self.predicted_tokens = kept * self.predicted_tokens + traffic.predicted_tokens
+        self.latency = self.latency.times(kept).plus(traffic.latency)
+
+
+@dataclass(kw_only=True, slots=True)
+class LatencyWindow:
+    """Of one service."""
+
+    factors: LatencyFactors = field(default_factory=LatencyFactors)
+    _arrivals: _Sum = field(default_factory=lambda: _Sum(half_life_s=ARRIVALS_S))
+    _lengths: _Sum = field(default_factory=lambda: _Sum(half_life_s=LENGTHS_S))
+    _measured: _Sum = field(default_factory=lambda: _Sum(half_life_s=MEASURED_S))
+    _objectives: _Sum = field(default_factory=lambda: _Sum(half_life_s=OBJECTIVES_S))
+
+    def take(self, traffic: Iterable[Traffic], factors: Iterable[LatencyFactors]) -> None:
+        """What came to each gateway since the last look."""
+        taken = list(traffic)
+        if taken:
+            latency = LatencyTotals()
+            for one in taken:
+                latency = latency.plus(one.latency)
+            together = Traffic(
+                seconds=max(one.seconds for one in taken),
+                gateway_seconds=sum(one.gateway_seconds for one in taken),
+                choices=sum(one.choices for one in taken),
+                asked_tokens=sum(one.asked_tokens for one in taken),
+                predicted_tokens=sum(one.predicted_tokens for one in taken),
+                latency=latency,
+            )
+            for each in (self._arrivals, self._lengths, self._measured, self._objectives):
+                each.take(together)
+        self.factors = LatencyFactors.together(factors)
+
+    def prompts(self, step_base_s: float) -> PromptFigures | None:
+        """None before a prompt has come."""
+        lengths = self._lengths.latency.uncached
+        if lengths is None or not lengths.count:
+            return None
+        known = lengths.sum + self._lengths.predicted_tokens
+        share = lengths.sum / known if known else 1.0
+        return PromptFigures(
+            tokens=lengths,
+            arrived_tokens_per_s=share * self._arrivals.asked_tokens / self._arrivals.seconds,
+            arrivals_variation=self._variation(),
+            step_base_s=step_base_s,
+            correction=self.factors.compute,
+            margin=self.factors.ttft_margin,
+            measured_s=_some(self._measured.latency.ttft_s),
+        )
+
+    def steps(self, fit: StepFit | None, batch: float) -> StepFigures | None:
+        """`batch`: sequences that a worker decodes now. None without a fit, and before an output has ended."""
+        outputs, lengths = self._lengths.latency, self._lengths
+        ended = 0.0 if outputs.ttft_s is None else outputs.ttft_s.count
+        if fit is None or not ended or not lengths.choices:
+            return None
+        return StepFigures(
+            base_s=fit.base_s,
+            sequence_s=fit.sequence_s,
+            kv_token_s=fit.kv_token_s,
+            context_tokens=lengths.asked_tokens / lengths.choices + outputs.output_tokens / ended / 2,
+            batch=batch,
+            arrived_per_s=self._arrivals.choices / self._arrivals.seconds,
+            arrivals_variation=self._variation(),
+            correction=self.factors.itl,
+            margin=self.factors.itl_margin,
+            measured_s=_some(self._measured.latency.itl_s),
+        )
+
+    @property
+    def judged(self) -> float:
+        """Requests with objectives of the last minutes."""
+        return self._objectives.latency.judged
+
+    @property
+    def attainment(self) -> float:
+        """Share of them that met all of their objectives; 1 of none."""
+        return min(1.0, self._objectives.latency.good / self.judged) if self.judged else 1.0
+
+    @property
+    def goodput_per_s(self) -> float:
+        return self._objectives.latency.good / self._objectives.seconds if self._objectives.seconds else 0.0
+
+    def _variation(self) -> float:
+        """Squared coefficient of variation of the times between arrivals; 1 before it is known."""
+        sums, squares = self._lengths, self._lengths.latency.gap_square_s
+        if not squares or not sums.gateway_seconds:
+            return 1.0
+        return min(max(0.0, squares * sums.choices / sums.gateway_seconds**2 - 1.0), MAX_VARIATION)
+
+
+def _some(values: Distribution | None) -> Distribution | None:
+    return values if values is not None and values.count else None

@@ -1,0 +1,111 @@
+"""Latencies of the last minutes, from increases of counters."""
+
+from math import inf
+
+import pytest
+
+from tandem_operator.scaling.distribution import Distribution
+from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
+from tandem_operator.telemetry.latency_metrics import LatencyFactors, LatencyTotals, StepFit
+from tandem_operator.telemetry.latency_window import LENGTHS_S, LatencyWindow, Traffic
+
+FIT = StepFit(0.01, 0.001, 0.0)
+
+
+def prompts(count: float, tokens: float = 100.0) -> Distribution:
+    return Distribution.of((128.0, 512.0, inf), (count, 0.0, 0.0), count * tokens)
+
+
+def traffic(choices: float = 10.0, seconds: float = 5.0, gap_square_s: float = 2.5, **latency) -> Traffic:
+    totals = LatencyTotals(uncached=prompts(choices), gap_square_s=gap_square_s, ttft_s=prompts(choices), **latency)
+    return Traffic(
+        seconds=seconds,
+        gateway_seconds=seconds,
+        choices=choices,
+        asked_tokens=choices * 200.0,
+        predicted_tokens=choices * 100.0,
+        latency=totals,
+    )
+
+
+def test_rates_lengths_and_variation_follow_the_traffic():
+    window = LatencyWindow()
+    window.take([traffic()], [])
+    found = window.prompts(0.002)
+    assert found.arrived_tokens_per_s == 10 * 200 / 5 / 2, "half of it is cached"
+    assert (found.tokens.count, found.step_base_s) == (10, 0.002)
+    assert found.arrivals_variation == pytest.approx(2.5 * 10 / 25 - 1), "even arrivals would have 0"
+
+
+def test_variation_does_not_depend_on_the_number_of_gateways():
+    one, two = LatencyWindow(), LatencyWindow()
+    one.take([traffic(choices=10, gap_square_s=5.0)], [])
+    two.take([traffic(choices=5, gap_square_s=10.0)] * 2, [])
+    assert one.prompts(0.0).arrivals_variation == pytest.approx(two.prompts(0.0).arrivals_variation)
+    assert two.prompts(0.0).arrived_tokens_per_s == one.prompts(0.0).arrived_tokens_per_s
+
+
+def test_old_traffic_counts_half_after_a_half_life():
+    window = LatencyWindow()
+    window.take([traffic(choices=16)], [])
+    window.take([traffic(choices=0, seconds=LENGTHS_S)], [])
+    assert window.prompts(0.0).tokens.count == 8
+
+
+def test_attainment_and_goodput_are_of_all_requests_with_objectives():
+    window = LatencyWindow()
+    assert window.attainment == 1.0
+    window.take([traffic(good=8.0, judged=10.0), traffic(good=10.0, judged=10.0)], [])
+    assert (window.judged, window.attainment, window.goodput_per_s) == (20, 0.9, 18 / 5)
+
+
+def test_nothing_is_known_before_traffic_and_without_a_fit():
+    window = LatencyWindow()
+    assert window.prompts(0.0) is None
+    assert window.steps(FIT, 3.0) is None
+    window.take([traffic()], [])
+    assert window.steps(None, 3.0) is None
+    assert window.steps(FIT, 3.0).context_tokens == 200.0
+
+
+def test_factors_are_medians_within_bounds():
+    text = "".join(
+        f'tandem_gateway_latency_factor{{kind="{kind}",placement="pair",factor="{factor}"}} {value}\n'
+        for kind, factor, value in (
+            ("a", "compute", 1.2),
+            ("b", "compute", 1.4),
+            ("c", "compute", 1e9),
+            ("a", "itl", 0.5),
+        )
+    )
+    found = LatencyFactors.of(Exposition.parse(text + 'tandem_gateway_latency_calibrated{kind="c"} 0\n'))
+    assert (found.compute, found.itl, found.queue, found.is_calibrated) == (pytest.approx(1.3), 0.5, 1.0, False)
+    assert found.worst == 0.5
+    assert LatencyFactors.of(Exposition.parse("")) is None
+    assert LatencyFactors.together([]) == LatencyFactors()
+
+
+@pytest.mark.parametrize("value", ["NaN", "-1", "+Inf"])
+def test_fit_that_cannot_be_is_none(value):
+    def fit(base: str) -> StepFit | None:
+        lines = (("base", base), ("sequence", "0.01"), ("kv_token", "0"))
+        text = "".join(f'tandem_worker_step_fit_seconds{{part="{part}"}} {number}\n' for part, number in lines)
+        return StepFit.of(Exposition.parse(text))
+
+    assert fit("0.1") == (0.1, 0.01, 0.0)
+    assert fit(value) is None
+
+
+@pytest.mark.parametrize("line", ['{le="1.0"} NaN', '{le="x"} 1', '{le="2.0"} 1'])
+def test_histogram_that_cannot_be_makes_metrics_unusable(line):
+    rest = '{le="1.0"} 3\ntandem_gateway_uncached_prompt_tokens_bucket{le="+Inf"} 2\n' if "2.0" in line else ""
+    text = f"tandem_gateway_uncached_prompt_tokens_bucket{line}\n"
+    text += f"tandem_gateway_uncached_prompt_tokens_bucket{rest}" if rest else ""
+    with pytest.raises(UnusableFiguresError):
+        LatencyTotals.of(Exposition.parse(text + "tandem_gateway_uncached_prompt_tokens_sum 3\n"))
+
+
+def test_restarted_gateway_counts_from_zero():
+    before = LatencyTotals(gap_square_s=9.0, good=5.0, judged=6.0, uncached=prompts(7))
+    after = LatencyTotals(gap_square_s=1.0, good=2.0, judged=2.0, uncached=prompts(3))
+    assert after.since(before) == after
