@@ -22,7 +22,8 @@ from tandem_lab.simulate.fleet import Fleet, FleetShape
 from tandem_lab.simulate.gateway import Chooser, Client, Gateway, GatewayShape, held_at
 from tandem_lab.simulate.prefix_fetch import WantedPrefix
 from tandem_lab.simulate.requests import SimulatedRequest
-from tandem_lab.simulate.worker import Job, ModelledWorker
+from tandem_lab.simulate.scheduler import Job
+from tandem_lab.simulate.worker import ModelledWorker
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.decision import Choice, Placement
 from tandem_services.router.keys import HEARTBEAT_S
