@@ -193,7 +193,7 @@ class ModelledScheduler:
         self._decoding: dict[Job, None] = {}
         """In the order in which they joined."""
         self._ends: list[tuple[int, int, Job, int]] = []
-        """(Step that gives the last token, order, job, its `retractions`); old entries are dropped when they are due."""
+        """(Step of the last token, order, job, its `retractions`); old entries are dropped when they are due."""
         self._needs: list[tuple[int, int, Job, int]] = []
         """The same of the step that needs one more page."""
         self._steps = 0

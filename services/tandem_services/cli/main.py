@@ -21,7 +21,7 @@ from tandem_services.cli.models import command as models
 from tandem_services.cli.parsing import completion
 from tandem_services.common.errors import StartupError
 
-LAB = ("bench", "verify", "accuracy", "simulate")
+LAB = ("bench", "verify", "accuracy", "simulate", "size")
 """Commands of `tandem_lab`: an image that only serves has no lab."""
 COMMANDS: tuple[ModuleType | str, ...] = (
     serve,
