@@ -171,8 +171,8 @@ def run(args: argparse.Namespace) -> int:
     kept = result.proof.attainment / sizing.wanted.percentile
     if kept < KEPT:
         print(
-            f"tandem size: the second half reached {kept:.3f} of the percentile asked for: its load is another one; give "
-            "a longer trace, or --margin 1.1",
+            f"tandem size: the second half reached {kept:.3f} of the percentile asked for: its load is another one; "
+            "give a longer trace, or --margin 1.1",
             file=sys.stderr,
         )
     return 1 if args.check and kept < KEPT else 0
@@ -232,8 +232,8 @@ def _rates(args: argparse.Namespace, model: "ModelFigures | None", context: floa
     if not fitting:
         gib = model.parameters * model.weight_bits / 8 / (1 << 30)
         raise ConfigError(
-            f"--tensor-parallel-sizes {args.tensor_parallel_sizes}: {gib:.0f} GiB of weights and KV of one sequence fit "
-            f"into none of them, or none divides the {model.heads} attention heads"
+            f"--tensor-parallel-sizes {args.tensor_parallel_sizes}: {gib:.0f} GiB of weights and KV of one sequence "
+            f"fit into none of them, or none divides the {model.heads} attention heads"
         )
     return [slower(each, args.margin) for each in fitting]
 

@@ -105,8 +105,8 @@ def infeasible(load: LoadFigures, rates: WorkerRates, wanted: Objectives) -> str
         )
     if rates.step_s(1) > wanted.itl_s:
         return (
-            f"a step of one sequence takes {rates.step_s(1) * 1e3:.3g} ms, and --itl is {wanted.itl_s * 1e3:g} ms: more "
-            f"workers do not help, but --itl {_rounded_up(rates.step_s(1))}, or faster workers would"
+            f"a step of one sequence takes {rates.step_s(1) * 1e3:.3g} ms, and --itl is {wanted.itl_s * 1e3:g} ms: "
+            f"more workers do not help, but --itl {_rounded_up(rates.step_s(1))}, or faster workers would"
         )
     return None
 

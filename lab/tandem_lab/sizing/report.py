@@ -40,7 +40,7 @@ def summary(fleet: Fleet, wanted: Objectives, proof: Score, *, price: float, tra
         (
             f"tandem size: {fleet.prefill} prefill and {fleet.decode} decode workers of {rates.gpus} GPUs, "
             f"{fleet.gpus * price:.2f} per hour, by {source}",
-            f"asked: TTFT {wanted.ttft_s:g} s and ITL {wanted.itl_s * 1e3:g} ms for {wanted.percentile:.1%} of requests",
+            f"asked: TTFT {wanted.ttft_s:g} s and ITL {wanted.itl_s * 1e3:g} ms for {wanted.percentile:.1%}",
             f"first half of {trace}: {fleet.score.attainment:.2%} met both; second half, not used for sizing: "
             f"{proof.attainment:.2%}",
         )

@@ -2,9 +2,9 @@
 
     cells    tensor-parallel size x chunk x sequences of a decode step, cheapest lower bound first. A cell whose bound
              costs as much as what was found is skipped
-    in one   fleets grow from the bound until one meets the objectives. Then, for each number of decode workers, bisection
-             finds the fewest prefill workers, as long as the sum gets smaller. More workers of a role never make a fleet
-             worse, so the result of one run decides others without a run
+    in one   fleets grow from the bound until one meets the objectives. Then, for each number of decode workers,
+             bisection finds the fewest prefill workers, as long as the sum gets smaller. More workers of a role are
+             taken never to make a fleet worse, so the result of one run decides others without a run
 
 A run is a replay of the trace with the product's router and queue (`tandem_lab.simulate`). One that cannot reach the
 percentile any more ends early.
