@@ -13,7 +13,8 @@ from tandem_engine.scheduler.planner import Hold, Planner, StepPlan
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import Retraction
 from tandem_lab.simulate.block_cache import BlockCache
-from tandem_lab.simulate.scheduler import Job, ModelledScheduler
+from tandem_lab.simulate.jobs import Job
+from tandem_lab.simulate.scheduler import ModelledScheduler
 from tandem_testing.scheduler_builders import VOCAB, make_engine, make_message
 
 SCHEDULES = 200

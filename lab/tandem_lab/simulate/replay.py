@@ -20,9 +20,9 @@ from tandem_lab.simulate.autoscaling import Autoscaling, Scaler, ScalingCosts, S
 from tandem_lab.simulate.clock import PATIENCE_S, EventQueue, SimulatedRedis
 from tandem_lab.simulate.fleet import Fleet, FleetShape
 from tandem_lab.simulate.gateway import Chooser, Client, Gateway, GatewayShape, held_at
+from tandem_lab.simulate.jobs import Job
 from tandem_lab.simulate.prefix_fetch import WantedPrefix
 from tandem_lab.simulate.requests import SimulatedRequest
-from tandem_lab.simulate.scheduler import Job
 from tandem_lab.simulate.worker import ModelledWorker
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.decision import Choice, Placement

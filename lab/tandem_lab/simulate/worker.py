@@ -19,8 +19,9 @@ from dataclasses import dataclass, field
 from tandem_engine.config import Role, SchedulerConfig
 from tandem_lab.simulate.block_cache import BlockCache
 from tandem_lab.simulate.clock import EventQueue
+from tandem_lab.simulate.jobs import Job, Step
 from tandem_lab.simulate.prefix_fetch import PrefixFetches, ServiceTimes
-from tandem_lab.simulate.scheduler import Job, ModelledScheduler, Step
+from tandem_lab.simulate.scheduler import ModelledScheduler
 from tandem_services.router.cost import Load
 
 Callback = Callable[[], None]

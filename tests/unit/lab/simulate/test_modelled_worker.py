@@ -5,8 +5,8 @@ import pytest
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Role
 from tandem_lab.simulate.clock import EventQueue
+from tandem_lab.simulate.jobs import Job
 from tandem_lab.simulate.prefix_fetch import ServiceTimes
-from tandem_lab.simulate.scheduler import Job
 from tandem_lab.simulate.worker import ModelledWorker
 
 BLOCK = 100
