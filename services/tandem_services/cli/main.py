@@ -53,6 +53,7 @@ first steps:
   tandem bench serve --help          measure a running server
   tandem k8s --help                  look at deployments on Kubernetes, and give orders
   tandem simulate --help             replay a trace against the router, without a GPU
+  tandem size --help                 find the cheapest fleet for a load and its latency objectives
 
 `tandem COMMAND --help` explains each command with examples.
 """
