@@ -161,7 +161,8 @@ def run(args: argparse.Namespace) -> int:
     best = result.best
     print(table(pareto(result.found.fleets), price=args.gpu_price), file=sys.stderr)
     told = summary(best, sizing.wanted, result.proof, price=args.gpu_price, trace=args.trace.name)
-    print(f"{told}\n{result.found.runs} simulations", file=sys.stderr)
+    excluded = "".join(f"not with {gpus} GPUs a worker: {why}\n" for gpus, why in result.found.refused.items())
+    print(f"{told}\n{excluded}{result.found.runs} simulations", file=sys.stderr)
     document = manifest(best, sizing.wanted, names, context_length=sizing.context_length)
     text = as_yaml(document, told)
     if args.out is None:
