@@ -23,7 +23,7 @@ class ServiceNames:
 def manifest(fleet: Fleet, wanted: Objectives, names: ServiceNames, *, context_length: int) -> dict[str, object]:
     """Workers as simulated to begin with; the autoscaler may go from half of them to twice as many."""
     return {
-        "apiVersion": "tandem.dev/v1alpha1",
+        "apiVersion": "tandem.dev/v1beta1",
         "kind": "ModelService",
         "metadata": {"name": names.name},
         "spec": {

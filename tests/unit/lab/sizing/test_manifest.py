@@ -8,7 +8,7 @@ from tandem_lab.sizing.load import Objectives
 from tandem_lab.sizing.manifest import ServiceNames, as_yaml, manifest
 from tandem_lab.sizing.rates import WorkerRates
 from tandem_lab.sizing.search import Cell, Fleet, Score
-from tandem_operator.api.model_service import ModelService, ModelServiceSpec
+from tandem_operator.api.model_service import GROUP, VERSION, ModelService, ModelServiceSpec
 
 FLEET = Fleet(
     cell=Cell(
@@ -44,6 +44,7 @@ def written(source: dict) -> dict:
 @pytest.mark.parametrize("source", SOURCES)
 def test_manifest_is_what_the_custom_resource_accepts(source):
     document = written(source)
+    assert (document["apiVersion"], document["kind"]) == (f"{GROUP}/{VERSION}", "ModelService")
     if "slo" not in ModelServiceSpec.__struct_fields__:
         del document["spec"]["slo"]
     service = msgspec.convert({name: document[name] for name in ("spec",)}, ModelService, strict=True)
