@@ -25,7 +25,7 @@ def a_busy_time() -> list[TraceRow]:
     """Quiet, then three times what two workers can compute, then quiet again."""
     rows, at = [], 0.0
     for number in range(150):
-        at += 1.0 if 15 <= number < 130 else 5.0
+        at += 0.9 if 15 <= number < 130 else 5.0
         blocks = tuple(range(number * 10, number * 10 + 6))
         rows.append(TraceRow(at=at, prompt_tokens=6 * TRACE_BLOCK, output_tokens=30, blocks=blocks))
     return rows

@@ -60,6 +60,10 @@ class ServiceTimes:
     def prefill_s(self, tokens: int) -> float:
         return tokens / self.prefill_rate
 
+    def step_s(self, *, prompt_tokens: int, sequences: int) -> float:
+        """Of a step that computes so many prompt tokens and gives each of `sequences` a token."""
+        return self.prefill_s(prompt_tokens) + self.decode_step_s(sequences)
+
     def exposed_transfer_s(self, tokens: int, prefill_s: float) -> float:
         """What is left after `tokens` were computed within `prefill_s`: chunks leave while others are computed."""
         total = tokens * self.token_bytes / self.transfer_rate

@@ -20,9 +20,10 @@ from tandem_lab.simulate.autoscaling import Autoscaling, Scaler, ScalingCosts, S
 from tandem_lab.simulate.clock import PATIENCE_S, EventQueue, SimulatedRedis
 from tandem_lab.simulate.fleet import Fleet, FleetShape
 from tandem_lab.simulate.gateway import Chooser, Client, Gateway, GatewayShape, held_at
+from tandem_lab.simulate.jobs import Job
 from tandem_lab.simulate.prefix_fetch import WantedPrefix
 from tandem_lab.simulate.requests import SimulatedRequest
-from tandem_lab.simulate.worker import Job, ModelledWorker
+from tandem_lab.simulate.worker import ModelledWorker
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.decision import Choice, Placement
 from tandem_services.router.keys import HEARTBEAT_S
@@ -115,8 +116,13 @@ async def replay(
     on_served: Callable[[], None],
     gateways: GatewayShape | None = None,
     scaled: Scaled | None = None,
+    on_ended: Callable[[Served], None] = lambda _: None,
 ) -> Outcome:
-    """Run to the last token. The Redis must hold nothing of `cluster` yet. Raises `RedisUnavailableError`."""
+    """Run to the last token. The Redis must hold nothing of `cluster` yet.
+
+    `on_ended` gets each request that has ended or was refused; what it raises ends the run. Raises
+    `RedisUnavailableError`.
+    """
     events, gateways = EventQueue(), gateways or GatewayShape()
     simulated = SimulatedRedis(address=redis, cluster=cluster, events=events)
     config = RouterConfig(
@@ -133,7 +139,7 @@ async def replay(
     ]
     try:
         fleet = Fleet(shape, simulated)
-        return await Replay(requests, fleet, routers, shape, on_served, gateways, scaled).to_the_end()
+        return await Replay(requests, fleet, routers, shape, on_served, gateways, scaled, on_ended).to_the_end()
     finally:
         for router in routers:
             await router.stop()
@@ -152,6 +158,7 @@ class Replay:
         on_served: Callable[[], None],
         gateways: GatewayShape | None = None,
         scaled: Scaled | None = None,
+        on_ended: Callable[[Served], None] = lambda _: None,
     ) -> None:
         self.outcome = Outcome(workers=fleet.everybody)
         self._requests = requests
@@ -162,6 +169,7 @@ class Replay:
         self._times = shape.times
         self._block = shape.block_tokens
         self._on_served = on_served
+        self._on_ended = on_ended
         self._left = len(requests)
         self._scaling = None if scaled is None else self._autoscaling(shape, scaled)
 
@@ -344,6 +352,7 @@ class Replay:
                 )
         self._left -= 1
         self._on_served()
+        self._on_ended(served)
         if self._left == 0:
             self.outcome.seconds = self._events.now()
             self._fleet.closing = True

@@ -64,6 +64,8 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     balance: Balance
     utilisation: float
     """Share of the simulated time that the workers spent in steps."""
+    retractions: int
+    """Times that a sequence gave its pages back to others and was computed again."""
     placements: dict[str, int]
     tenants: dict[str, TenantReport]
     """Empty where the trace names none."""
@@ -122,6 +124,7 @@ def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None) -> Policy
             requests=busiest_over_mean([done.requests for done in computing]),
         ),
         utilisation=sum(worker.done.busy_s for worker in outcome.workers) / len(outcome.workers) / seconds,
+        retractions=sum(worker.done.retractions for worker in outcome.workers),
         placements={placement.value: count for placement, count in sorted(outcome.placements.items())},
         tenants=_by_tenant(outcome),
     )
@@ -259,6 +262,7 @@ COLUMNS: tuple[tuple[str, Figure], ...] = (
     ("busiest/mean, at once", lambda report: report.balance.outstanding),
     ("busiest/mean, tokens", lambda report: report.balance.prompt_tokens),
     ("busiest/mean, requests", lambda report: report.balance.requests),
+    ("retractions", lambda report: report.retractions),
     ("refused", lambda report: report.refused),
 )
 

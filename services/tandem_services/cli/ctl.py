@@ -12,6 +12,7 @@ from tandem_engine.base.addresses import Address, AddressError
 from tandem_engine.config import Role
 from tandem_engine.config.flags import positive_int
 from tandem_services.cli.flags import positive_float
+from tandem_services.cli.worker_rates import measure_rates
 from tandem_services.common.errors import StartupError
 from tandem_services.common.settings import read_settings
 
@@ -52,6 +53,7 @@ examples:
   tandem ctl 127.0.0.1:9101 abort --all              end every request
   tandem ctl 127.0.0.1:9101 role prefill             compute prompts from now on; running decodes move to others
   tandem ctl 127.0.0.1:9101 links                    the links to its peers, measured
+  tandem ctl 127.0.0.1:9101 rates --out r.json       measure prompts and decode steps, for tandem size
   tandem ctl 127.0.0.1:9101 profile --steps 20       trace steps into --torch-profiler-dir
 
 The port is the worker's --health-port; its log names it, and the registry as health_endpoint.
@@ -120,6 +122,14 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     profile.add_argument("--steps", type=positive_int, default=20, metavar="N", help="steps to trace (default: 20)")
     profile.add_argument("--seconds", type=positive_float, default=10.0, metavar="S", help="at most (default: 10)")
     orders.add_parser("stop-profile", help="end a trace early")
+    rates = orders.add_parser(
+        "rates",
+        help="measure prompts and decode steps for tandem size, in less than 5 minutes; rejected while requests run",
+    )
+    rates.add_argument("--out", type=Path, metavar="FILE", help="write the rates to FILE (default: standard output)")
+    rates.add_argument(
+        "--force", action="store_true", help="measure while requests run: they wait, and the figures are less exact"
+    )
     role = orders.add_parser("role", help="serve in another role, without a restart; running requests continue")
     role.add_argument("role", choices=[role.value for role in Role], help="new role of the worker")
     orders.add_parser("drain", help="accept no new requests, migrate or finish running ones, exit 0")
@@ -146,6 +156,8 @@ def run(args: argparse.Namespace) -> int:
     headers = {} if token is None else {"Authorization": f"Bearer {token}"}
     try:
         with httpx.Client(base_url=url, timeout=ORDER_TIMEOUT, trust_env=False, headers=headers) as client:
+            if args.order == "rates":
+                return measure_rates(client, out=args.out, force=args.force)
             if args.order in QUESTIONS:
                 response = client.get(QUESTIONS[args.order])
             else:

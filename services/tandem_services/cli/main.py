@@ -21,7 +21,7 @@ from tandem_services.cli.models import command as models
 from tandem_services.cli.parsing import completion
 from tandem_services.common.errors import StartupError
 
-LAB = ("bench", "verify", "accuracy", "simulate")
+LAB = ("bench", "verify", "accuracy", "simulate", "size")
 """Commands of `tandem_lab`: an image that only serves has no lab."""
 COMMANDS: tuple[ModuleType | str, ...] = (
     serve,
@@ -53,6 +53,7 @@ first steps:
   tandem bench serve --help          measure a running server
   tandem k8s --help                  look at deployments on Kubernetes, and give orders
   tandem simulate --help             replay a trace against the router, without a GPU
+  tandem size --help                 find the cheapest fleet for a load and its latency objectives
 
 `tandem COMMAND --help` explains each command with examples.
 """

@@ -19,6 +19,8 @@
     POST /unload_lora_adapter  {"lora_name": "sql"}; with a "digest", only if the name stands for it. Requests that have
                                it continue
     POST /role           {"role": "prefill" | "decode" | "both"}; 409 while the worker drains
+    POST /rates          {"force": false} measure prompts and decode steps; lines of JSON, the last one has the rates or
+                         an error. 409 while requests run here, unless forced
     POST /profile        {"steps": 20, "seconds": 10}; 409 while a trace is recorded
     POST /profile/stop
 
@@ -31,7 +33,8 @@ misspelled one would have another effect than intended.
 """
 
 import contextlib
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
+from contextlib import aclosing
 from dataclasses import dataclass
 from typing import Annotated, Protocol, TypeVar
 
@@ -41,7 +44,7 @@ from prometheus_client import CollectorRegistry
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
 from starlette.requests import HTTPConnection, Request
-from starlette.responses import Response
+from starlette.responses import Response, StreamingResponse
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -68,6 +71,7 @@ from tandem_services.common.metrics import CONTENT_TYPE, render
 from tandem_services.common.sockets import listen
 from tandem_services.common.tokens import OrderAccess, TokenFile
 from tandem_services.worker.engine_process import OrderRefusedError
+from tandem_services.worker.rates import MeasurementError, Progress, Rates
 
 ANSWER_S = 30.0
 """A step that is being computed has to end before an order takes effect."""
@@ -133,6 +137,11 @@ class RoleBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class ProfileBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     steps: int = 20
     seconds: float = 10.0
+
+
+class RatesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    force: bool = False
+    """Even while requests run, which falsifies the figures."""
 
 
 class EmptyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -243,6 +252,22 @@ async def _read(request: Request, body_type: type[Body]) -> Body:
         raise BadOrderError(f"the body is not what this order takes: {error}") from error
 
 
+async def _rates_lines(first: Progress | Rates, items: AsyncGenerator[Progress | Rates, None]) -> AsyncIterator[bytes]:
+    """A line for each item. The status has been sent: an error is the last line."""
+    try:
+        # A client that goes away ends the measurement.
+        async with aclosing(items):
+            yield _rates_line(first)
+            async for item in items:
+                yield _rates_line(item)
+    except MeasurementError as error:
+        yield msgspec.json.encode({"error": str(error)}) + b"\n"
+
+
+def _rates_line(item: Progress | Rates) -> bytes:
+    return msgspec.json.encode({"rates": item} if isinstance(item, Rates) else item._asdict()) + b"\n"
+
+
 CODES = {401: "unauthorized", 403: "forbidden", 415: "unsupported_media_type"}
 
 
@@ -288,6 +313,8 @@ class WorkerProbes:
     """End the standby; what is in its way, or None."""
     hold: Callable[[], None]
     """A canary is testing it."""
+    measure_rates: Callable[[bool], AsyncGenerator[Progress | Rates, None]]
+    """Given `force`. Raises `OrderRefusedError` before the first item, and `MeasurementError`."""
     order_access: OrderAccess
     model: str
     """Its name."""
@@ -340,8 +367,22 @@ def build_app(probes: WorkerProbes) -> Starlette:
         probes.hold()
         return json_response({"message": "stands by while it is tried"})
 
+    async def rates(request: Request) -> Response:
+        try:
+            body = await _read(request, RatesBody)
+            items = probes.measure_rates(body.force)
+            first = await anext(items)
+        except BadOrderError as error:
+            return json_response({"code": "bad_order", "message": str(error)}, 400)
+        except OrderRefusedError as error:
+            return json_response({"code": error.code, "message": str(error)}, 409)
+        except MeasurementError as error:
+            return json_response({"code": "measurement", "message": str(error)}, 504)
+        return StreamingResponse(_rates_lines(first, items), media_type="application/x-ndjson")
+
     return Starlette(
         routes=[
+            Route("/rates", rates, methods=["POST"]),
             Route("/live", live),
             Route("/ready", ready),
             Route("/metrics", metrics),

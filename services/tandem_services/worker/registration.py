@@ -214,6 +214,8 @@ class LoadMonitor:
     draining: bool = False
     standby: bool = False
     """Not tested by a canary yet (`worker.standby`)."""
+    measuring: bool = False
+    """Its rates are being measured: requests would falsify them, and wait."""
     stats: EngineStats | None = None
     _stats_at: float = 0.0
     _progress_at: float = 0.0
@@ -249,7 +251,7 @@ class LoadMonitor:
             return WorkerState.STALLED
         if self.stats is not None and self.stats.paused:
             return WorkerState.PAUSED
-        return WorkerState.STANDBY if self.standby else WorkerState.READY
+        return WorkerState.STANDBY if self.standby or self.measuring else WorkerState.READY
 
     def idle_since(self, moment: float) -> bool:
         """Whether statistics from after `moment` (monotonic seconds) show no request anywhere."""

@@ -57,6 +57,7 @@ from tandem_services.worker.http_api import BUSY, HealthServer, WorkerProbes, bu
 from tandem_services.worker.index_publisher import IndexFeed
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.peers import Introductions, Lifelines, PeerChecks, PeerWatch, WarmLinks
+from tandem_services.worker.rates import RatesOrder
 from tandem_services.worker.registration import Consequences, LoadMonitor, Registration, describe, drain_summary
 from tandem_services.worker.standby import Standby
 from tandem_services.worker.start_reports import StartReports
@@ -183,6 +184,12 @@ class WorkerService:
         self._feed, self._registration, self._introductions, self._standby = self._build_registration(
             registry, fleet, peers
         )
+        self._rates = RatesOrder(
+            context=context,
+            monitor=self._monitor,
+            ready=lambda: self._ready,
+            state_changed=self._registration.state_changed,
+        )
         self._lifelines = Lifelines(fleet=fleet, order=self._link.order, clock=clock)
         self._warm = WarmLinks(
             clock=clock,
@@ -307,6 +314,7 @@ class WorkerService:
             set_role=self._set_role,
             offer=self._order_offer,
             hold=self._standby.hold,
+            measure_rates=self._rates.measure,
             order_access=self._order_access,
             model=self._config.model_name,
         )

@@ -4,8 +4,9 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_lab.simulate.clock import EventQueue
+from tandem_lab.simulate.jobs import Job
 from tandem_lab.simulate.prefix_fetch import ServiceTimes, WantedPrefix
-from tandem_lab.simulate.worker import Job, ModelledWorker
+from tandem_lab.simulate.worker import ModelledWorker
 
 BLOCK = 100
 TIMES = ServiceTimes(
@@ -155,15 +156,16 @@ async def test_queue_goes_on_and_keeps_the_place_of_who_waits_beside_it():
     assert seen[0].queue_tokens == 400 + 350 + 100
     assert seen[0].sequences == 3
     assert prompts["before"] == pytest.approx(1.3)
-    assert prompts["asked"] == pytest.approx(1.35)
-    assert prompts["after"] > prompts["asked"]
+    # Both fit into one step, in this order.
+    assert prompts["asked"] == prompts["after"] == pytest.approx(1.45)
+    assert list(prompts).index("asked") < list(prompts).index("after")
 
 
 async def test_no_more_comes_than_there_is_room_for():
     two = Two(asker_blocks=5)
-    two.at(0.5, two.asker, "running", tokens=100, chain="d", output=200)
+    two.at(0.5, two.asker, "running", tokens=200, chain="de", output=100)
     two.ask()
     prompts = await two.run()
     assert two.asker.fetches.blocks == 2
-    # It runs on for 199 steps after its prompt, and then there is room for the whole of the other one.
-    assert prompts["asked"] == pytest.approx(0.6 + 1.99 + 0.15)
+    # It runs on for 99 steps after its prompt, in three blocks, and then there is room for the other one.
+    assert prompts["asked"] == pytest.approx(0.7 + 0.99 + 0.15)

@@ -5,8 +5,9 @@ import pytest
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import Role
 from tandem_lab.simulate.clock import EventQueue
+from tandem_lab.simulate.jobs import Job
 from tandem_lab.simulate.prefix_fetch import ServiceTimes
-from tandem_lab.simulate.worker import Job, ModelledWorker
+from tandem_lab.simulate.worker import ModelledWorker
 
 BLOCK = 100
 TIMES = ServiceTimes(
@@ -60,23 +61,26 @@ async def test_prompt_takes_its_tokens_and_each_further_token_a_step():
     assert bench.worker.done.output_tokens == 5
 
 
-async def test_cached_prompt_computes_one_token():
+async def test_cached_prompt_computes_its_last_block():
     bench = Bench()
     bench.submit_at(0.0, bench.job("a", prompt=300, output=1, chain="abc"))
     bench.submit_at(1.0, bench.job("b", prompt=300, output=1, chain="abx"))
     bench.submit_at(2.0, bench.job("c", prompt=300, output=1, chain="abc"))
     told = dict(await bench.run())
     assert told["b prompt"] == pytest.approx(1.1)
-    assert told["c prompt"] == pytest.approx(2.001)
-    assert (bench.worker.done.hit_blocks, bench.worker.done.prompt_blocks) == (5, 9)
-    assert bench.worker.done.computed_tokens == 401
+    # A token at least is computed, and the cache has whole blocks.
+    assert told["c prompt"] == pytest.approx(2.1)
+    assert (bench.worker.done.hit_blocks, bench.worker.done.prompt_blocks) == (4, 9)
+    assert bench.worker.done.computed_tokens == 500
 
 
-async def test_prompt_in_the_queue_finds_what_the_one_before_it_has_left():
+async def test_prompt_in_the_queue_finds_what_is_computed_before_it():
     bench = Bench()
     for name in "ab":
         bench.submit_at(0.0, bench.job(name, prompt=250, output=1, chain="xy"))
-    assert await bench.run() == [("a prompt", 0.25), ("a end", 0.25), ("b prompt", 0.3), ("b end", 0.3)]
+    # The first step has two blocks of a; the second one its rest, and what b does not find of them.
+    assert await bench.run() == [("a prompt", 0.3), ("b prompt", 0.3), ("a end", 0.3), ("b end", 0.3)]
+    assert bench.worker.done.computed_tokens == 300
 
 
 async def test_decodes_wait_for_a_chunk_of_a_prompt():
@@ -84,7 +88,7 @@ async def test_decodes_wait_for_a_chunk_of_a_prompt():
     bench.submit_at(0.0, bench.job("a", prompt=100, output=4, chain="a"))
     bench.submit_at(0.105, bench.job("b", prompt=400, output=1, chain="bcde"))
     # The step that runs ends at 0.11; then two chunks of 200 tokens, each with a token for a.
-    assert await bench.run() == [("a prompt", 0.1), ("a end", 0.53), ("b prompt", 0.53), ("b end", 0.53)]
+    assert await bench.run() == [("a prompt", 0.1), ("b prompt", 0.53), ("b end", 0.53), ("a end", 0.53)]
     assert {round(gap, 6): count for gap, count in bench.worker.done.gaps.items()} == {0.01: 1, 0.21: 2}
 
 
@@ -109,16 +113,29 @@ async def test_request_waits_until_its_pages_and_its_row_are_free():
         assert told["b prompt"] == pytest.approx(told["a end"] + 0.1)
 
 
+async def test_newest_sequence_is_retracted_when_outputs_outgrow_the_pool():
+    bench = Bench(capacity=7)
+    for name in "ab":
+        bench.submit_at(0.0, bench.job(name, prompt=100, output=390, chain=name))
+    told = dict(await bench.run())
+    # b is admitted while a is expected to need 4 blocks and b 3; each needs 5, and b gives way.
+    assert bench.worker.done.retractions == 1
+    assert told["a end"] < told["b end"]
+    assert bench.worker.done.output_tokens == 2 * 390
+    assert max(bench.worker.done.gaps) > 0.1, "what it waited is a gap between two of its tokens"
+    assert bench.worker.cache.room == bench.worker.cache.capacity
+
+
 async def test_prompt_from_elsewhere_takes_room_at_once_and_decodes_when_its_kv_is_there():
     bench = Bench(role=Role.DECODE)
     remote = bench.job("r", prompt=200, output=3, chain="rs", remote=True)
     bench.submit_at(0.0, bench.job("l", prompt=400, output=2, chain="abcd"))
     bench.submit_at(0.1, remote)
-    bench.events.at(0.15, lambda: bench.worker.begin_decode(remote))
+    bench.events.at(0.25, lambda: bench.worker.begin_decode(remote))
     told = dict(await bench.run())
     # Admitted between two chunks; the first token comes with the KV, the next after the chunk that runs then.
-    assert told["r prompt"] == pytest.approx(0.15)
-    assert told["l prompt"] == pytest.approx(0.41)
+    assert told["r prompt"] == pytest.approx(0.25)
+    assert told["l prompt"] == pytest.approx(0.4)
     assert bench.worker.cache.match([b"r", b"s"]) == 2
 
 

@@ -45,6 +45,7 @@ def report_of(hit_rate: float) -> PolicyReport:
         simulated_s=5.0,
         balance=Balance(outstanding=1.5, prompt_tokens=1.1, requests=1.0),
         utilisation=0.5,
+        retractions=0,
         placements={"alone": 10},
         tenants={
             "search": TenantReport(

@@ -1,5 +1,5 @@
 import time
-from collections.abc import Callable
+from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
 
 import httpx
@@ -37,6 +37,7 @@ from tandem_services.common.tokens import OrderAccess
 from tandem_services.worker.engine_process import OrderRefusedError
 from tandem_services.worker.http_api import HealthServer, WorkerProbes, build_app
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
+from tandem_services.worker.rates import DecodeStep, MeasurementError, Progress, Prompt, Rates
 from tandem_testing.mock_engine_process import idle_stats, ready_message
 
 TOKEN = "t" * 64
@@ -59,12 +60,23 @@ class Probed:
         self.report: AuditReport | None = None
         self.orders: list[OperatorOrder] = []
         self.held = 0
+        self.forced: list[bool] = []
+        self.rates: Rates | None = None
         self.outcome: OrderDone | Exception = OrderDone(nonce=7, message="done", figures={"pages": 3})
 
     async def audit(self) -> AuditReport:
         if self.report is None:
             raise TimeoutError
         return self.report
+
+    async def measure_rates(self, force: bool) -> AsyncGenerator[Progress | Rates, None]:
+        self.forced.append(force)
+        if not force:
+            raise OrderRefusedError(OrderRefused(nonce=0, code="busy", message="3 requests run here"))
+        yield Progress(0, 2, "prompt of 64 tokens")
+        if self.rates is None:
+            raise MeasurementError("the engine was silent")
+        yield self.rates
 
     async def operate(self, order: Callable[[int], OperatorOrder], *, timeout_s: float) -> OrderDone:
         self.orders.append(order(7))
@@ -112,6 +124,7 @@ class Probed:
             set_role=self.set_role,
             offer=self.offer,
             hold=self.hold,
+            measure_rates=self.measure_rates,
             order_access=OrderAccess(token=TOKEN, hosts=AllowedHosts()),
             model="mini",
         )
@@ -456,3 +469,31 @@ def test_port_on_all_addresses_is_made_known_by_one_that_can_be_reached(probed):
         server = HealthServer(build_app(probed.probes()), host, 0, advertised=advertised)
         server.close()
         assert server.endpoint.startswith(known)
+
+
+async def test_rates_come_line_by_line_and_the_last_one_has_them(probed, client):
+    probed.rates = Rates(
+        device="cpu",
+        tensor_parallel_size=1,
+        pool_tokens=100,
+        token_bytes=1.0,
+        transfer_bytes_per_s=0.0,
+        prefill=(Prompt(tokens=64, seconds=0.1),),
+        decode=(DecodeStep(batch=1, context=64, seconds=0.01),),
+    )
+    response = await client.post("/rates", json={"force": True})
+    lines = [msgspec.json.decode(line) for line in response.text.splitlines()]
+    assert (response.status_code, probed.forced) == (200, [True])
+    assert lines[0] == {"done": 0, "total": 2, "what": "prompt of 64 tokens"}
+    assert msgspec.convert(lines[1]["rates"], Rates) == probed.rates
+
+
+async def test_rates_that_fail_later_end_with_the_reason(probed, client):
+    response = await client.post("/rates", json={"force": True})
+    assert msgspec.json.decode(response.text.splitlines()[-1]) == {"error": "the engine was silent"}
+
+
+@pytest.mark.parametrize(("body", "status"), [("{}", 409), ('{"forced": true}', 400), ('{"force": 1}', 400)])
+async def test_rates_are_refused_with_a_status(client, body, status):
+    response = await client.post("/rates", content=body)
+    assert response.status_code == status
