@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
-from tandem_engine.memory.state_pool import Run, StateCopy, StepStates
+from tandem_engine.memory.state_pool import DraftedInputs, DraftedRuns, Run, StateCopy, StatePool, StepStates
 from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
 from tandem_engine.model.layers.delta_rule import causal_conv, next_token, prompt, unit_heads
@@ -145,6 +145,8 @@ class GatedDelta:
         if states.decodes is not None:
             first = states.first_decode
             parts.append(self._decodes(states, states.decodes, mixed[first:], decay[first:], beta[first:]))
+        if states.drafted is not None:
+            parts.append(self._drafted(states, states.drafted, mixed, decay, beta))
         read = torch.cat(parts) if len(parts) > 1 else parts[0]
         scale = torch.rsqrt(read.square().mean(-1, keepdim=True) + weights.eps)
         gated = (read * scale).mul_(weights.norm).flatten(1).mul_(F.silu(z.float()))
@@ -178,6 +180,25 @@ class GatedDelta:
         states.keep_decodes(self.place, rows, torch.cat((history[:, 1:], inputs), dim=1), state)
         return read
 
+    def _drafted(self, states: StepStates, drafted: DraftedRuns, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """The tokens of runs of drafts, [T, H, value_size]. Each is computed as a decode, and no state changes."""
+        history, state = states.of_rows(self.place, drafted.rows)
+        inputs, decay, beta = (each[drafted.tokens] for each in (mixed, decay, beta))
+        convolved = causal_conv(history, inputs, self.weights.conv)
+        query, key, value = (
+            each.view(*drafted.tokens.shape, *each.shape[1:])
+            for each in self._heads(convolved.flatten(0, 1), mixed.dtype)
+        )
+        reads = [
+            next_token(query[:, at], key[:, at], value[:, at], decay[:, at], beta[:, at], state)
+            for at in range(drafted.tokens.shape[1])
+        ]
+        assert len(drafted.layers) == self.place, "layers of a step come in their order"
+        drafted.layers.append(
+            DraftedInputs(inputs=torch.cat((history, inputs), dim=1), key=key, value=value, decay=decay, beta=beta)
+        )
+        return torch.stack(reads, dim=1).flatten(0, 1).index_select(0, drafted.places)
+
     def _heads(self, convolved: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """float32 [n, H, size] of queries, keys and values, rounded to the model's `dtype` before."""
         heads = self.heads
@@ -186,3 +207,24 @@ class GatedDelta:
         )
         query, key = (unit_heads(each.view(-1, heads.keys, heads.key_size), heads.values) for each in (query, key))
         return query * heads.key_size**-0.5, key, value.view(-1, heads.values, heads.value_size)
+
+
+def keep_accepted(pool: StatePool, drafted: DraftedRuns, lens: Tensor, *, longest: int) -> None:
+    """Move the states of `drafted` on by the first `lens` [N] of their tokens, at most `longest`.
+
+    The recurrence runs again over what the step has kept of its inputs, for all layers at a time.
+    """
+    inputs, key, value, decay, beta = (torch.stack(parts, dim=1) for parts in zip(*drafted.layers, strict=True))
+    matrices = pool.matrices.index_select(0, drafted.rows)
+    counts = (torch.arange(longest, device=lens.device) < lens[:, None])[:, None, :, None]
+    # exp(0) = 1 and a correction of 0: tokens that do not count change no bit.
+    decay, beta = (each[:, :, :longest].masked_fill(~counts, 0.0) for each in (decay, beta))
+    for at in range(longest):
+        own = key[:, :, at]
+        # With a query, as the step had it, the products round alike.
+        next_token(own, own, value[:, :, at], decay[:, :, at], beta[:, :, at], matrices)
+    pool.matrices.index_copy_(0, drafted.rows, matrices)
+    history = pool.inputs.shape[2]
+    newest = lens[:, None] + torch.arange(history, device=lens.device)
+    index = newest[:, None, :, None].expand(-1, inputs.shape[1], -1, inputs.shape[3])
+    pool.inputs.index_copy_(0, drafted.rows, inputs.gather(2, index))
