@@ -209,22 +209,37 @@ class GatedDelta:
         return query * heads.key_size**-0.5, key, value.view(-1, heads.values, heads.value_size)
 
 
+MOVED_BYTES = 64 << 20
+"""Of states that are moved on at a time: of several layers where requests are few, so that operations are few."""
+
+
 def keep_accepted(pool: StatePool, drafted: DraftedRuns, lens: Tensor, *, longest: int) -> None:
     """Move the states of `drafted` on by the first `lens` [N] of their tokens, at most `longest`.
 
-    The recurrence runs again over what the step has kept of its inputs, for all layers at a time.
+    The recurrence runs again over what the step has kept of its inputs.
     """
-    inputs, key, value, decay, beta = (torch.stack(parts, dim=1) for parts in zip(*drafted.layers, strict=True))
-    matrices = pool.matrices.index_select(0, drafted.rows)
+    of_layer = len(drafted.rows) * pool.matrices[0, 0].nbytes
+    together = max(1, MOVED_BYTES // of_layer)
+    for first in range(0, len(drafted.layers), together):
+        layers = drafted.layers[first : first + together]
+        own = slice(first, first + len(layers))
+        _move_on(pool.matrices[:, own], pool.inputs[:, own], drafted.rows, layers, lens, longest)
+
+
+def _move_on(
+    matrices: Tensor, inputs: Tensor, rows: Tensor, layers: list[DraftedInputs], lens: Tensor, longest: int
+) -> None:
+    """As `keep_accepted`, of the layers [slots, layers, …] in `matrices` and `inputs`."""
+    window, key, value, decay, beta = (torch.stack(parts, dim=1) for parts in zip(*layers, strict=True))
+    states = matrices.index_select(0, rows)
     counts = (torch.arange(longest, device=lens.device) < lens[:, None])[:, None, :, None]
     # exp(0) = 1 and a correction of 0: tokens that do not count change no bit.
     decay, beta = (each[:, :, :longest].masked_fill(~counts, 0.0) for each in (decay, beta))
     for at in range(longest):
         own = key[:, :, at]
         # With a query, as the step had it, the products round alike.
-        next_token(own, own, value[:, :, at], decay[:, :, at], beta[:, :, at], matrices)
-    pool.matrices.index_copy_(0, drafted.rows, matrices)
-    history = pool.inputs.shape[2]
-    newest = lens[:, None] + torch.arange(history, device=lens.device)
-    index = newest[:, None, :, None].expand(-1, inputs.shape[1], -1, inputs.shape[3])
-    pool.inputs.index_copy_(0, drafted.rows, inputs.gather(2, index))
+        next_token(own, own, value[:, :, at], decay[:, :, at], beta[:, :, at], states)
+    matrices.index_copy_(0, rows, states)
+    newest = lens[:, None] + torch.arange(inputs.shape[2], device=lens.device)
+    index = newest[:, None, :, None].expand(-1, window.shape[1], -1, window.shape[3])
+    inputs.index_copy_(0, rows, window.gather(2, index))
