@@ -29,7 +29,6 @@ from tandem_engine.memory.sizing import MemoryFacts, MemoryPlan
 from tandem_engine.memory.state_pool import StatePool, StateSpec
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.parallel.group import Parallel, SingleRank
 from tandem_engine.speculative.assembly import read_draft
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
@@ -272,11 +271,6 @@ def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> Generate
 def test_hierarchical_cache_without_room_for_a_state_is_refused(hybrid):
     with pytest.raises(ConfigError, match="the hierarchical cache has .* holds not one state: .* raise --hicache-size"):
         engine(hybrid, num_pages=40, host=HostConfig(enable_cache=True, size_bytes=12_000))
-
-
-def test_adapters_of_a_model_with_states_are_refused_by_name(hybrid, tmp_path):
-    with pytest.raises(CheckpointError, match="adapters of models with states .* merge the adapter into its base"):
-        open_adapter(tmp_path, hybrid.model_config, max_rank=8)
 
 
 def test_swap_space_without_room_for_a_state_is_refused(hybrid):

@@ -20,7 +20,7 @@ from tandem_engine.memory.state_pool import DraftedInputs, DraftedRuns, Run, Sta
 from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
 from tandem_engine.model.layers.delta_rule import causal_conv, next_token, prompt, unit_heads
-from tandem_engine.model.layers.linear import Delta, Projection
+from tandem_engine.model.layers.linear import Delta, Projection, project
 from tandem_engine.model.layers.norm import Norm
 
 
@@ -34,6 +34,13 @@ class StatefulAttend:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`."""
         return self.paged(layer, q, k, v)
+
+
+def columns(delta: Delta | None, first: int, second: int) -> tuple[Delta | None, Delta | None]:
+    """What adapters add to two products of so many outputs, which stand one behind the other in their site."""
+    if delta is None:
+        return None, None
+    return delta.columns(0, first), delta.columns(first, first + second)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +73,11 @@ class GatedAttention:
     ) -> Tensor:
         """See `SelfAttention.attend`."""
         paged = attend.paged if isinstance(attend, StatefulAttend) else attend
-        gathered = self.inner.attend(self.place, normed, rotation, paged, delta)
-        return gathered * self.gate(normed).sigmoid_()
+        inner = self.inner
+        heads = (inner.num_heads + 2 * inner.num_kv_heads) * inner.head_dim
+        own, gates = columns(delta, heads, inner.num_heads * inner.head_dim)
+        gathered = inner.attend(self.place, normed, rotation, paged, own)
+        return gathered * project(self.gate, normed, gates).sigmoid_()
 
     def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
         """See `SelfAttention.project`."""
@@ -124,10 +134,10 @@ class GatedDelta:
         delta: Delta | None = None,
     ) -> Tensor:
         """Normalised hidden states [T, hidden] to what each token reads, [T, value_width]; `project` is yet to come."""
-        assert delta is None, "open_adapter refuses adapters of models with states"
         assert isinstance(attend, StatefulAttend), "a model with states runs where there are states"
-        states = attend.states
-        projected, rates = self.inputs(normed), self.rates(normed)
+        states, heads = attend.states, self.heads
+        of_inputs, of_rates = columns(delta, 2 * (heads.key_width + heads.value_width), 2 * heads.values)
+        projected, rates = project(self.inputs, normed, of_inputs), project(self.rates, normed, of_rates)
         if self.step is None or states.decodes is None:
             return self._by_torch(states, projected, rates)
         first = states.first_decode
@@ -154,8 +164,7 @@ class GatedDelta:
 
     def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
         """What `attend` returned to what is added to the hidden states."""
-        assert delta is None, "open_adapter refuses adapters of models with states"
-        return self.output(gathered)
+        return project(self.output, gathered, delta)
 
     def _run(self, states: StepStates, run: Run, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Outputs for the tokens of one sequence, [L, H, value_size]; updates its state to the last of them."""
