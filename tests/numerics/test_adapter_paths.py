@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import AdapterConfig, EngineConfig
 from tandem_engine.engine.loaded_model import LoadedModel, load
-from tandem_lab.verify.paths import make_paths, on_ranks
+from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_lab.verify.reference import PromptSet, References, TransformersReference, generate_references, make_prompts
 from tandem_lab.verify.verification import Verification
 from tandem_testing.adapters import SEVEN, STATES, write_adapter
@@ -51,11 +51,15 @@ def verification(request, tmp_path_factory) -> Iterator[Verification]:
         yield Verification(model=model, references=made.outputs, max_tokens=TOKENS, edited=made.edited)
 
 
-@pytest.mark.parametrize("name", [CHUNKED, MIXED, CACHED, RETRACTED, DISAGGREGATED, MOVED, SHARED])
+@pytest.mark.parametrize("name", [CHUNKED, MIXED, CACHED, RETRACTED, DISAGGREGATED, MOVED, SHARED, "n-gram drafts"])
 def test_adapters_and_base_equal_transformers(verification: Verification, name: str) -> None:
     longest = max(len(each.prompt) for each in verification.references) + TOKENS
     paths = make_paths(
-        context_length=longest + 1, longest=longest, num_prompts=len(verification.references), quick=True
+        context_length=longest + 1,
+        longest=longest,
+        num_prompts=len(verification.references),
+        quick=True,
+        drafts=DraftPaths(itself=verification.model.config.model_path),
     )
     [path] = [path for path in [*paths, *on_ranks(paths, 2, quick=True)] if path.name == name]
     assert {each.adapter and each.adapter.name for each in verification.references} == {None, "one", "two"}

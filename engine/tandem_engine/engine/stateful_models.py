@@ -2,8 +2,7 @@
 
 A state is that of one length of one sequence: a step cannot be taken back in it. Our own layers therefore leave a state
 as it is in a step with drafts, and move it on when it is known how many are accepted (`memory.state_pool.DraftedRuns`).
-The code of transformers does not, so drafts for its models with states are rejected when the engine starts. Adapters
-are rejected when they are opened (`model.adapters.checkpoint`).
+The code of transformers does not, so drafts for its models with states are rejected when the engine starts.
 
 Each request that runs has a state, and with a prefix cache there is room for as many anchors (`state_anchors`). Where
 the memory is given by its size, requests of a usual length get pages and states. Fewer may run than
