@@ -235,7 +235,7 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
         "yes",
         "yes" if any(is_plain(each, attention_specs(each)) for each in tiny.values()) else "–",
         by_torch(config),
-        "yes" if config.delta is None else "rejected",
+        "yes" if config.delta is None else "yes, not as the draft model",
         f"{published.kv_bytes:,} ({published.name}){published.states}",
         tested(set(tiny)),
     )
@@ -243,7 +243,7 @@ def row(family: Family, tiny: dict[str, ModelConfig]) -> tuple[str, ...]:
 
 def by_torch(config: ModelConfig) -> str:
     """What has no Triton kernel of its own."""
-    parts = [] if config.delta is None else ["states of prompts"]
+    parts = [] if config.delta is None else ["states of prompts and of drafts"]
     if config.norm is NormKind.CENTERED:
         parts.append("norms")
     if config.qk_norm is QkNorm.WHOLE:

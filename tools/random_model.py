@@ -1,6 +1,7 @@
 """A checkpoint with random weights and the shape of a real model, for benchmarks.
 
     python tools/random_model.py 125M /tmp/random-125m
+    python tools/random_model.py 3M /tmp/random-hybrid --family qwen3_next
 
 Speed does not depend on what the weights say, and no model hub is needed. The tokenizer of the bundled model
 comes along, so that every command of Tandem works on the result; the text it writes is noise.
@@ -9,17 +10,17 @@ comes along, so that every command of Tandem works on the result; the text it wr
 import argparse
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
 
 TOKENIZER = Path(__file__).parent.parent / "models" / "tandem-mini"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Shape(NamedTuple):
-    """Of a Qwen3; head_dim is 64."""
+    """Of a Qwen3, or of a Qwen3-Next with as many heads in layers with states; head_dim is 64."""
 
     hidden_size: int
     layers: int
@@ -30,6 +31,7 @@ class Shape(NamedTuple):
 
 
 SHAPES = {
+    "3M": Shape(128, 4, 4, 2, 256, 3072),
     "25M": Shape(384, 8, 6, 2, 1024, 16384),
     "125M": Shape(768, 12, 12, 4, 2048, 32768),
     "500M": Shape(1024, 28, 16, 8, 3072, 65536),
@@ -41,17 +43,40 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("size", choices=SHAPES, help="parameters, about")
     parser.add_argument("directory", type=Path, help="where the checkpoint is written; must not exist")
+    parser.add_argument("--family", choices=FAMILIES, default="qwen3")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32")
     args = parser.parse_args()
     if args.directory.exists():
         parser.error(f"{args.directory} exists; remove it or name another directory")
-    make_model(SHAPES[args.size], args.directory, getattr(torch, args.dtype))
+    make_model(SHAPES[args.size], args.directory, getattr(torch, args.dtype), family=args.family)
 
 
-def make_model(shape: Shape, directory: Path, dtype: torch.dtype) -> None:
+FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM)}
+
+
+def _of_family(family: str, shape: Shape) -> dict[str, Any]:
+    """Further fields: of a Qwen3-Next, four experts and three layers with states before each with attention."""
+    if family == "qwen3":
+        return {}
+    inner = shape.intermediate_size // 4
+    return {
+        "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(shape.layers)],
+        "linear_num_key_heads": shape.kv_heads,
+        "linear_num_value_heads": shape.heads,
+        "linear_key_head_dim": 64,
+        "linear_value_head_dim": 64,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "moe_intermediate_size": inner,
+        "shared_expert_intermediate_size": inner,
+    }
+
+
+def make_model(shape: Shape, directory: Path, dtype: torch.dtype, *, family: str = "qwen3") -> None:
     """Write the checkpoint. The same shape gives the same weights."""
     torch.manual_seed(0)
-    config = Qwen3Config(
+    config_class, model_class = FAMILIES[family]
+    config = config_class(
         vocab_size=shape.vocab_size,
         hidden_size=shape.hidden_size,
         intermediate_size=shape.intermediate_size,
@@ -63,8 +88,9 @@ def make_model(shape: Shape, directory: Path, dtype: torch.dtype) -> None:
         tie_word_embeddings=True,
         eos_token_id=0,
         dtype=dtype,
+        **_of_family(family, shape),
     )
-    model = Qwen3ForCausalLM(config).to(dtype)
+    model = model_class(config).to(dtype)
     model.save_pretrained(directory)
     for name in TOKENIZER_FILES:
         source = TOKENIZER / name

@@ -8,11 +8,20 @@ import pytest
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import AdapterConfig, EngineConfig
 from tandem_engine.engine.loaded_model import LoadedModel, load
-from tandem_lab.verify.paths import make_paths, on_ranks
+from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_lab.verify.reference import PromptSet, References, TransformersReference, generate_references, make_prompts
 from tandem_lab.verify.verification import Verification
-from tandem_testing.adapters import write_adapter
-from tandem_testing.exactness import CACHED, DISAGGREGATED, MIXED, RETRACTED, SHARED, one_grammar_process
+from tandem_testing.adapters import SEVEN, STATES, write_adapter
+from tandem_testing.exactness import (
+    CACHED,
+    CHUNKED,
+    DISAGGREGATED,
+    MIXED,
+    MOVED,
+    RETRACTED,
+    SHARED,
+    one_grammar_process,
+)
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 TOKENS = 12
@@ -29,23 +38,28 @@ def references_of(model: LoadedModel) -> References:
     return generate_references(reference, model, PromptSet(prompts=prompts, max_tokens=TOKENS), progress=False)
 
 
-@pytest.fixture(scope="module")
-def verification(tmp_path_factory) -> Iterator[Verification]:
-    folder = tmp_path_factory.mktemp("paths")
-    checkpoint = write_tiny_checkpoint("qwen3", folder / "model")
-    one = write_adapter(folder / "one", checkpoint, seed=1, strength=0.2)
-    two = write_adapter(folder / "two", checkpoint, seed=2, modules=["q_proj", "down_proj"], rank=1)
+@pytest.fixture(scope="module", params=["qwen3", *STATES])
+def verification(request, tmp_path_factory) -> Iterator[Verification]:
+    folder, family = tmp_path_factory.mktemp("paths"), request.param
+    checkpoint = write_tiny_checkpoint(family, folder / "model")
+    states = STATES.get(family, ())
+    one = write_adapter(folder / "one", checkpoint, seed=1, modules=(*SEVEN, *states), strength=0.2)
+    two = write_adapter(folder / "two", checkpoint, seed=2, modules=["q_proj", "down_proj", *states[:1]], rank=1)
     with one_grammar_process():
         model = loaded(checkpoint, one=one, two=two)
         made = references_of(model)
         yield Verification(model=model, references=made.outputs, max_tokens=TOKENS, edited=made.edited)
 
 
-@pytest.mark.parametrize("name", [MIXED, CACHED, RETRACTED, DISAGGREGATED, SHARED])
+@pytest.mark.parametrize("name", [CHUNKED, MIXED, CACHED, RETRACTED, DISAGGREGATED, MOVED, SHARED, "n-gram drafts"])
 def test_adapters_and_base_equal_transformers(verification: Verification, name: str) -> None:
     longest = max(len(each.prompt) for each in verification.references) + TOKENS
     paths = make_paths(
-        context_length=longest + 1, longest=longest, num_prompts=len(verification.references), quick=True
+        context_length=longest + 1,
+        longest=longest,
+        num_prompts=len(verification.references),
+        quick=True,
+        drafts=DraftPaths(itself=verification.model.config.model_path),
     )
     [path] = [path for path in [*paths, *on_ranks(paths, 2, quick=True)] if path.name == name]
     assert {each.adapter and each.adapter.name for each in verification.references} == {None, "one", "two"}

@@ -1,5 +1,6 @@
 """Layers that predict ahead, as draft heads: drafts are those of transformers, and outputs those without drafts."""
 
+import copy
 import json
 import shutil
 from functools import partial
@@ -14,12 +15,12 @@ from tandem_engine.engine.loaded_model import load
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.speculative.assembly import read_draft
 from tandem_engine.speculative.mtp import load_mtp
-from tandem_testing.draft_heads import add_mtp_layer, proposals, tokens_with
+from tandem_testing.draft_heads import BESIDE, add_mtp_layer, proposals, tokens_with
 from tandem_testing.quantized_files import KINDS
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-FAMILIES = ["deepseek-v3", "glm4-moe"]
-"""Over latents, and over keys and values."""
+FAMILIES = ["deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5"]
+"""Over latents, over keys and values, and beside models with states, with experts or without."""
 
 
 @pytest.fixture(autouse=True)
@@ -42,12 +43,34 @@ class TheirLayer:
 
     def __init__(self, checkpoint) -> None:
         from transformers import AutoModelForCausalLM
-        from transformers.modeling_layers import MtpModel
 
         self.model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).eval()
+        tensors = load_file(checkpoint / "model.safetensors")
+        beside = {name.removeprefix("mtp."): each for name, each in tensors.items() if name.startswith("mtp.")}
+        self._run = self._layer_beside(beside) if beside else self._layer_behind()
+
+    def _layer_behind(self):
+        from transformers.modeling_layers import MtpModel
+
         # transformers has the numbers of the layers of published models.
         self.model._keys_to_ignore_on_load_unexpected = [rf"model\.layers\.{self.model.config.num_hidden_layers}\."]
-        self.layer = MtpModel.from_pretrained(self.model).eval()
+        layer = MtpModel.from_pretrained(self.model).eval()
+        return lambda ids, before, places: layer.forward_layer(0, before, places, None, input_ids=ids)
+
+    def _layer_beside(self, tensors):
+        """transformers does not read these names, but has the parts."""
+        from transformers.modeling_layers import MtpLayer
+
+        body, config = self.model.model, copy.deepcopy(self.model.config)
+        config.layer_types, config.num_hidden_layers = ["full_attention"], 1
+        layer = MtpLayer(config, type(body.layers[0]), type(body.norm), 0).eval()
+        layer.load_state_dict(_of_mtp_layer(tensors))
+
+        def run(ids, before, places):
+            embedded = body.embed_tokens(ids)
+            return layer(embedded, before, body.rotary_emb(embedded, places), None, places, None)
+
+        return run
 
     @torch.inference_mode()
     def guesses(self, text: list[int], count: int) -> tuple[int, ...]:
@@ -56,10 +79,28 @@ class TheirLayer:
         guessed: list[int] = []
         for _ in range(count):
             ids = torch.tensor([[*text, *guessed]])
-            out = self.layer.forward_layer(0, before, torch.arange(ids.shape[1])[None], None, input_ids=ids)
+            out = self._run(ids, before, torch.arange(ids.shape[1])[None])
             guessed.append(int(self.model.lm_head(out[:, -1]).argmax()))
             before = torch.cat((before, out[:, -1:]), dim=1)
         return tuple(guessed)
+
+
+def _of_mtp_layer(tensors):
+    """Tensors of a layer beside a model, as `MtpLayer` has them: experts are stacked."""
+    named = {}
+    for name, tensor in tensors.items():
+        part = next((part for part in BESIDE if name.startswith(part)), "")
+        named[name.replace("layers.0.", "mtp_block.") if not part else BESIDE[part] + name.removeprefix(part)] = tensor
+    experts = "mtp_block.mlp.experts."
+    own = [name for name in named if name.startswith(experts)]
+    if own:
+        stacked = [
+            torch.stack([named[f"{experts}{index}.{kind}_proj.weight"] for index in range(len(own) // 3)])
+            for kind in ("gate", "up", "down")
+        ]
+        named = {name: tensor for name, tensor in named.items() if name not in own}
+        named |= {f"{experts}gate_up_proj": torch.cat(stacked[:2], dim=1), f"{experts}down_proj": stacked[2]}
+    return named
 
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 1, "chunked_prefill_size": 16}], ids=["plain", "chunked"])
@@ -86,15 +127,16 @@ def test_memory_of_a_layer_ahead_is_that_of_its_file(checkpoint):
     mine = [
         tensor
         for name, tensor in tensors.items()
-        if name.startswith(f"model.layers.{layers}.") and not name.endswith(copies)
+        if name.startswith((f"model.layers.{layers}.", "mtp.")) and not name.endswith(copies)
     ]
     assert draft is not None
     expected = sum(tensor.nbytes for tensor in mine)
     assert draft.weight_bytes(torch.float32, target_path=str(checkpoint), target_is_whole=True) == expected
 
 
-def test_model_without_a_layer_ahead_is_no_draft_head(tmp_path):
-    path = write_tiny_checkpoint("deepseek-v3", tmp_path)
+@pytest.mark.parametrize("family", ["deepseek-v3", "qwen3.5"])
+def test_model_without_a_layer_ahead_is_no_draft_head(family, tmp_path):
+    path = write_tiny_checkpoint(family, tmp_path)
     with pytest.raises(CheckpointError, match="has no layer that predicts ahead"):
         draft_of(path)
 
@@ -115,11 +157,35 @@ def test_tensors_are_those_of_a_layer_ahead(name, message, tmp_path):
         draft_of(path)
 
 
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("mtp_num_hidden_layers", 2, "mtp_num_hidden_layers must be 1 for the layer to draft.*got 2"),
+        ("num_nextn_predict_layers", 3, "num_nextn_predict_layers must be 1"),
+        ("mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings must be false"),
+    ],
+)
+def test_layer_beside_of_another_kind_is_refused_by_its_field(field, value, message, tmp_path):
+    path = add_mtp_layer(write_tiny_checkpoint("qwen3-next", tmp_path))
+    config = json.loads((path / "config.json").read_text())
+    (path / "config.json").write_text(json.dumps({**config, field: value}))
+    with pytest.raises(CheckpointError, match=message):
+        draft_of(path)
+
+
+def test_unknown_tensor_of_a_layer_beside_is_refused_by_name(tmp_path):
+    path = add_mtp_layer(write_tiny_checkpoint("qwen3.5", tmp_path))
+    tensors = load_file(path / "model.safetensors") | {"mtp.embed_tokens_scale.weight": torch.zeros(1)}
+    save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
+    with pytest.raises(CheckpointError, match=r"embed_tokens_scale\.weight' is no part of a draft head"):
+        draft_of(path)
+
+
 def test_layer_ahead_of_another_model_is_refused(checkpoint, tmp_path):
     """Another folder is a head, not a checkpoint with more than a layer."""
     target = read_model_config(checkpoint)
     spec = SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=str(checkpoint))
-    with pytest.raises(CheckpointError, match="a model of 3 layers"):
+    with pytest.raises(CheckpointError, match="a model of [34] layers"):
         read_draft(spec, target=target, target_path=str(tmp_path))
 
 

@@ -1,7 +1,8 @@
 """Models whose layers keep states: what an engine does not do with them, and how many states it has memory for.
 
-A state is that of one length of one sequence: a step cannot be taken back in it. So drafts, some of which are rejected,
-are rejected when the engine starts, and adapters when they are opened (`model.adapters.checkpoint`).
+A state is that of one length of one sequence: a step cannot be taken back in it. Our own layers therefore leave a state
+as it is in a step with drafts, and move it on when it is known how many are accepted (`memory.state_pool.DraftedRuns`).
+The code of transformers does not, so drafts for its models with states are rejected when the engine starts.
 
 Each request that runs has a state, and with a prefix cache there is room for as many anchors (`state_anchors`). Where
 the memory is given by its size, requests of a usual length get pages and states. Fewer may run than
@@ -29,12 +30,11 @@ def require_supported(facts: ModelConfig, config: EngineConfig) -> None:
 
 def unsupported(facts: ModelConfig, config: EngineConfig) -> str | None:
     """What of `config` does not go with layers that keep states; None where all does, or there are none."""
-    if not facts.has_states:
-        return None
     algorithm = config.speculative.algorithm
-    if algorithm is not None:
+    if facts.state_parts and algorithm is not None:
         return (
-            f"its layers keep states, which rejected drafts would change: leave out --speculative-algorithm {algorithm}"
+            "transformers computes its states, which rejected drafts would change: leave out "
+            f"--speculative-algorithm {algorithm}"
         )
     return None
 

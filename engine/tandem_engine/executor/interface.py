@@ -58,6 +58,11 @@ class Runner(Protocol):
         [every-accepted-token]."""
         ...
 
+    def accept(self, accept_lens: Sequence[int]) -> None:
+        """Of the newest step, which had drafts, so many tokens [S] of each sampling sequence count: states are to be
+        those after them. Called before the next step that has any of the sequences."""
+        ...
+
 
 class HiddenObserver(Protocol):
     """Receives the hidden state of every token. Called by the thread that runs forwards."""

@@ -4,7 +4,8 @@
                                                   └─▶ prompt logprobs, sums for embeddings                 to host
 
 The runner keeps nothing between steps but what its parts keep: KV pages, the newest token of each row, and the
-token history of rows whose requests need it.
+token history of rows whose requests need it. Where layers keep states, it has the inputs of runs of drafts until it is
+told how many of their tokens are accepted.
 """
 
 import time
@@ -20,13 +21,13 @@ from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.forward.results import sum_pooled
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.memory.state_pool import StatePool, StepStates
+from tandem_engine.memory.state_pool import DraftedRuns, StatePool, StepStates
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import Attend, AttentionBackend, ToldPlan, TurningPlan
 from tandem_engine.model.base import DraftHead, LayerInputs, StepModel
 from tandem_engine.model.decoder import Decoder
-from tandem_engine.model.layers.delta import StatefulAttend
+from tandem_engine.model.layers.delta import StatefulAttend, keep_accepted
 from tandem_engine.parallel.group import SingleRank, TpGroup, agree_on_step
 from tandem_engine.sampling.logprobs import prompt_scores
 from tandem_engine.sampling.sampler import SampleOutput, Sampler
@@ -105,6 +106,11 @@ def with_states(attend: Attend, states: StatePool | None, batch: ForwardBatch) -
     return attend if states is None else StatefulAttend(attend, StepStates.of(states, batch))
 
 
+def drafted_runs(attend: Attend) -> DraftedRuns | None:
+    """Of the step that ran with `attend`: those whose states are yet to follow; None if there are none."""
+    return attend.states.drafted if isinstance(attend, StatefulAttend) else None
+
+
 Wrote = Callable[[int], None]
 """Called with a layer once its KV is written, or queued to be."""
 
@@ -169,6 +175,8 @@ class ModelRunner:
         self._group = group or SingleRank()
         self._adapters = adapters
         self._states = states
+        self._drafted: DraftedRuns | None = None
+        """Of the newest step."""
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         """Run `batch`: KV is written, sampled tokens are published to their rows and returned."""
@@ -213,6 +221,14 @@ class ModelRunner:
         """
         self._sampler.editor.record(batch.sampling.edits, token_ids)
 
+    def accept(self, accept_lens: Sequence[int]) -> None:
+        """See `Runner.accept`."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is not None:
+            assert self._states is not None, "runs of drafts change states where there are none"
+            lens = accept_lens[-len(drafted.rows) :]
+            keep_accepted(self._states, drafted, torch.tensor(lens), longest=max(lens))
+
     def _hidden(self, batch: ForwardBatch) -> Tensor:
         """Hidden states of tokens: sampled after, then predicting wanted prompt tokens, then to be pooled."""
         if batch.page_copies:
@@ -225,12 +241,14 @@ class ModelRunner:
             attend = telling(attend, batch.kv_progress.wrote)
         wanted = wanted_tokens(batch)
         adapters = None if batch.adapters is None else StepAdapters(rows=batch.adapters, slots=self._adapters)
+        attend = with_states(attend, self._states, batch)
+        self._drafted = drafted_runs(attend)
         hidden = hidden_states(
             self.model,
             self._observer,
             batch,
             input_ids=input_ids,
-            attend=with_states(attend, self._states, batch),
+            attend=attend,
             wanted=wanted,
             adapters=adapters,
         )

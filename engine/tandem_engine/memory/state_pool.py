@@ -23,13 +23,16 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import StatePart
-from tandem_engine.forward.batch import ForwardBatch, Snapshot
+from tandem_engine.forward.batch import ForwardBatch, ForwardMode, Snapshot
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
 from tandem_engine.memory.cache_groups import STATE_CHUNK
 from tandem_engine.memory.pool import PageLayout, zeroed
 
 ALIGNMENT = 256
 """Bytes that a slot is a multiple of."""
+
+NO_SAMPLE = -1
+"""Drafts of a sequence that samples nothing."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,9 +224,55 @@ class StatePool:
         return self._bytes
 
 
+class DraftedInputs(NamedTuple):
+    """What a layer made of the tokens of runs of drafts: a state after any number of them follows from it."""
+
+    inputs: Tensor
+    """[N, history + L, channels], those before the run included"""
+    key: Tensor
+    """float32 [N, L, heads, key_size]"""
+    value: Tensor
+    """float32 [N, L, heads, value_size]"""
+    decay: Tensor
+    """float32 [N, L, heads], as a logarithm"""
+    beta: Tensor
+    """float32 [N, L, heads]"""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DraftedRuns:
+    """The last N sequences of a step, each with up to L tokens of which some may be rejected drafts.
+
+    The step leaves their states as they are. They are computed once it is known how many tokens count.
+    """
+
+    rows: Tensor
+    """[N] int64"""
+    tokens: Tensor
+    """[N, L] int64: indices among the step's tokens; behind the last token of a run, that token again"""
+    places: Tensor
+    """[T] int64: where in [N, L], flat, each token of theirs is"""
+    layers: list[DraftedInputs]
+    """Of the layers that the step has passed."""
+
+    @classmethod
+    def of(cls, batch: ForwardBatch, count: int) -> "DraftedRuns":
+        """The last `count` sequences of `batch`. Waits for no device."""
+        host_lens = batch.host.extend_lens[-count:]
+        longest, total = int(host_lens.max()), int(host_lens.sum())
+        lens = batch.extend_lens[-count:]
+        starts = batch.extend_lens.cumsum(0)[-count:] - lens
+        order = torch.arange(longest, device=lens.device)
+        sequence = torch.repeat_interleave(torch.arange(count, device=lens.device), lens, output_size=total)
+        tokens = starts[:, None] + torch.minimum(order, lens[:, None] - 1)
+        first = int(batch.host.extend_lens.sum()) - total
+        inside = torch.arange(first, first + total, device=lens.device) - starts.index_select(0, sequence)
+        return cls(rows=batch.rows[-count:], tokens=tokens, places=sequence * longest + inside, layers=[])
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepStates:
-    """States of the sequences of one step: runs first, then sequences of one token."""
+    """States of the sequences of one step: runs first, then sequences of one token, or runs of drafts."""
 
     pool: StatePool
     runs: tuple[Run, ...]
@@ -233,18 +282,23 @@ class StepStates:
     """[N] bool, which of them begin with that token; None where it is known that none does."""
     first_decode: int
     """Tokens before those."""
+    drafted: DraftedRuns | None = None
+    """None where no sequence has drafts; else there are no decodes."""
 
     @classmethod
     def of(cls, pool: StatePool, batch: ForwardBatch) -> "StepStates":
         """Queued like the forward itself where the step is on a device, so a graph can run it."""
         runs: tuple[Run, ...] = ()
-        if batch.num_extend:
-            runs = tuple(_runs(batch.host, batch.snapshots))
+        count = _drafted_sequences(batch.host) if batch.mode is ForwardMode.TARGET_VERIFY else 0
+        if batch.num_extend > count:
+            runs = tuple(_runs(batch.host, batch.snapshots, most=batch.num_extend - count))
+        drafted = DraftedRuns.of(batch, count) if count else None
         decodes = fresh = None
         if batch.num_extend < batch.num_sequences:
             decodes = batch.rows[batch.num_extend :]
             fresh = batch.seq_lens[batch.num_extend :] == 1
-        return cls(pool=pool, runs=runs, decodes=decodes, fresh=fresh, first_decode=runs[-1].stop if runs else 0)
+        first = runs[-1].stop if runs else 0
+        return cls(pool=pool, runs=runs, decodes=decodes, fresh=fresh, first_decode=first, drafted=drafted)
 
     def of_run(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
         """Inputs [history, channels] and matrices before `run`: zeros, or those kept."""
@@ -256,11 +310,14 @@ class StepStates:
         self.pool.inputs[slot, layer].copy_(inputs)
         self.pool.matrices[slot, layer].copy_(matrices)
 
+    def of_rows(self, layer: int, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Copies of inputs [N, history, channels] and matrices [N, heads, key_size, value_size] in `rows` [N]."""
+        return self.pool.inputs[:, layer].index_select(0, rows), self.pool.matrices[:, layer].index_select(0, rows)
+
     def of_decodes(self, layer: int) -> tuple[Tensor, Tensor]:
         """Copies of inputs [N, history, channels] and matrices [N, heads, key_size, value_size]."""
         assert self.decodes is not None, "a step without decodes"
-        inputs = self.pool.inputs[:, layer].index_select(0, self.decodes)
-        matrices = self.pool.matrices[:, layer].index_select(0, self.decodes)
+        inputs, matrices = self.of_rows(layer, self.decodes)
         if self.fresh is not None:
             # Not by a product: what is left in a slot may be no number.
             inputs.masked_fill_(self.fresh[:, None, None], 0.0)
@@ -284,12 +341,25 @@ class StepStates:
         self.pool.matrices[:, layer].index_copy_(0, rows, matrices)
 
 
-def _runs(host: ForwardBatch, snapshots: Sequence[Snapshot]) -> Iterator[Run]:
-    """Of the sequences with runs of tokens, each cut where its state is copied within a chunk of the run."""
+def _drafted_sequences(host: ForwardBatch) -> int:
+    """How many of the last sequences are running requests, in a step in which some have drafts."""
+    drafts = dict(zip(host.sample_index.tolist(), host.draft_lens, strict=True))
+    count = 0
+    lens = zip(host.extend_lens.tolist(), host.seq_lens.tolist(), strict=True)
+    for sequence, (length, total) in reversed([*enumerate(lens)]):
+        if length == total or drafts.get(sequence, NO_SAMPLE) + 1 != length:
+            break
+        count += 1
+    return count
+
+
+def _runs(host: ForwardBatch, snapshots: Sequence[Snapshot], *, most: int) -> Iterator[Run]:
+    """Of the first `most` sequences, which have runs of tokens, each cut where its state is copied within a chunk of
+    its run."""
     columns = (host.rows, host.extend_lens, host.seq_lens)
     start = 0
     for sequence, (row, length, total) in enumerate(zip(*(column.tolist() for column in columns), strict=True)):
-        if sequence == host.num_extend:
+        if sequence == most:
             return
         stop, fresh = start + length, total == length
         copies: list[StateCopy] = []

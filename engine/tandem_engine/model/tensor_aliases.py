@@ -43,8 +43,15 @@ class Aliases:
     """Whether experts of a layer are stored together and their inputs first (`stacked_experts`)."""
     extra_layers: bool = False
     """Whether there may be layers beyond the last one, each with a `PREDICTS_AHEAD`."""
+    layer_beside: str = ""
+    """Beginning of names of a layer beside the model that predicts ahead; empty where there is none."""
     skipped: tuple[str, ...] = ()
     """Beginnings of names of what is not served."""
+
+    @property
+    def can_predict_ahead(self) -> bool:
+        """Whether checkpoints may have a layer that drafts (`speculative.mtp`)."""
+        return self.extra_layers or bool(self.layer_beside)
 
 
 _SHARED = {"mlp.shared_experts": "mlp.shared_expert"}
@@ -52,7 +59,7 @@ _HUNYUAN = {"self_attn.query_layernorm": "self_attn.q_norm", "self_attn.key_laye
 
 _QWEN3_5 = Aliases(
     joined={f"{DELTA}conv1d": DELTA_CONV, f"{DELTA}in_proj_qkv": DELTA_QKV},
-    skipped=("mtp.",),
+    layer_beside="mtp.",
 )
 
 ALIASES: Mapping[str, Aliases] = {
@@ -89,7 +96,7 @@ ALIASES: Mapping[str, Aliases] = {
     "phi3": Aliases(joined={"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": GATE_UP}),
     "qwen3_5_moe_text": _QWEN3_5,
     "qwen3_5_text": _QWEN3_5,
-    "qwen3_next": Aliases(joined={f"{DELTA}conv1d": DELTA_CONV}, skipped=("mtp.",)),
+    "qwen3_next": Aliases(joined={f"{DELTA}conv1d": DELTA_CONV}, layer_beside="mtp."),
 }
 """By family."""
 
@@ -109,6 +116,8 @@ def _is_skipped(name: str, aliases: Aliases, config: ModelConfig, found: Contain
     match = _LAYER.fullmatch(name) if aliases.extra_layers else None
     if match is not None and int(match["layer"]) >= config.num_layers:
         return f"model.layers.{match['layer']}.{PREDICTS_AHEAD}" in found
+    if aliases.layer_beside and name.startswith(aliases.layer_beside):
+        return True
     return name.startswith(aliases.skipped) or _is_of_reader(name, config)
 
 

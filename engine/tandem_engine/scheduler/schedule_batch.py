@@ -361,6 +361,8 @@ class BatchBuilder:
             prompt_positions=prompt_positions(batch.extends),
             pooled=_pooled_tokens(batch.extends),
             kv_progress=kv_progress,
+            # A graph has every token of a run as a decode, which would change the state of its row.
+            eager=self.memory.stateful and bool(draft_lens),
         )
         return made if not self.adapter_slots else self._adapted(made, batch)
 

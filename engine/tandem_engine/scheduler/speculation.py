@@ -176,12 +176,19 @@ class Speculation:
     def _able(self, decodes: Sequence[Request]) -> Iterator[Candidate]:
         for place, req in enumerate(decodes):
             # The step yields one token without drafts: that one needs no guess.
-            limit = min(self.lengths.longest, req.remaining_tokens - 1)
+            limit = min(self.lengths.longest, req.remaining_tokens - 1, self._up_to_anchor(req))
             if limit <= 0:
                 continue
             request = _draft_request(req, limit)
             if self.proposer.ready(request):
                 yield Candidate(place, req, request)
+
+    def _up_to_anchor(self, req: Request) -> int:
+        """Drafts of a run that passes no length at which its state may be copied: steps begin there."""
+        if self.memory.anchors is None:
+            return self.lengths.longest
+        grain = self.memory.anchors.grain
+        return grain - (req.seq_len - 1) % grain - 1
 
     def _has_room(self, request: DraftRequest) -> bool:
         return self.memory.ensure(request.kv, request.seq_len + request.limit)

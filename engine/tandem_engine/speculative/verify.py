@@ -53,6 +53,10 @@ class Model(Protocol):
         """Requests whose next tokens depend on those before got `token_ids` [S, K], −1 after a shorter run."""
         ...
 
+    def accept(self, accept_lens: Sequence[int]) -> None:
+        """So many tokens [S] of each run of the newest step count."""
+        ...
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VerifiedForward:
@@ -74,6 +78,7 @@ class VerifiedForward:
         accept_lens = self.verifier.verify(DraftTokens(drafts_of(batch)), result.next_token_ids).accept_lens
         keep = _kept_rows(batch.draft_lens, accept_lens)
         token_ids = tuple(result.next_token_ids[row] for row in keep)
+        self.model.accept(accept_lens)
         if batch.sampling.edits is not None:
             self.model.record(batch, _padded(token_ids, accept_lens))
         return replace(

@@ -28,6 +28,7 @@ from tandem_engine.config import (
 )
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.model.weights import can_share, require_shareable
+from tandem_engine.speculative.mtp import has_layer_ahead
 from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound
 from tandem_lab.verify.path import Path
 from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
@@ -143,7 +144,7 @@ def run_verify(
         longest=longest,
         num_prompts=len(references.outputs),
         quick=quick,
-        drafts=DraftPaths(itself=model_path, head=_head_of(model_path) if device == "cpu" else None),
+        drafts=DraftPaths(itself=model_path, head=_head_of(model_path, facts) if device == "cpu" else None),
         graphs=device != "cpu",
     )
     paths += on_ranks(paths, ranks, quick=quick)
@@ -209,10 +210,13 @@ def _ranks(facts: ModelConfig, device: str) -> int:
     return DEFAULT_RANKS if can_share(facts, DEFAULT_RANKS) and device == "cpu" else 1
 
 
-def _head_of(model_path: str) -> str | None:
-    """The draft head of the model, where the bundled one has its own: in a folder beside it."""
+def _head_of(model_path: str, facts: ModelConfig) -> str | None:
+    """The draft head of the model, where the bundled one has its own: in a folder beside it; or the layer of its own
+    checkpoint that predicts ahead."""
     beside = Folder(f"{model_path.rstrip('/')}-eagle")
-    return str(beside) if beside.is_dir() else None
+    if beside.is_dir():
+        return str(beside)
+    return model_path if facts.impl is ModelImpl.TANDEM and has_layer_ahead(model_path, facts) else None
 
 
 def _run_paths(verification: Verification, paths: Sequence[Path], *, as_json: bool) -> list[PathResult]:

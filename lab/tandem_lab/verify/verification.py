@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 import msgspec
 
 from tandem_engine.base.addresses import LOOPBACK
-from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, KvCacheDtype
+from tandem_engine.config import CacheConfig, EngineConfig, GraphConfig, KvCacheDtype, SpecAlgorithm
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel
 from tandem_engine.engine.stateful_models import unsupported
@@ -122,6 +122,8 @@ class Verification:
             return "its layers differ in their heads, whose pages only equal numbers of ranks exchange"
         if not facts.has_states:
             return None
+        if path.speculative.algorithm is SpecAlgorithm.DRAFT:
+            return "its layers keep states, which a draft model may not"
         return "its layers keep states, which only equal numbers of ranks exchange" if unequal else None
 
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:

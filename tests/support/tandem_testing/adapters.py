@@ -19,6 +19,11 @@ from tandem_services.cli.flags import bundled_model
 
 ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
+STATES = {
+    "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
+    "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+}
+"""Of layers with states, by tiny model."""
 
 
 def write_adapter(
@@ -79,7 +84,7 @@ def base_modules(base: Path, modules: Sequence[str], layers: Sequence[int] | Non
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - no mapping
                 parts = name.split(".")
-                wanted = name.endswith(".weight") and parts[-2] in modules and "experts" not in name
+                wanted = name.endswith(".weight") and parts[-2] in modules and "expert" not in name
                 if wanted and (layers is None or int(parts[parts.index("layers") + 1]) in layers):
                     outputs, inputs = file.get_slice(name).get_shape()
                     found[name.removesuffix(".weight")] = (outputs, inputs)

@@ -11,6 +11,7 @@ import torch
 from tandem_engine.config import CacheConfig, SchedulerConfig, SpecAlgorithm, SpecConfig
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel
+from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.speculative.draft_model import ModelProposer
@@ -79,12 +80,17 @@ def proposals(loaded: LoadedModel, head: Path, **options: Any) -> list[tuple[lis
     return listening.proposed
 
 
+BESIDE = {"fc.": "eh_proj.", "pre_fc_norm_embedding.": "enorm.", "pre_fc_norm_hidden.": "hnorm.", "norm.": "post_norm."}
+"""Beginnings of names under `mtp.` of Qwen, to those of transformers' `MtpLayer`."""
+
+
 def add_mtp_layer(checkpoint: Path, *, seed: int = 5) -> Path:
-    """Put a random layer that predicts ahead behind the last one, as DeepSeek publishes it, copies included."""
+    """Put a random layer that predicts ahead behind the last one, as DeepSeek publishes it, copies included; or beside
+    the model, as Qwen does, whose layer is one with attention."""
     from safetensors.torch import load_file, save_file
 
-    layers = json.loads((checkpoint / "config.json").read_text())["num_hidden_layers"]
-    last, ahead = f"model.layers.{layers - 1}.", f"model.layers.{layers}."
+    config = json.loads((checkpoint / "config.json").read_text())
+    layers, beside = config["num_hidden_layers"], config["model_type"].startswith(("qwen3_next", "qwen3_5"))
     file = checkpoint / "model.safetensors"
     tensors, generator = load_file(file), torch.Generator().manual_seed(seed)
     size = tensors["model.norm.weight"].shape[0]
@@ -93,12 +99,51 @@ def add_mtp_layer(checkpoint: Path, *, seed: int = 5) -> Path:
         random = torch.randn(tensor.shape, generator=generator) * 0.2
         return random.add_(1.0) if tensor.dim() == 1 else random
 
-    own = {name.replace(last, ahead): like(tensor) for name, tensor in tensors.items() if name.startswith(last)}
-    norms = {f"{ahead}{name}.weight": like(torch.empty(size)) for name in ("enorm", "hnorm", "shared_head.norm")}
-    copies = {
-        f"{ahead}embed_tokens.weight": tensors["model.embed_tokens.weight"].clone(),
-        f"{ahead}shared_head.head.weight": tensors["lm_head.weight"].clone(),
-    }
-    fuse = {f"{ahead}eh_proj.weight": like(torch.empty(size, 2 * size))}
-    save_file({**tensors, **own, **norms, **copies, **fuse}, file, metadata={"format": "pt"})
+    last = config["layer_types"].index("full_attention") if beside else layers - 1
+    source, ahead = f"model.layers.{last}.", "mtp.layers.0." if beside else f"model.layers.{layers}."
+    added = {name.replace(source, ahead): like(tensor) for name, tensor in tensors.items() if name.startswith(source)}
+    outer = "mtp." if beside else ahead
+    norms = (
+        ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm") if beside else ("enorm", "hnorm", "shared_head.norm")
+    )
+    added |= {f"{outer}{name}.weight": like(torch.empty(size)) for name in norms}
+    if not beside:
+        added[f"{ahead}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
+        added[f"{ahead}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+    added[f"{outer}{'fc' if beside else 'eh_proj'}.weight"] = like(torch.empty(size, 2 * size))
+    save_file({**tensors, **added}, file, metadata={"format": "pt"})
     return checkpoint
+
+
+class KnowingProposer:
+    """Drafts what a request is going to get, with every `wrong`-th token changed: some runs are accepted in part."""
+
+    name, writes_kv = "KNOWING", False
+
+    def __init__(self, texts: Sequence[Sequence[int]], *, wrong: int) -> None:
+        """`texts`: prompts with their outputs."""
+        self._texts = [[*text] for text in texts]
+        self._wrong = wrong
+        self._drafted = 0
+        self.lengths: set[int] = set()
+        """Of the chains so far."""
+
+    def ready(self, request: DraftRequest) -> bool:
+        return True
+
+    def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
+        """It keeps nothing of a request."""
+
+    def propose(self, requests: Sequence[DraftRequest]) -> DraftTokens:
+        chains = tuple(self._chain(one) for one in requests)
+        self.lengths |= {len(chain) for chain in chains}
+        return DraftTokens(chains)
+
+    def _chain(self, request: DraftRequest) -> tuple[int, ...]:
+        known = [*request.token_ids(0, request.seq_len)]
+        text = next((text for text in self._texts if text[: len(known)] == known), known)
+        return tuple(self._maybe_wrong(token) for token in text[len(known) : len(known) + request.limit])
+
+    def _maybe_wrong(self, token: int) -> int:
+        self._drafted += 1
+        return token ^ 1 if self._drafted % self._wrong == 0 else token

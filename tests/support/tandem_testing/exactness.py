@@ -87,6 +87,7 @@ ADDED_PATHS = {
         MOVED,
         FAULTY,
         f"{DISAGGREGATED}, 2 to 2 ranks",
+        "n-gram drafts",
     ),
     # The same from matrices that hold several projections.
     "qwen3.5": (CHUNKED, RETRACTED, SHARED, DISAGGREGATED, MOVED, SWAPPED),

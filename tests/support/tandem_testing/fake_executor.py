@@ -149,6 +149,9 @@ class FakeModel:
         """See `ModelRunner.record`."""
         self._editor.record(batch.sampling.edits, token_ids)
 
+    def accept(self, accept_lens: Sequence[int]) -> None:
+        """See `ModelRunner.accept`: tokens are a function of KV alone."""
+
     def _edited(self, tokens: torch.Tensor, batch: ForwardBatch) -> torch.Tensor:
         """What is chosen when the tokens [R] that would have been are the peaks of ramps of logits."""
         logits = torch.stack([ramp(token, self.vocab_size) for token in tokens.tolist()])

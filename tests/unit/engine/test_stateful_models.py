@@ -19,16 +19,16 @@ from tandem_engine.config import (
     SchedulerConfig,
     SpecAlgorithm,
     SpecConfig,
+    StatePart,
 )
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, kv_geometry, load
-from tandem_engine.engine.stateful_models import StateShares, state_shares, unsupported
+from tandem_engine.engine.stateful_models import StateShares, require_supported, state_shares, unsupported
 from tandem_engine.memory.group_pools import Demand
 from tandem_engine.memory.sizing import MemoryFacts, MemoryPlan
 from tandem_engine.memory.state_pool import StatePool, StateSpec
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.parallel.group import Parallel, SingleRank
 from tandem_engine.speculative.assembly import read_draft
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
@@ -47,16 +47,19 @@ def engine(loaded: LoadedModel, **cache: Any) -> Engine:
     return Engine.build(loaded, replace(loaded.config, scheduler=SCHEDULER, cache=CacheConfig(**cache)))
 
 
-def test_drafts_are_refused_where_layers_keep_states(hybrid):
+def test_drafts_are_refused_where_transformers_keeps_states(hybrid):
     config = replace(PLAIN, speculative=SpecConfig(algorithm=SpecAlgorithm.NGRAM))
-    with pytest.raises(ConfigError, match="qwen3_5_text: its layers keep states, .*--speculative-algorithm NGRAM"):
-        load(replace(config, model_path=hybrid.config.model_path), progress=False)
+    part = StatePart(layer=0, kind="conv_states", index=0, shape=(4, 3), dtype="float32")
+    foreign = replace(hybrid.model_config, delta=None, state_parts=(part,))
+    with pytest.raises(ConfigError, match="transformers computes its states, .*--speculative-algorithm NGRAM"):
+        require_supported(foreign, config)
 
 
-def test_model_without_states_refuses_nothing(hybrid):
+def test_models_with_our_own_states_or_none_refuse_nothing(hybrid):
     dense = replace(hybrid.model_config, delta=None)
-    config = replace(PLAIN, cache=CacheConfig(host=HostConfig(swap_bytes=1 << 20)))
-    assert unsupported(dense, config) is None
+    drafts = SpecConfig(algorithm=SpecAlgorithm.NGRAM)
+    config = replace(PLAIN, cache=CacheConfig(host=HostConfig(swap_bytes=1 << 20)), speculative=drafts)
+    assert [unsupported(facts, config) for facts in (dense, hybrid.model_config)] == [None, None]
 
 
 def test_engines_with_other_states_have_no_common_hash(hybrid):
@@ -268,11 +271,6 @@ def request(rid: str, tokens: Sequence[int], *, max_tokens: int = 2) -> Generate
 def test_hierarchical_cache_without_room_for_a_state_is_refused(hybrid):
     with pytest.raises(ConfigError, match="the hierarchical cache has .* holds not one state: .* raise --hicache-size"):
         engine(hybrid, num_pages=40, host=HostConfig(enable_cache=True, size_bytes=12_000))
-
-
-def test_adapters_of_a_model_with_states_are_refused_by_name(hybrid, tmp_path):
-    with pytest.raises(CheckpointError, match="adapters of models with states .* merge the adapter into its base"):
-        open_adapter(tmp_path, hybrid.model_config, max_rank=8)
 
 
 def test_swap_space_without_room_for_a_state_is_refused(hybrid):

@@ -34,16 +34,17 @@ from tandem_engine.executor.cuda.streams import (
     upload,
 )
 from tandem_engine.executor.interface import HiddenObserver
-from tandem_engine.executor.runner import hidden_states, keep_guesses, telling, with_states
+from tandem_engine.executor.runner import drafted_runs, hidden_states, keep_guesses, telling, with_states
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult, Guesses, PromptScores, SampledLogprobs, TokenMasks
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.results import Outcome, PooledSum, queue_pooled
 from tandem_engine.forward.step_inputs import StepInputs, step_inputs
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.memory.state_pool import StatePool
+from tandem_engine.memory.state_pool import DraftedRuns, StatePool
 from tandem_engine.model.attention.backend import Attend, GraphBackend
 from tandem_engine.model.base import StepModel
+from tandem_engine.model.layers.delta import keep_accepted
 from tandem_engine.parallel.group import SingleRank, TpGroup
 from tandem_engine.sampling.device_sampler import QueuedSampler, queue_prompt_scores
 
@@ -147,6 +148,8 @@ class StreamRunner:
         self._observer = observer
         self._group = group or SingleRank()
         self._states = states
+        self._drafted: DraftedRuns | None = None
+        """Of the newest step with drafts, until it is known which are accepted."""
         self._capture: Capture | None = None
         self._graphs = NO_GRAPHS
 
@@ -222,6 +225,18 @@ class StreamRunner:
             with self.streams.on(StreamName.FORWARD):
                 self.sampler.editor.record(edits, token_ids)
 
+    def accept(self, accept_lens: Sequence[int]) -> None:
+        """See `Runner.accept`: queued behind the steps so far, of which no other has these sequences."""
+        drafted, self._drafted = self._drafted, None
+        if drafted is None:
+            return
+        assert self._states is not None, "runs of drafts change states where there are none"
+        lens = accept_lens[-len(drafted.rows) :]
+        with torch.inference_mode():
+            (on_device,) = upload(self.streams, (torch.tensor(lens),))
+            with self.streams.on(StreamName.FORWARD):
+                keep_accepted(self._states, drafted, on_device, longest=max(lens))
+
     def queue_results(
         self, inputs: StepInputs, computed: Computed, masks: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Answers]:
@@ -275,6 +290,7 @@ class StreamRunner:
         if batch.kv_progress is not None:
             attend = telling(attend, partial(self._wrote, batch.kv_progress))
         stateful = with_states(attend, self._states, batch)
+        self._drafted = drafted_runs(stateful) or self._drafted
         hidden = hidden_states(
             self._model, self._observer, batch, input_ids=input_ids, attend=stateful, wanted=inputs.wanted
         )

@@ -14,10 +14,11 @@ from pathlib import Path
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig, ModelImpl
 from tandem_engine.model.adapters.peft_config import PeftFacts, ends_with
-from tandem_engine.model.adapters.tensor_names import SITES, Matrix, Site, parse_name
+from tandem_engine.model.adapters.tensor_names import PLAIN, SITES, Matrix, Site, parse_name
 from tandem_engine.model.checkpoint_files import StoredTensor, read_header
 from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, shown
-from tandem_engine.model.tensor_names import FLOATS, expected_shapes
+from tandem_engine.model.tensor_aliases import ALIASES, Aliases
+from tandem_engine.model.tensor_names import FLOATS, expected_shapes, layer_prefix
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -80,11 +81,6 @@ def open_adapter(path: str | Path, base: ModelConfig, *, max_rank: int) -> Adapt
         raise CheckpointError(
             f"{path}: adapters of models with latent attention (MLA) are not supported; merge the adapter into its base"
         )
-    if base.delta is not None:
-        raise CheckpointError(
-            f"{path}: adapters of models with states (gated delta rule) are not supported; merge the adapter into its "
-            "base"
-        )
     if base.varied is not None:
         raise CheckpointError(
             f"{path}: adapters of models whose layers differ in their heads ({base.family}) are not supported; merge "
@@ -95,13 +91,24 @@ def open_adapter(path: str | Path, base: ModelConfig, *, max_rank: int) -> Adapt
     matrices = _matrices(read_header(_weights_file(directory), max_bytes=MAX_HEADER))
     if not matrices:
         raise CheckpointError(f"{directory.path / WEIGHTS} has no tensors: the adapter changes nothing")
-    shapes = expected_shapes(base)
+    shapes = base_shapes(base)
     pairs = tuple(
         _pair(matrix, matrices, facts, shapes, max_rank=max_rank) for matrix in sorted(matrices) if matrix.is_a
     )
     _require_partners(matrices)
-    _require_targets(facts, matrices)
+    _require_targets(facts, matrices, known=PLAIN if base.delta is None else SITES)
     return AdapterCheckpoint(path=directory.path, pairs=pairs)
+
+
+def base_shapes(base: ModelConfig) -> dict[str, tuple[int, ...]]:
+    """Of the weights of `base`, also under the names of matrices of its checkpoints that hold several projections."""
+    shapes = expected_shapes(base)
+    for joined, parts in ALIASES.get(base.family, Aliases()).joined.items():
+        for layer in range(base.num_layers):
+            own = [shapes.get(f"{layer_prefix(layer)}{part}.weight", ()) for part in parts]
+            if all(len(shape) == 2 for shape in own):
+                shapes[f"{layer_prefix(layer)}{joined}.weight"] = (sum(shape[0] for shape in own), own[0][1])
+    return shapes
 
 
 def _weights_file(directory: ModelDirectory) -> Path:
@@ -176,12 +183,15 @@ def _require_partners(matrices: Mapping[Matrix, StoredTensor]) -> None:
             raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)} has no lora_A of the same module")
 
 
-def _require_targets(facts: PeftFacts, matrices: Iterable[Matrix]) -> None:
-    """Raise for a module that the config lists and the model has, but that has no tensors here."""
+def _require_targets(facts: PeftFacts, matrices: Iterable[Matrix], *, known: Iterable[str]) -> None:
+    """Raise for a module that the config lists and the model has, but that has no tensors here.
+
+    `known`: projections of the model.
+    """
     modules = [matrix.module for matrix in matrices]
-    known = (*SITES, *NEVER_SUPPORTED)
+    names = (*known, *NEVER_SUPPORTED)
     for target in facts.target_modules:
-        is_known = any(ends_with(name, target) or ends_with(target, name) for name in known)
+        is_known = any(ends_with(name, target) or ends_with(target, name) for name in names)
         if is_known and not any(ends_with(module, target) for module in modules):
             raise CheckpointError(
                 f"{facts.path}: target_modules lists {shown(target)}, but {WEIGHTS} has no tensors of it; save the "

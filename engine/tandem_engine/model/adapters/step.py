@@ -34,6 +34,17 @@ class SiteDelta:
             for part in weights.parts:
                 _add(part, shrunk[:, part.rows], out[:, part.outputs], rows)
 
+    def columns(self, first: int, stop: int) -> "SiteDelta":
+        """See `Delta.columns`."""
+        additions = ((_of_columns(weights, first, stop), rows) for weights, rows in self.additions)
+        return SiteDelta(additions=tuple((weights, rows) for weights, rows in additions if weights.parts))
+
+
+def _of_columns(weights: SiteWeights, first: int, stop: int) -> SiteWeights:
+    parts = (part for part in weights.parts if first <= part.outputs.start < stop)
+    moved = (replace(part, outputs=slice(part.outputs.start - first, part.outputs.stop - first)) for part in parts)
+    return replace(weights, parts=tuple(moved))
+
 
 def _add(part: AdapterPart, shrunk: Tensor, out: Tensor, rows: Tensor | slice) -> None:
     """out[rows] += s · shrunk Bᵀ"""

@@ -6,7 +6,8 @@
 In checkpoints of vision models the language model's part begins `model.language_model.` instead of `model.`. Both name
 the same layers here. Everything else that PEFT can store is refused by the name of what it is.
 
-Projections with the same input are one matrix in our layers (`Site`), so an adapter of them is a sum of `part`s.
+Projections with the same input are one matrix in our layers (`Site`), or a few that stand one behind the other, so an
+adapter of them is a sum of `part`s.
 """
 
 import re
@@ -30,7 +31,16 @@ class Site(Enum):
         return self in (Site.QKV, Site.GATE_UP)
 
 
-SITES = {projection: site for site in Site for projection in site.value}
+PLAIN = {projection: site for site in Site for projection in site.value}
+"""Of attention over keys and values, and of feed-forward blocks."""
+
+RECURRENT = {
+    **{f"linear_attn.in_proj_{name}": Site.QKV for name in ("qkvz", "ba", "qkv", "z", "b", "a")},
+    "linear_attn.out_proj": Site.OUTPUT,
+}
+"""Of layers with states, in Qwen3-Next and Qwen3.5, where attention stands in other layers."""
+
+SITES = PLAIN | RECURRENT
 
 
 class Matrix(NamedTuple):
@@ -60,6 +70,7 @@ _OTHERS = (
     (".lora_B.bias", "is a bias of an adapter, which is not supported"),
     (".visual.", "belongs to the vision part of a model; only its language model can have adapters"),
     (".vision_tower.", "belongs to the vision part of a model; only its language model can have adapters"),
+    (".shared_expert", "belongs to an adapter of a shared expert, which is not supported"),
     (".experts", "belongs to an adapter of experts, which is not supported"),
     (".lora_", "belongs to an adapter of a module that is no projection of attention or of a feed-forward block"),
 )

@@ -20,6 +20,7 @@ import hashlib
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Self
 
 import msgspec
@@ -29,12 +30,13 @@ from torch import Tensor
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import ModelConfig
 from tandem_engine.messages.kv_events import DIGEST_BYTES
-from tandem_engine.model.adapters.checkpoint import AdapterCheckpoint, Pair
-from tandem_engine.model.adapters.tensor_names import Site
+from tandem_engine.model.adapters.checkpoint import AdapterCheckpoint, Pair, base_shapes
+from tandem_engine.model.adapters.recurrent import recurrent_rows
+from tandem_engine.model.adapters.tensor_names import RECURRENT, Site
 from tandem_engine.model.checkpoint_files import StoredTensor
 from tandem_engine.model.checkpoint_folder import shown
 from tandem_engine.model.layers.attention import rotary_order
-from tandem_engine.model.tensor_names import expected_shapes, layer_prefix
+from tandem_engine.model.tensor_names import layer_prefix
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, Part, Split
 
@@ -84,7 +86,7 @@ def load_adapter(
 ) -> AdapterWeights:
     """Read all tensors, and keep this rank's part. Raises `CheckpointError` for values that are not finite."""
     hashed = _Digest()
-    shares = _Shares(base=base, shapes=expected_shapes(base), group=group)
+    shares = _Shares(base=base, shapes=base_shapes(base), group=group)
     by_site: dict[tuple[int, Site], list[_Read]] = {}
     for pair in checkpoint.pairs:
         a, b = (hashed.read(tensor) for tensor in (pair.a, pair.b))
@@ -103,8 +105,8 @@ class _Read:
     """One pair, this rank's part."""
 
     a: Tensor
-    b: Tensor
-    outputs: slice
+    placed: tuple[tuple[slice, Tensor], ...]
+    """Outputs of the site, and B of them: several where a projection is in several products."""
     scale: float
 
 
@@ -112,7 +114,7 @@ def _site(reads: list[_Read]) -> SiteWeights:
     parts, first = [], 0
     for read in reads:
         rows = slice(first, first + len(read.a))
-        parts.append(AdapterPart.of(rows=rows, outputs=read.outputs, b=read.b, scale=read.scale))
+        parts += [AdapterPart.of(rows=rows, outputs=outputs, b=b, scale=read.scale) for outputs, b in read.placed]
         first = rows.stop
     return SiteWeights(a=torch.cat([read.a for read in reads]), parts=tuple(parts))
 
@@ -157,33 +159,53 @@ class _Shares:
     group: TpGroup
 
     def of(self, pair: Pair, a: Tensor, b: Tensor) -> _Read:
-        site, places = pair.site, dict(self._outputs(pair))
-        if site.column_parallel:
-            b = self._in_order_of_heads(pair, b)
-            part = self._part(site, b.shape[0])
-            b = b[part.start : part.stop].clone()
-        else:
-            part = self._part(site, a.shape[1])
-            a = a[:, part.start : part.stop].clone()
-        return _Read(a=a, b=b, outputs=places[pair.projection], scale=pair.scale)
+        if pair.site.column_parallel:
+            placed = tuple((outputs, b[rows]) for outputs, rows in self._rows(pair))
+            return _Read(a=a, placed=placed, scale=pair.scale)
+        part = self._part(pair, a.shape[1])
+        kept = a[:, part.start : part.stop].clone()
+        return _Read(a=kept, placed=((slice(0, len(b)), b),), scale=pair.scale)
 
-    def _in_order_of_heads(self, pair: Pair, b: Tensor) -> Tensor:
-        """As the base's rows of q and k, where heads of its checkpoint rotate otherwise than ours."""
-        order = rotary_order(self.base.rope, head_dim=self.base.head_dim)
+    def _rows(self, pair: Pair) -> Iterator[tuple[slice, Tensor]]:
+        """Outputs of the pair's site on this rank, and which rows of its B they are."""
+        if pair.projection in RECURRENT:
+            assert self.base.delta is not None, f"{pair.projection} of a layer without a state"
+            yield recurrent_rows(pair.projection, self.base.delta, rank=self.group.rank, size=self.group.size)
+            return
+        lengths = {projection: self._length(pair, projection) for projection in pair.site.value}
+        held = {projection: self._part(pair, length) for projection, length in lengths.items()}
+        before = [*accumulate((part.length for part in held.values()), initial=0)]
+        first, part = before[pair.site.value.index(pair.projection)], held[pair.projection]
+        heads = self._heads(pair, lengths[pair.projection])
+        own = slice(part.start, part.stop)
+        yield slice(first, first + part.length), heads[0][own]
+        if len(heads) > 1:
+            # Gates are a product of their own, behind that of q, k and v.
+            yield slice(before[-1], before[-1] + part.length), heads[1][own]
+
+    def _heads(self, pair: Pair, length: int) -> tuple[Tensor, ...]:
+        """Rows of B in the order of the base's, where heads of its checkpoint rotate otherwise than ours; of queries
+        with gates, those of each."""
+        size, order = self.base.head_dim, rotary_order(self.base.rope, head_dim=self.base.head_dim)
+        if self._is_gated(pair.projection):
+            query, gate = torch.arange(2 * length).view(-1, 2, size).unbind(1)
+            return (query if order is None else query[:, order]).flatten(), gate.flatten()
+        rows = torch.arange(length)
         if order is None or pair.projection not in ROTATED:
-            return b
-        return b.view(-1, self.base.head_dim, b.shape[1])[:, order].reshape(b.shape)
+            return (rows,)
+        return (rows.view(-1, size)[:, order].flatten(),)
 
-    def _outputs(self, pair: Pair) -> Iterator[tuple[str, slice]]:
-        """Where the outputs of each projection of the pair's site are among those of this rank."""
-        first = 0
-        for projection in pair.site.value:
-            length = self.shapes[f"{layer_prefix(pair.layer)}{projection}.weight"][0]
-            held = self._part(pair.site, length).length if pair.site.column_parallel else length
-            yield projection, slice(first, first + held)
-            first += held
+    def _is_gated(self, projection: str) -> bool:
+        return self.base.output_gate and projection == ROTATED[0]
 
-    def _part(self, site: Site, length: int) -> Part:
-        unit = self.base.head_dim if site in (Site.QKV, Site.OUTPUT) else 1
-        split = Split(dim=(OUTPUTS if site.column_parallel else INPUTS).dim, unit=unit)
+    def _length(self, pair: Pair, projection: str) -> int:
+        """Outputs of `projection`, without gates."""
+        outputs = self.shapes[f"{layer_prefix(pair.layer)}{projection}.weight"][0]
+        return outputs // 2 if self._is_gated(projection) else outputs
+
+    def _part(self, pair: Pair, length: int) -> Part:
+        unit = self.base.head_dim if pair.site in (Site.QKV, Site.OUTPUT) else 1
+        if pair.projection in RECURRENT and self.base.delta is not None:
+            unit = self.base.delta.value_size
+        split = Split(dim=(OUTPUTS if pair.site.column_parallel else INPUTS).dim, unit=unit)
         return split.part(length, rank=self.group.rank, size=self.group.size)

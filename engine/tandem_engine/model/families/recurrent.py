@@ -7,7 +7,7 @@ Differences to Qwen3 and Qwen3-MoE:
     norms       scale by 1 + weight, but for the one inside layers with states
     rotation    the first quarter of each head
     experts     and a gated shared one; Qwen3.5 without MoE has none
-    MTP         weights under `mtp.` guess further tokens; they are left out (`tensor_aliases`)
+    MTP         weights under `mtp.` guess further tokens; they may draft (`speculative.mtp`), and are else left out
 """
 
 from dataclasses import replace

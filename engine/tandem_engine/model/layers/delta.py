@@ -16,11 +16,11 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
-from tandem_engine.memory.state_pool import Run, StateCopy, StepStates
+from tandem_engine.memory.state_pool import DraftedInputs, DraftedRuns, Run, StateCopy, StatePool, StepStates
 from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
 from tandem_engine.model.layers.delta_rule import causal_conv, next_token, prompt, unit_heads
-from tandem_engine.model.layers.linear import Delta, Projection
+from tandem_engine.model.layers.linear import Delta, Projection, project
 from tandem_engine.model.layers.norm import Norm
 
 
@@ -34,6 +34,13 @@ class StatefulAttend:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`."""
         return self.paged(layer, q, k, v)
+
+
+def columns(delta: Delta | None, first: int, second: int) -> tuple[Delta | None, Delta | None]:
+    """What adapters add to two products of so many outputs, which stand one behind the other in their site."""
+    if delta is None:
+        return None, None
+    return delta.columns(0, first), delta.columns(first, first + second)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +73,11 @@ class GatedAttention:
     ) -> Tensor:
         """See `SelfAttention.attend`."""
         paged = attend.paged if isinstance(attend, StatefulAttend) else attend
-        gathered = self.inner.attend(self.place, normed, rotation, paged, delta)
-        return gathered * self.gate(normed).sigmoid_()
+        inner = self.inner
+        heads = (inner.num_heads + 2 * inner.num_kv_heads) * inner.head_dim
+        own, gates = columns(delta, heads, inner.num_heads * inner.head_dim)
+        gathered = inner.attend(self.place, normed, rotation, paged, own)
+        return gathered * project(self.gate, normed, gates).sigmoid_()
 
     def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
         """See `SelfAttention.project`."""
@@ -124,10 +134,10 @@ class GatedDelta:
         delta: Delta | None = None,
     ) -> Tensor:
         """Normalised hidden states [T, hidden] to what each token reads, [T, value_width]; `project` is yet to come."""
-        assert delta is None, "open_adapter refuses adapters of models with states"
         assert isinstance(attend, StatefulAttend), "a model with states runs where there are states"
-        states = attend.states
-        projected, rates = self.inputs(normed), self.rates(normed)
+        states, heads = attend.states, self.heads
+        of_inputs, of_rates = columns(delta, 2 * (heads.key_width + heads.value_width), 2 * heads.values)
+        projected, rates = project(self.inputs, normed, of_inputs), project(self.rates, normed, of_rates)
         if self.step is None or states.decodes is None:
             return self._by_torch(states, projected, rates)
         first = states.first_decode
@@ -145,6 +155,8 @@ class GatedDelta:
         if states.decodes is not None:
             first = states.first_decode
             parts.append(self._decodes(states, states.decodes, mixed[first:], decay[first:], beta[first:]))
+        if states.drafted is not None:
+            parts.append(self._drafted(states, states.drafted, mixed, decay, beta))
         read = torch.cat(parts) if len(parts) > 1 else parts[0]
         scale = torch.rsqrt(read.square().mean(-1, keepdim=True) + weights.eps)
         gated = (read * scale).mul_(weights.norm).flatten(1).mul_(F.silu(z.float()))
@@ -152,8 +164,7 @@ class GatedDelta:
 
     def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
         """What `attend` returned to what is added to the hidden states."""
-        assert delta is None, "open_adapter refuses adapters of models with states"
-        return self.output(gathered)
+        return project(self.output, gathered, delta)
 
     def _run(self, states: StepStates, run: Run, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
         """Outputs for the tokens of one sequence, [L, H, value_size]; updates its state to the last of them."""
@@ -178,6 +189,25 @@ class GatedDelta:
         states.keep_decodes(self.place, rows, torch.cat((history[:, 1:], inputs), dim=1), state)
         return read
 
+    def _drafted(self, states: StepStates, drafted: DraftedRuns, mixed: Tensor, decay: Tensor, beta: Tensor) -> Tensor:
+        """The tokens of runs of drafts, [T, H, value_size]. Each is computed as a decode, and no state changes."""
+        history, state = states.of_rows(self.place, drafted.rows)
+        inputs, decay, beta = (each[drafted.tokens] for each in (mixed, decay, beta))
+        convolved = causal_conv(history, inputs, self.weights.conv)
+        query, key, value = (
+            each.view(*drafted.tokens.shape, *each.shape[1:])
+            for each in self._heads(convolved.flatten(0, 1), mixed.dtype)
+        )
+        reads = [
+            next_token(query[:, at], key[:, at], value[:, at], decay[:, at], beta[:, at], state)
+            for at in range(drafted.tokens.shape[1])
+        ]
+        assert len(drafted.layers) == self.place, "layers of a step come in their order"
+        drafted.layers.append(
+            DraftedInputs(inputs=torch.cat((history, inputs), dim=1), key=key, value=value, decay=decay, beta=beta)
+        )
+        return torch.stack(reads, dim=1).flatten(0, 1).index_select(0, drafted.places)
+
     def _heads(self, convolved: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
         """float32 [n, H, size] of queries, keys and values, rounded to the model's `dtype` before."""
         heads = self.heads
@@ -186,3 +216,39 @@ class GatedDelta:
         )
         query, key = (unit_heads(each.view(-1, heads.keys, heads.key_size), heads.values) for each in (query, key))
         return query * heads.key_size**-0.5, key, value.view(-1, heads.values, heads.value_size)
+
+
+MOVED_BYTES = 64 << 20
+"""Of states that are moved on at a time: of several layers where requests are few, so that operations are few."""
+
+
+def keep_accepted(pool: StatePool, drafted: DraftedRuns, lens: Tensor, *, longest: int) -> None:
+    """Move the states of `drafted` on by the first `lens` [N] of their tokens, at most `longest`.
+
+    The recurrence runs again over what the step has kept of its inputs.
+    """
+    of_layer = len(drafted.rows) * pool.matrices[0, 0].nbytes
+    together = max(1, MOVED_BYTES // of_layer)
+    for first in range(0, len(drafted.layers), together):
+        layers = drafted.layers[first : first + together]
+        own = slice(first, first + len(layers))
+        _move_on(pool.matrices[:, own], pool.inputs[:, own], drafted.rows, layers, lens, longest)
+
+
+def _move_on(
+    matrices: Tensor, inputs: Tensor, rows: Tensor, layers: list[DraftedInputs], lens: Tensor, longest: int
+) -> None:
+    """As `keep_accepted`, of the layers [slots, layers, …] in `matrices` and `inputs`."""
+    window, key, value, decay, beta = (torch.stack(parts, dim=1) for parts in zip(*layers, strict=True))
+    states = matrices.index_select(0, rows)
+    counts = (torch.arange(longest, device=lens.device) < lens[:, None])[:, None, :, None]
+    # exp(0) = 1 and a correction of 0: tokens that do not count change no bit.
+    decay, beta = (each[:, :, :longest].masked_fill(~counts, 0.0) for each in (decay, beta))
+    for at in range(longest):
+        own = key[:, :, at]
+        # With a query, as the step had it, the products round alike.
+        next_token(own, own, value[:, :, at], decay[:, :, at], beta[:, :, at], states)
+    matrices.index_copy_(0, rows, states)
+    newest = lens[:, None] + torch.arange(inputs.shape[2], device=lens.device)
+    index = newest[:, None, :, None].expand(-1, window.shape[1], -1, window.shape[3])
+    inputs.index_copy_(0, rows, window.gather(2, index))

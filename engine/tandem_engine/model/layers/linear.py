@@ -44,6 +44,10 @@ class Delta(Protocol):
         """Add to rows of `out`, in place, what adapters make of these rows of `x`. Padding stays as it is."""
         ...
 
+    def columns(self, first: int, stop: int) -> "Delta":
+        """Of outputs [first, stop) alone, where those of a site come from several products. No part crosses a bound."""
+        ...
+
 
 def project(projection: Projection, x: Tensor, delta: Delta | None) -> Tensor:
     """`projection` of `x`, and what adapters add to it."""

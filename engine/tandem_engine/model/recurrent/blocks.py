@@ -101,20 +101,31 @@ def _step_on(device: torch.device) -> DeltaStep | None:
     return delta_step
 
 
-def _joined(own: str, heads: DeltaHeads, weights: Weights) -> tuple[Projection, Projection]:
+def joined_sizes(heads: DeltaHeads) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Outputs of each key head in `in_proj_qkvz` and `in_proj_ba`: q, k, v, z; and b, a."""
     shared = heads.values // heads.keys
-    sizes = (heads.key_size, heads.key_size, shared * heads.value_size, shared * heads.value_size)
+    of_values = shared * heads.value_size
+    return (heads.key_size, heads.key_size, of_values, of_values), (shared, shared)
+
+
+def order_by_part(groups: int, sizes: tuple[int, ...]) -> Tensor:
+    """int64: which of the outputs, parts of `sizes` for each group, stands at each place, part after part."""
+    rows = torch.arange(groups * sum(sizes)).view(groups, -1).split_with_sizes(sizes, dim=1)
+    return torch.cat([part.flatten() for part in rows])
+
+
+def _joined(own: str, heads: DeltaHeads, weights: Weights) -> tuple[Projection, Projection]:
+    inputs, rates = joined_sizes(heads)
     return (
-        _by_part(weights, f"{own}in_proj_qkvz", heads.keys, sizes),
-        _by_part(weights, f"{own}in_proj_ba", heads.keys, (shared, shared)),
+        _by_part(weights, f"{own}in_proj_qkvz", heads.keys, inputs),
+        _by_part(weights, f"{own}in_proj_ba", heads.keys, rates),
     )
 
 
 def _by_part(weights: Weights, name: str, groups: int, sizes: tuple[int, ...]) -> Projection:
     """A projection whose outputs are parts of `sizes` for each of this rank's groups: part after part instead."""
-    rows = torch.arange(groups * sum(sizes)).view(groups, -1).split_with_sizes(sizes, dim=1)
-    order = torch.cat([part.flatten() for part in rows])
-    return column_parallel(weights, name, bias=False, split=Split(dim=0, unit=sum(sizes)), order=order)
+    split = Split(dim=0, unit=sum(sizes))
+    return column_parallel(weights, name, bias=False, split=split, order=order_by_part(groups, sizes))
 
 
 def _apart(own: str, weights: Weights) -> tuple[Projection, Projection]:

@@ -60,6 +60,12 @@ def build_parser() -> argparse.ArgumentParser:
         "--host", type=host_address, default=LOOPBACK, help="loopback address of all processes; ::1 for IPv6"
     )
     parser.add_argument(
+        "--model",
+        type=Path,
+        metavar="DIR",
+        help="checkpoint with the bundled tokenizer, as of tools/random_model.py (default: the bundled model)",
+    )
+    parser.add_argument(
         "--seed", type=int, default=0, metavar="N", help="of the variations that are drawn where all take too long"
     )
     parser.add_argument("--repeat", type=_positive, default=1, metavar="N", help="run the chosen scenarios N times")
@@ -117,7 +123,12 @@ async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console
         wanted = by_shape(wanted)
     with console.status("starting") as status:
         async with Runner(
-            folder=folder, scale=scale, host=args.host, seed=args.seed, progress=_progress(status, wanted, outcomes)
+            folder=folder,
+            scale=scale,
+            host=args.host,
+            checkpoint=args.model,
+            seed=args.seed,
+            progress=_progress(status, wanted, outcomes),
         ) as runner:
             for scenario in wanted:
                 outcomes.append(await runner.run(scenario))

@@ -125,18 +125,23 @@ class Fleet:
     gateways: list[Gateway] = field(default_factory=list)
     http: httpx.AsyncClient = field(default_factory=lambda: httpx.AsyncClient(timeout=httpx.Timeout(10.0, pool=None)))
     model: str = "tandem-mini"
+    checkpoint: Path = field(default_factory=bundled_model)
+    """What is served under that name."""
     _keeper: "asyncio.Task[None] | None" = None
     _restarting: bool = True
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def running(cls, folder: Path, shape: Shape, host: str = LOOPBACK) -> "AsyncIterator[Fleet]":
+    async def running(
+        cls, folder: Path, shape: Shape, host: str = LOOPBACK, *, checkpoint: Path | None = None
+    ) -> "AsyncIterator[Fleet]":
         """Raises `AssertionError` with the logs when it does not come up."""
         # From the main thread, like all that shall die with it, and with no moment at which it could be forgotten.
         with contextlib.closing(Switch.open()) if shape.wired else contextlib.nullcontext() as switch:
             async with _rented(shape.rented, folder) as rented:
                 redis = _redis(switch, host) if rented is None else _owner(rented)
                 fleet = cls(folder=folder, shape=shape, redis=redis, rented=rented, host=host, switch=switch)
+                fleet.checkpoint = checkpoint or fleet.checkpoint
                 async with fleet._served():
                     yield fleet
 
@@ -179,7 +184,7 @@ class Fleet:
         configured = WorkerSettings(
             worker_id=name,
             role=role,
-            model=str(bundled_model()),
+            model=str(self.checkpoint),
             model_name=self.model,
             redis_url=self._redis_url(name),
             cluster=CLUSTER,
@@ -225,7 +230,7 @@ class Fleet:
         argv = tandem_command(
             *("gateway", "--host", self.host, "--port", str(port), "--redis-url", self._redis_url(name)),
             *("--cluster", CLUSTER),
-            *("--curve-keys", str(self._keys), "--model", str(bundled_model()), "--served-model-name", self.model),
+            *("--curve-keys", str(self._keys), "--model", str(self.checkpoint), "--served-model-name", self.model),
             *("--local-prefill-tokens", SHORT_REST),
         )
         part = Part(name=name, argv=self._placed(argv), log=self.folder / f"{name}.log", before_exec=before_exec)

@@ -68,6 +68,8 @@ class Runner:
     progress: Progress = lambda _: None
     host: str = LOOPBACK
     """Loopback address of fleets that are not wired."""
+    checkpoint: Path | None = None
+    """What the fleets serve; None is the bundled model."""
     quiet_s: float = 0.0
     """Longest silence without a fault, learned from scenario 0."""
     patience_s: float = 0.0
@@ -83,7 +85,7 @@ class Runner:
 
     async def __aenter__(self) -> Self:
         self.progress("starting the reference")
-        alone = Fleet.running(new_folder(self.folder / "reference"), REFERENCE, self.host)
+        alone = Fleet.running(new_folder(self.folder / "reference"), REFERENCE, self.host, checkpoint=self.checkpoint)
         self._reference = Reference(fleet=await self._always.enter_async_context(alone))
         return self
 
@@ -157,7 +159,8 @@ class Runner:
             await self._drop_fleet()
             self._fleets += 1
             folder = new_folder(self.folder / f"fleet-{self._fleets}")
-            self._current = await self._stack.enter_async_context(Fleet.running(folder, shape, self.host))
+            fleet = Fleet.running(folder, shape, self.host, checkpoint=self.checkpoint)
+            self._current = await self._stack.enter_async_context(fleet)
         return self._current
 
     async def _drop_fleet(self) -> None:

@@ -7,8 +7,17 @@ import torch
 
 from tandem_engine.base.names import PADDING_ROW
 from tandem_engine.executor.warm_up import padding
-from tandem_engine.forward.batch import ForwardBatch, Snapshot
-from tandem_engine.memory.state_pool import Run, StateCopy, StatePool, StateSpec, StepStates
+from tandem_engine.forward.batch import ForwardBatch, ForwardMode, Snapshot
+from tandem_engine.memory.state_pool import (
+    DraftedInputs,
+    DraftedRuns,
+    Run,
+    StateCopy,
+    StatePool,
+    StateSpec,
+    StepStates,
+)
+from tandem_engine.model.layers.delta import keep_accepted
 
 SPEC = StateSpec(layers=2, history=3, channels=10, heads=2, key_size=4, value_size=3, dtype=torch.bfloat16)
 
@@ -114,3 +123,60 @@ def test_step_writes_the_slots_of_its_rows_alone(pool):
         states.keep_decodes(layer, states.decodes, torch.zeros(1, 3, 10).bfloat16(), torch.zeros(1, 2, 4, 3))
     whole = pool.matrices.isfinite().flatten(1).all(1) & pool.inputs.isfinite().flatten(1).all(1)
     assert whole.tolist() == [False, False, True, False, True]
+
+
+def test_running_requests_of_a_step_with_drafts_change_no_state_yet(pool):
+    made = step([1, 2, 3, 4], [5, 3, 3, 1], [5, 40, 9, 20], num_extend=4)
+    sampling = {"sample_index": torch.tensor([1, 2, 3]), "draft_lens": (0, 2, 0)}
+    states = StepStates.of(pool, replace(made, mode=ForwardMode.TARGET_VERIFY, **sampling))
+    assert states.runs == (Run(0, 5, 1, fresh=True), Run(5, 8, 2, fresh=False))
+    assert states.decodes is None
+    assert states.drafted is not None
+    assert states.drafted.rows.tolist() == [3, 4]
+    assert states.drafted.tokens.tolist() == [[8, 9, 10], [11, 11, 11]]
+    assert states.drafted.places.tolist() == [0, 1, 2, 3]
+
+
+def test_prompt_of_one_token_that_begins_is_no_run_of_drafts(pool):
+    made = step([1, 2], [1, 3], [1, 9], num_extend=2)
+    sampling = {"sample_index": torch.tensor([0, 1]), "draft_lens": (0, 2)}
+    states = StepStates.of(pool, replace(made, mode=ForwardMode.TARGET_VERIFY, **sampling))
+    assert states.runs == (Run(0, 1, 1, fresh=True),)
+    assert states.drafted is not None
+    assert states.drafted.rows.tolist() == [2]
+
+
+def accepted(pool: StatePool, lens: tuple[int, ...]) -> None:
+    """Runs of up to three tokens in rows 1 and 2, of which `lens` count."""
+    draw = torch.Generator().manual_seed(1)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(2, 3, *shape, generator=draw)
+
+    layers = [
+        DraftedInputs(
+            inputs=torch.arange(6.0).expand(10, 2, 6).permute(1, 2, 0).to(torch.bfloat16),
+            key=numbers(2, 4),
+            value=numbers(2, 3),
+            decay=-numbers(2),
+            beta=numbers(2),
+        )
+        for _ in range(2)
+    ]
+    nothing = torch.zeros(0, dtype=torch.int64)
+    runs = DraftedRuns(rows=torch.tensor([1, 2]), tokens=nothing, places=nothing, layers=layers)
+    keep_accepted(pool, runs, torch.tensor(lens), longest=max(lens))
+
+
+def test_accepted_tokens_move_a_state_on_and_others_leave_no_bit():
+    pools = [StatePool(SPEC, rows=4, device="cpu") for _ in range(3)]
+    for each, lens in zip(pools, [(1, 3), (1, 1), (3, 3)], strict=True):
+        each.matrices.fill_(0.5)
+        accepted(each, lens)
+    mixed, short, long = pools
+    assert torch.equal(mixed.matrices[1], short.matrices[1])
+    assert torch.equal(mixed.matrices[2], long.matrices[2])
+    assert not torch.equal(short.matrices[2], long.matrices[2])
+    assert mixed.inputs[1, 0, :, 0].tolist() == [1.0, 2.0, 3.0]
+    assert mixed.inputs[2, 1, :, 9].tolist() == [3.0, 4.0, 5.0]
+    assert mixed.matrices[3].unique().tolist() == [0.5]

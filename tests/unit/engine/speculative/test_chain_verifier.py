@@ -33,12 +33,16 @@ class FixedModel:
     def __init__(self, result: ForwardResult) -> None:
         self.result = result
         self.recorded: list[list[list[int]]] = []
+        self.accepted: list[tuple[int, ...]] = []
 
     def forward(self, batch: ForwardBatch) -> ForwardResult:
         return self.result
 
     def record(self, batch: ForwardBatch, token_ids: torch.Tensor) -> None:
         self.recorded.append(token_ids.tolist())
+
+    def accept(self, accept_lens: tuple[int, ...]) -> None:
+        self.accepted.append(accept_lens)
 
 
 def drafted_batch(*sequences: Seq, draft_lens: tuple[int, ...]) -> ForwardBatch:
