@@ -1,11 +1,11 @@
-"""Write crds/*.yaml: definitions of the kinds that Tandem exchanges with its neighbours, from the packages of `SOURCES`.
+"""Write crds/*.yaml: definitions of the kinds of neighbours that Tandem uses, from the packages of `SOURCES`.
 
     python tools/neighbours/write_crds.py [FOLDER]     needs npm; FOLDER instead of tools/neighbours/crds
 
-    package on npm  →  its types, generated from the project's Go types  →  JSON Schema  →  definition without descriptions
+    package on npm  →  its types, which come from the project's Go types  →  JSON Schema  →  definition
 
-Fields, types, required fields and allowed values are the project's own. Patterns, bounds and rules in CEL are not in types and
-therefore not checked. Definitions without the annotation `tandem.dev/package` are written by hand and left alone.
+Fields, types, required fields and allowed values are the project's own. Patterns, bounds and rules in CEL are not in
+types and therefore not checked. Definitions without the annotation `tandem.dev/package` are written by hand, and stay.
 
 Packages are unpacked in $TANDEM_NEIGHBOURS_HOME (~/.cache/tandem-neighbours); a second run asks no registry.
 """
@@ -55,7 +55,9 @@ SOURCES = (
     Source(**_GATEWAY, group="gateway.networking.k8s.io", api_version="v1", kind="HTTPRoute", plural="httproutes"),
     Source(**_GATEWAY, group="gateway.networking.k8s.io", api_version="v1", kind="Gateway", plural="gateways"),
     Source(**_PROMETHEUS, group="monitoring.coreos.com", api_version="v1", kind="PodMonitor", plural="podmonitors"),
-    Source(**_PROMETHEUS, group="monitoring.coreos.com", api_version="v1", kind="ServiceMonitor", plural="servicemonitors"),
+    Source(
+        **_PROMETHEUS, group="monitoring.coreos.com", api_version="v1", kind="ServiceMonitor", plural="servicemonitors"
+    ),
     Source(**_KEDA, group="keda.sh", api_version="v1alpha1", kind="ScaledObject", plural="scaledobjects"),
 )
 

@@ -19,7 +19,6 @@ import jsonschema_rs
 import yaml
 
 from tandem_operator.api.crds import crds
-from tandem_operator.api.model_service import GROUP
 
 Json = dict[str, Any]
 Kind = tuple[str, str]
@@ -31,6 +30,12 @@ RELEASES = importlib.resources.files("kubernetes_validate") / "kubernetes-json-s
 RELEASE_NAME = re.compile(r"v1\.(\d+)\.0-local-strict")
 OF_REQUESTS = {"DeleteOptions", "Status", "WatchEvent"}
 """Kinds that each group lists and that no manifest has."""
+
+LATER_FIELDS: Mapping[str, tuple[str, str]] = {
+    "image": ("1.31", "an OCI image as a volume: `model.image` of a ModelService"),
+}
+"""Fields of pods that a spec has to ask for → first release that has them, and what asks for them."""
+
 
 @cache
 def packaged_releases() -> tuple[str, ...]:
@@ -67,6 +72,11 @@ def kinds(release: str) -> Mapping[Kind, str]:
                 if not kind.endswith("List") and kind not in OF_REQUESTS:
                     found[version, kind] = name
     return found
+
+
+def minor_of(release: str) -> int:
+    """31 of "1.31"."""
+    return int(release.partition(".")[2])
 
 
 def removed_kinds(release: str) -> set[Kind]:

@@ -138,7 +138,11 @@ def literal_kinds() -> set[str]:
         module = ".".join(("tandem_operator", *path.relative_to(package).with_suffix("").parts))
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Dict):
-                pairs = {key.value: value for key, value in zip(node.keys, node.values) if isinstance(key, ast.Constant)}
+                pairs = {
+                    key.value: value
+                    for key, value in zip(node.keys, node.values, strict=True)
+                    if isinstance(key, ast.Constant)
+                }
                 if {"apiVersion", "kind"} <= pairs.keys() and (kind := _kind(pairs["kind"], module)):
                     found.add(kind)
     return found

@@ -10,9 +10,11 @@ import yaml
 
 from tandem_operator.api.crds import crds
 from tandem_testing.api_schemas import (
+    LATER_FIELDS,
     all_errors,
     errors,
     kinds,
+    minor_of,
     neighbour_definitions,
     neighbour_schemas,
     own_schemas,
@@ -30,16 +32,16 @@ PAGES = sorted(
 )
 INDENTED = re.compile(r"(?:^(?: {4}.*|)\n)+", re.MULTILINE)
 FENCED = re.compile(r"^```ya?ml\n(.*?)^```", re.MULTILINE | re.DOTALL)
-SINCE = {"1.31": re.compile(r"volumes\.\d+: Additional properties are not allowed \('image' was unexpected\)")}
-"""Release → errors of earlier releases: fields that a spec has to ask for (docs/kubernetes-releases.md)."""
-
 each_release = pytest.mark.parametrize("release", supported_releases())
 
 
 def expected(error: str, release: str) -> bool:
-    """Whether an older release lacks a field that only some specs ask for."""
-    minor = int(release.partition(".")[2])
-    return any(minor < int(since.partition(".")[2]) and pattern.search(error) for since, pattern in SINCE.items())
+    """Whether an older release lacks a field that only some specs ask for (docs/kubernetes-releases.md)."""
+    return any(
+        minor_of(release) < minor_of(since)
+        and f"Additional properties are not allowed ('{field}' was unexpected)" in error
+        for field, (since, _) in LATER_FIELDS.items()
+    )
 
 
 def blocks(page: Path) -> Iterator[dict[str, Any]]:
@@ -79,26 +81,28 @@ def test_every_kind_that_sources_write_is_validated():
     assert literal_kinds() - {one["kind"] for one in operator_objects()} == set()
 
 
-def test_only_image_volumes_need_a_later_release():
-    """The fields of SINCE are those that the oldest release objects to, and no later one does."""
-    oldest, since = supported_releases()[0], next(iter(SINCE))
-    objected = all_errors(operator_objects(), oldest)
-    assert objected
-    assert all(SINCE[since].search(error) for error in objected)
-    assert all_errors(operator_objects(), since) == []
+@pytest.mark.parametrize("field", LATER_FIELDS)
+def test_later_fields_are_refused_by_the_release_before(field):
+    """Otherwise the entry is out of date."""
+    since = LATER_FIELDS[field][0]
+    before = f"1.{minor_of(since) - 1}"
+    assert any(f"('{field}' was unexpected)" in error for error in all_errors(operator_objects(), before))
+    assert not any(f"('{field}' was unexpected)" in error for error in all_errors(operator_objects(), since))
 
 
 @each_release
 def test_no_object_is_of_a_removed_api(release):
     used = {(one["apiVersion"], one["kind"]) for one in (*operator_objects(), *examples())}
-    gone = {kind for each in supported_releases()[: supported_releases().index(release) + 1] for kind in removed_kinds(each)}
+    gone = {
+        kind for each in supported_releases()[: supported_releases().index(release) + 1] for kind in removed_kinds(each)
+    }
     assert used & gone == set()
     served = kinds(release).keys() | own_schemas().keys() | neighbour_schemas().keys()
     assert used - served == set()
 
 
 def test_releases_have_no_gap():
-    minors = [int(release.partition(".")[2]) for release in supported_releases()]
+    minors = [minor_of(release) for release in supported_releases()]
     assert minors == list(range(29, minors[-1] + 1))
     assert minors[-1] >= 36
     assert len(packaged_releases()) > len(minors), "the one before is needed for what was removed"
@@ -116,7 +120,7 @@ def test_known_removals_are_found():
     [
         ({"spec": {"replica": 1}}, "'replica' was unexpected"),
         ({"apiVersion": "apps/v1beta1"}, "has no Deployment of apps/v1beta1"),
-        ({"spec": {"replicas": "two"}}, "spec.replicas: \"two\" is not of types"),
+        ({"spec": {"replicas": "two"}}, 'spec.replicas: "two" is not of types'),
     ],
 )
 @each_release
