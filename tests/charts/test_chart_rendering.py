@@ -1,6 +1,6 @@
 """Both charts rendered by Helm itself, over a matrix of values and clusters: what comes out is valid, safe and minimal.
 
-Strict validation against the schemas of each supported Kubernetes release finds what an API server would drop without a word.
+Strict validation against the schemas of each supported release finds what an API server would drop without a word.
 """
 
 import json

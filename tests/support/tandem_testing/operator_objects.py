@@ -69,7 +69,7 @@ def operator_objects() -> tuple[Manifest, ...]:
             found += _of_gateway(gateway_of(spec, name=name))
     for name, spec in MORE_SPECS.items():
         found += _of_service(service_of({"model": {"path": "/models/mini"}, **spec}, name=name))
-    return tuple([*found, *_pod_templates(found)])
+    return (*found, *_pod_templates(found))
 
 
 def _of_service(service: Served) -> Iterator[Manifest]:
