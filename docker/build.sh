@@ -9,6 +9,8 @@
 #   TANDEM_CONTAINER_TOOL  docker, podman or buildah
 #   TANDEM_BUILD_ARGS      more words for the build, e.g. "--platform linux/arm64"
 #   TANDEM_PIP_CONF        a pip.conf to build with, e.g. for a mirror; it does not get into the images
+#   SOURCE_DATE_EPOCH      date of all files and of the image (default: that of the Dockerfile). With podman and buildah two
+#                          builds of the same inputs are equal, digest included; docker keeps dates of its own
 set -eu
 cd "$(dirname "$0")/.."
 
@@ -35,6 +37,8 @@ if [ "${1:-}" = --push ]; then push=yes && shift; fi
 registry=${TANDEM_REGISTRY:-ghcr.io/tandem-serving}
 version=${TANDEM_VERSION:-$(sed -n 's/^version = "\(.*\)"$/\1/p' pyproject.toml)}
 revision=$(git rev-parse HEAD 2>/dev/null || echo unknown)
+epoch=${SOURCE_DATE_EPOCH:-$(sed -n 's/^ARG SOURCE_DATE_EPOCH=//p' docker/Dockerfile | head -n 1)}
+case $tool in docker) dates= ;; *) dates="--timestamp $epoch" ;; esac
 
 for target in "$@"; do
     case $target in
@@ -47,6 +51,7 @@ for target in "$@"; do
     # shellcheck disable=SC2086 # words of their own
     DOCKER_BUILDKIT=1 "$tool" build --file docker/Dockerfile --target "$target" --tag "$name" \
         --build-arg "VERSION=$version" --build-arg "REVISION=$revision" \
+        --build-arg "SOURCE_DATE_EPOCH=$epoch" $dates \
         ${TANDEM_PIP_CONF:+--secret "id=pip.conf,src=$TANDEM_PIP_CONF"} ${TANDEM_BUILD_ARGS:-} .
     if [ "$push" = yes ]; then "$tool" push "$name"; fi
 done

@@ -279,7 +279,7 @@ def test_only_workers_have_torch_each_in_the_build_for_its_device():
 def test_builds_install_nothing_without_a_hash():
     script = (DOCKER / "install-dependencies.sh").read_text()
     installs = [line for line in script.splitlines() if "pip install" in line]
-    assert installs == ['install() { pip install --require-hashes --no-deps "$@"; }']
+    assert installs == ['install() { pip install --require-hashes --no-deps --no-compile "$@"; }']
     commands = [run.text for stage in STAGES.values() for run in stage.of("RUN") if "pip install" in run.text]
     assert all("--require-hashes" in text or "--no-index" in text for text in commands)
 
