@@ -2,22 +2,21 @@
 
     python tools/release/sbom.py ROOT --name engine --version 0.1.0 [--digest sha256:…] > engine.cdx.json
 
-ROOT is the unpacked file system of the image (`buildah mount`). Packages are those that are installed in it, read from its files: no
-resolver is asked.
+ROOT is the unpacked file system of the image (`buildah mount`). Packages are read from its files; no resolver is asked.
 
-    var/lib/dpkg/status                       →  pkg:deb/debian/…, licenses from usr/share/doc/*/copyright where they name SPDX ids
-    **/*.dist-info/METADATA, below ROOT       →  pkg:pypi/…, licenses from License-Expression
+    var/lib/dpkg/status            →  pkg:deb/debian/…, with the name of the source package
+    opt/**/*.dist-info/METADATA    →  pkg:pypi/…, with the License-Expression
 
 Equal images give equal documents: no date, and a serial number that follows from the contents.
 """
 
 import argparse
+import json
 import sys
 import uuid
 from collections.abc import Iterator
 from email.parser import HeaderParser
 from pathlib import Path
-from urllib.parse import quote
 
 from cyclonedx.factory.license import LicenseFactory
 from cyclonedx.model import HashAlgorithm, HashType, Property
@@ -27,7 +26,6 @@ from cyclonedx.model.license import LicenseAcknowledgement
 from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 
-VENDOR = "Tandem"
 NAMESPACE = uuid.UUID("1b671a64-40d5-491e-99b0-da01ff1f3341")
 """Of serial numbers."""
 
@@ -97,8 +95,6 @@ def python_packages(root: Path) -> Iterator[Component]:
 
 def document(bom: Bom) -> str:
     """As JSON, without the date of its making."""
-    import json
-
     made = json.loads(JsonV1Dot6(bom).output_as_string())
     made["metadata"].pop("timestamp", None)
     return json.dumps(made, indent=1, sort_keys=True) + "\n"
