@@ -51,10 +51,10 @@ def push(folder: Path, served: Registry) -> subprocess.CompletedProcess[str]:
 def test_pushed_charts_are_the_packaged_archives(packaged, served):
     done = push(packaged, served)
     assert done.returncode == 0, done.stderr
-    archives = sorted(packaged.glob("*.tgz"))
-    references = sorted(line.removeprefix(f"oci://{served.host}/") for line in done.stdout.split())
-    assert len(references) == len(archives) == 2
-    for archive, reference in zip(archives, references, strict=True):
+    references = [line.removeprefix(f"oci://{served.host}/") for line in done.stdout.split()]
+    assert len(references) == len(list(packaged.glob("*.tgz"))) == 2
+    for reference in references:
+        archive = packaged / f"{reference.removeprefix('charts/').replace(':', '-')}.tgz"
         manifest = manifest_of(served, reference)
         [layer] = manifest["layers"]
         assert layer["mediaType"] == CONTENT

@@ -18,11 +18,10 @@ from collections.abc import Iterator
 from email.parser import HeaderParser
 from pathlib import Path
 
-from cyclonedx.factory.license import LicenseFactory
 from cyclonedx.model import HashAlgorithm, HashType, Property
 from cyclonedx.model.bom import Bom
 from cyclonedx.model.component import Component, ComponentType
-from cyclonedx.model.license import LicenseAcknowledgement
+from cyclonedx.model.license import LicenseAcknowledgement, LicenseExpression
 from cyclonedx.output.json import JsonV1Dot6
 from packageurl import PackageURL
 
@@ -78,7 +77,6 @@ def python_packages(root: Path) -> Iterator[Component]:
         fields = HeaderParser().parsestr(path.read_text("utf-8"))
         name, version = fields["Name"], fields["Version"]
         purl = PackageURL("pypi", None, name.lower().replace("_", "-"), version)
-        licenses = LicenseFactory()
         expression = fields.get("License-Expression")
         found[str(purl)] = Component(
             name=name,
@@ -86,7 +84,7 @@ def python_packages(root: Path) -> Iterator[Component]:
             type=ComponentType.LIBRARY,
             purl=purl,
             bom_ref=str(purl),
-            licenses=[licenses.make_with_expression(expression, acknowledgement=LicenseAcknowledgement.DECLARED)]
+            licenses=[LicenseExpression(expression, acknowledgement=LicenseAcknowledgement.DECLARED)]
             if expression
             else [],
         )
