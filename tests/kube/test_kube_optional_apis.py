@@ -15,6 +15,7 @@ from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_testing.api_schemas import neighbour_definitions
 from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, ControlPlane
 from tandem_testing.kube_cluster import service_of
+from tandem_testing.kube_objects import contains
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
 from tandem_testing.waiting import wait_equal
@@ -45,15 +46,6 @@ def built() -> dict[tuple[str, str], dict[str, Any]]:
     settings = OperatorSettings(apis=apis, allow=frozenset({"routes", "monitors"}))
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
     return {(one["kind"], one["metadata"]["name"]): one["spec"] for one in plan.apply if one["kind"] in KINDS}
-
-
-def contains(stored: Any, given: Any) -> bool:
-    """Whether `stored` is `given` with defaults added."""
-    if isinstance(given, dict):
-        return isinstance(stored, dict) and all(key in stored and contains(stored[key], given[key]) for key in given)
-    if isinstance(given, list):
-        return isinstance(stored, list) and len(stored) == len(given) and all(map(contains, stored, given))
-    return bool(stored == given)
 
 
 def served(cluster: ControlPlane, kind: str) -> int:
