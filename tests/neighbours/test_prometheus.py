@@ -41,8 +41,8 @@ def system(tmp_path_factory) -> Iterator[System]:
 
 
 @pytest.fixture(scope="module")
-def operator_port() -> Iterator[int]:
-    """Where the operator's figures of a service are exported: prefill needs 2.5 workers."""
+def figures() -> ScalingMetrics:
+    """The operator's, of a service under load."""
     figures = ScalingMetrics()
     prefill = PrefillLoad(queued_tokens=0.0, oldest_wait_s=2.0, arrived_tokens_per_s=2500.0, worker_tokens_per_s=1000)
     decode = DecodeLoad(
@@ -57,6 +57,12 @@ def operator_port() -> Iterator[int]:
     )
     load = Load(at=100.0, age_s=1.0, prefill=prefill, decode=decode, held=0.0)
     figures.put(("models", "chat"), LoadReading(load=load, reason=""), scaling_config(service_of()))
+    return figures
+
+
+@pytest.fixture(scope="module")
+def operator_port(figures: ScalingMetrics) -> Iterator[int]:
+    """Where they are exported."""
     registry = CollectorRegistry()
     registry.register(figures)
     port = free_port("127.0.0.1")
@@ -123,8 +129,8 @@ def test_expressions_of_the_dashboard_have_data(scraped):
     assert len(answered) >= len(list(panels())) // 3
 
 
-def test_external_metric_of_the_adapter_is_what_the_role_needs(scraped):
-    """The query that prometheus-adapter makes of its rule for `kubectl get --raw …/external.metrics.k8s.io/…`."""
+def test_external_metric_of_the_adapter_is_what_keda_reads(scraped, figures):
+    """The query that prometheus-adapter makes of its rule for an HPA, and the JSON of the operator."""
     [rule] = yaml.safe_load(ADAPTER.read_text())["rules"]["external"]
     series = query(scraped, re.sub(r"\s", "", rule["seriesQuery"]))
     assert "tandem_scaling_workers_needed" in {one["metric"]["__name__"] for one in series}
@@ -135,4 +141,6 @@ def test_external_metric_of_the_adapter_is_what_the_role_needs(scraped):
         matchers = ",".join(f'{name}="{value}"' for name, value in labels.items())
         text = rule["metricsQuery"].replace("<<.Series>>", wanted["name"]).replace("<<.LabelMatchers>>", matchers)
         [sample] = query(scraped, text)
-        assert float(sample["value"][1]) == {"prefill": 2.5, "decode": 1.5}[labels["role"]]
+        status, document = figures.answer("models", "chat", labels["role"])
+        assert (status, float(sample["value"][1])) == (200, document["workersNeeded"])
+        assert document["workersNeeded"] > 1
