@@ -124,9 +124,13 @@ def test_every_expression_of_the_dashboard_is_understood(scraped):
 
 
 def test_expressions_of_the_dashboard_have_data(scraped):
-    """Of most panels: some need devices, adapters or failures."""
-    answered = [expression for expression in panels() if query(scraped, expression)]
-    assert len(answered) >= len(list(panels())) // 3
+    """Of a third: others need devices, adapters or failures. Rates need a few scrapes."""
+
+    def empty() -> list[str]:
+        return [expression for expression in panels() if not query(scraped, expression)]
+
+    third = len(list(panels())) // 3
+    wait_for(lambda: len(list(panels())) - len(empty()) >= third, PATIENCE_S, lambda: "\n".join(empty()))
 
 
 def test_external_metric_of_the_adapter_is_what_keda_reads(scraped, figures):
