@@ -46,6 +46,8 @@ build() {
     id=$(id_of "$name")
 }
 
+container=
+trap '[ -z "$container" ] || buildah rm "$container" >/dev/null' EXIT
 : >"$folder/images.txt.part"
 for target in "${targets[@]}"; do
     name=$(docker/build.sh --names "$target")
@@ -67,6 +69,7 @@ for target in "${targets[@]}"; do
     "$python" tools/release/sbom.py "$root" --name "${repository##*/}" --version "$tag" --digest "${digest:-sha256:$id}" \
         >"$folder/$target.cdx.json"
     buildah rm "$container" >/dev/null
+    container=
     echo "$name sha256:$id${digest:+ $digest}" | tee -a "$folder/images.txt.part"
 done
 mv "$folder/images.txt.part" "$folder/images.txt"

@@ -134,6 +134,7 @@ def neighbour_definitions() -> tuple[Json, ...]:
 
 @cache
 def neighbour_schemas() -> Mapping[Kind, Json]:
+    """Of these projects, from their definitions."""
     return _of_definitions(neighbour_definitions())
 
 
