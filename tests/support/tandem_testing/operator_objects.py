@@ -21,11 +21,10 @@ import yaml
 import tandem_operator
 from tandem_operator.api.crds import crds
 from tandem_operator.api.model_cache import ModelCacheSpec
-from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
-from tandem_operator.api.sources import ClaimSource
+from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.model_cache import download_job, download_policy, new_claim, prune_job
-from tandem_operator.builders.served import Served, served
+from tandem_operator.builders.served import Served
 from tandem_operator.controller.applier import generated_secret
 from tandem_operator.controller.events import EventRecorder, ServiceEvent
 from tandem_operator.controller.leader_election import Election, ElectionConfig
@@ -68,7 +67,7 @@ def operator_objects() -> tuple[Manifest, ...]:
     for example in examples():
         name, spec = example["metadata"]["name"], example.get("spec", {})
         if example["kind"] == "ModelService":
-            found += _of_service(_service(name, spec))
+            found += _of_service(service_of(spec, name=name))
         elif example["kind"] == "ModelGateway":
             found += _of_gateway(gateway_of(spec, name=name))
         elif example["kind"] == "ModelCache":
@@ -76,14 +75,6 @@ def operator_objects() -> tuple[Manifest, ...]:
     for name, spec in MORE_SPECS.items():
         found += _of_service(service_of({"model": {"path": "/models/mini"}, **spec}, name=name))
     return (*found, *_pod_templates(found))
-
-
-def _service(name: str, spec: dict[str, Any]) -> Served:
-    """One with `cacheRef` mounts the claim of its ModelCache."""
-    if "cacheRef" not in spec["model"]:
-        return service_of(spec, name=name)
-    claim = ClaimSource(claim_name="models", path="org/model")
-    return served(name, "models", msgspec.convert(spec, ModelServiceSpec), SETTINGS, cache=claim)
 
 
 def _of_cache(name: str, spec: ModelCacheSpec) -> Iterator[Manifest]:
