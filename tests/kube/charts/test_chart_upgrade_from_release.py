@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tandem_testing.control_plane import CRD_FILE, KUBE, PATIENCE_S
+from tandem_testing.control_plane import CRD_FILE, CRDS, KUBE, PATIENCE_S
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM, ROOT
 from tandem_testing.helm_releases import Release
 from tandem_testing.kube_objects import contains
@@ -43,11 +43,21 @@ pytestmark = [
 def former(request, control_plane, tmp_path) -> Iterator[Path]:
     """The charts of a former release, whose definitions are in the cluster; afterwards those of this tree are."""
     charts = take(request.param, tmp_path).folder / "charts"
+    remove_definitions(control_plane)
     try:
         apply_definitions(control_plane, charts / "tandem" / "crds" / "tandem.dev.yaml")
         yield charts
     finally:
         apply_definitions(control_plane, CRD_FILE)
+
+
+def remove_definitions(cluster) -> None:
+    """Those of this tree: an API server keeps a version in which it may have stored objects."""
+    names = [one["metadata"]["name"] for one in yaml.safe_load_all(CRD_FILE.read_text())]
+    for name in names:
+        cluster.api.delete(f"{CRDS}/{name}").raise_for_status()
+    for name in names:
+        wait_equal(lambda name=name: cluster.api.get(f"{CRDS}/{name}").status_code, 404, PATIENCE_S)
 
 
 def apply_definitions(cluster, file: Path) -> None:
