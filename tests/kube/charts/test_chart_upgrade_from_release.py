@@ -53,17 +53,32 @@ def former(request, control_plane, tmp_path) -> Iterator[Path]:
 
 def remove_definitions(cluster) -> None:
     """Those of this tree: an API server keeps a version in which it may have stored objects."""
-    names = [one["metadata"]["name"] for one in yaml.safe_load_all(CRD_FILE.read_text())]
-    for name in names:
-        cluster.api.delete(f"{CRDS}/{name}").raise_for_status()
-    for name in names:
-        wait_equal(lambda name=name: cluster.api.get(f"{CRDS}/{name}").status_code, 404, PATIENCE_S)
+    definitions = list(yaml.safe_load_all(CRD_FILE.read_text()))
+    for one in definitions:
+        cluster.api.delete(f"{CRDS}/{one['metadata']['name']}").raise_for_status()
+    for one in definitions:
+        for version in one["spec"]["versions"]:
+            wait_equal(lambda one=one, version=version: is_served(cluster, one, version), False, PATIENCE_S)
 
 
 def apply_definitions(cluster, file: Path) -> None:
-    """As `kubectl apply --server-side --force-conflicts -f` does."""
-    for one in yaml.safe_load_all(file.read_text()):
+    """As `kubectl apply --server-side --force-conflicts -f` does; they are served, and discovery has them."""
+    definitions = list(yaml.safe_load_all(file.read_text()))
+    for one in definitions:
         cluster.apply(one, force=True).raise_for_status()
+    for one in definitions:
+        for version in one["spec"]["versions"]:
+            wait_equal(lambda one=one, version=version: is_served(cluster, one, version), True, PATIENCE_S)
+
+
+def is_served(cluster, definition: dict, version: dict) -> bool:
+    """Whether objects are listed, and Helm would find the kind."""
+    spec = definition["spec"]
+    group = f"/apis/{spec['group']}/{version['name']}"
+    if cluster.api.get(f"{group}/{spec['names']['plural']}").status_code != 200:
+        return False
+    found = cluster.api.get(group)
+    return found.status_code == 200 and spec["names"]["kind"] in {one["kind"] for one in found.json()["resources"]}
 
 
 def rules(cluster, namespace: str) -> list:
