@@ -17,7 +17,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -59,6 +59,17 @@ test-kube: setup ## Tests against a real Kubernetes control plane and with Helm;
 	@tools/kube/setup.sh
 	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh
 	TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/kube tests/charts $(ARGS)
+
+test-neighbours: setup ## Tests beside Prometheus, an OCI registry and definitions of other projects (docs/neighbours.md)
+	@tools/kube/setup.sh
+	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh
+	@tools/neighbours/setup.sh
+	TANDEM_NEIGHBOURS=1 TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/neighbours $(ARGS)
+
+release: setup ## Charts and, as root with buildah, images with bills of materials, in results/release (docs/release.md)
+	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh
+	@$(BIN)/python tools/release/charts.py package results/release/charts
+	@PYTHON=$(BIN)/python tools/release/images.sh results/release/images --twice $(ARGS)
 
 gpu: ## Benchmarks and tests on a GPU, in parts that end by ARGS="--minutes N" (docs/gpu.md); without one it says so
 	@tools/gpu.sh $(ARGS)

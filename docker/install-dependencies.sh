@@ -8,7 +8,7 @@ lock=docker/locks/$1.txt
 cpu_index=https://download.pytorch.org/whl/cpu
 
 pip() { /opt/pip/bin/pip --python /opt/tandem/venv/bin/python "$@"; }
-install() { pip install --require-hashes --no-deps "$@"; }
+install() { pip install --require-hashes --no-deps --no-compile "$@"; }
 
 case $1 in
 services | operator | engine-cuda) install --requirement "$lock" ;;
@@ -35,5 +35,9 @@ fi
 # Headers and tests of packages: a tenth of torch.
 rm -rf "$site"/torch/include "$site"/torch/share "$site"/torch/test "$site"/numpy/*/tests "$site"/numba/tests
 
+# Bytecode that is not compared with the dates of its sources: images give all files one. Some packages have templates
+# that are no Python; pip ignores these, too.
+find "$site" -name __pycache__ -prune -exec rm -rf {} +
+python3 -m compileall -q -j 1 --invalidation-mode unchecked-hash "$site" || true
 # Our own code lies beside the environment, so that it is a layer of its own.
 echo /opt/tandem/app >"$site/tandem.pth"

@@ -76,6 +76,21 @@ def test_operators_values_and_schema_know_the_same_fields():
     compare(SCHEMAS["tandem"], DEFAULTS["tandem"], "tandem")
 
 
+@each_chart
+def test_every_value_has_a_described_schema(chart):
+    """Of values.yaml, at every depth; maps of names that people choose end there."""
+
+    def check(schema: dict[str, Any], values: dict[str, Any], path: str) -> None:
+        for name, value in values.items():
+            assert name in schema["properties"], f"{path}.{name} has no schema"
+            one = schema["properties"][name]
+            assert one.get("description"), f"{path}.{name}"
+            if isinstance(value, dict) and "properties" in one:
+                check(one, value, f"{path}.{name}")
+
+    check(SCHEMAS[chart], DEFAULTS[chart], chart)
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
 def test_spec_of_every_example_is_values(path):
     for document in yaml.safe_load_all(path.read_text()):

@@ -1,6 +1,6 @@
 """Objects of APIs that a cluster may lack, where it has them: HTTPRoutes, InferencePools, PodMonitors.
 
-Their definitions here take any field; what is in the objects is tested in tests/unit/operator/builders.
+Their definitions are those of tools/neighbours/crds: the API server drops fields that these lack.
 """
 
 from collections.abc import Iterator
@@ -8,7 +8,14 @@ from typing import Any
 
 import pytest
 
+from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.planning.observed import Observed
+from tandem_operator.planning.plan import make_plan
+from tandem_operator.settings import ClusterApis, OperatorSettings
+from tandem_testing.api_schemas import neighbour_definitions
 from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, ControlPlane
+from tandem_testing.kube_cluster import service_of
+from tandem_testing.kube_objects import contains
 from tandem_testing.kube_services import Services
 from tandem_testing.operator_process import operator
 from tandem_testing.waiting import wait_equal
@@ -27,19 +34,18 @@ WANTED = {
 
 
 def definition(kind: str) -> dict[str, Any]:
-    group, plural = KINDS[kind]
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    version = {"name": "v1", "served": True, "storage": True, "schema": {"openAPIV3Schema": schema}}
-    metadata: dict[str, Any] = {"name": f"{plural}.{group}"}
-    if group.endswith("k8s.io"):
-        metadata["annotations"] = {"api-approved.kubernetes.io": "unapproved, for tests"}
-    names = {"kind": kind, "listKind": f"{kind}List", "plural": plural, "singular": kind.lower()}
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": metadata,
-        "spec": {"group": group, "scope": "Namespaced", "names": names, "versions": [version]},
-    }
+    """Of the project that the kind belongs to (tools/neighbours/crds)."""
+    (found,) = [one for one in neighbour_definitions() if one["spec"]["names"]["kind"] == kind]
+    return found
+
+
+def built() -> dict[tuple[str, str], dict[str, Any]]:
+    """Specs of these kinds as the operator's builders write them."""
+    service = service_of({"model": {"path": "/opt/tandem/models/tandem-mini"}, **WANTED})
+    apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True)
+    settings = OperatorSettings(apis=apis, allow=frozenset({"routes", "monitors"}))
+    plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
+    return {(one["kind"], one["metadata"]["name"]): one["spec"] for one in plan.apply if one["kind"] in KINDS}
 
 
 def served(cluster: ControlPlane, kind: str) -> int:
@@ -86,6 +92,10 @@ def test_routes_pools_and_monitors_come_and_go(control_plane, namespace, operato
             "InferencePool": {"chat"},
             "PodMonitor": {"chat-gateway", "chat-worker"},
         }
+        for (kind, name), spec in built().items():
+            group, plural = KINDS[kind]
+            stored = control_plane.get(f"/apis/{group}/v1/namespaces/{namespace}/{plural}/{name}")["spec"]
+            assert contains(stored, spec), f"the API server dropped a part of {kind} {name}: {stored}"
         services.apply()
         wait_equal(lambda: objects(services), {kind: set() for kind in KINDS}, PATIENCE_S, running.log)
         services.wait_ready()

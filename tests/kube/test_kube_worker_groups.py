@@ -16,7 +16,7 @@ from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
 
-CRD = Path(__file__).with_name("leader_worker_set_crd.yaml")
+CRD = Path(__file__).parents[2] / "tools/neighbours/crds/leaderworkersets.yaml"
 TWO_PODS = {"tensorParallelSize": 2, "nodes": 2}
 
 

@@ -6,7 +6,10 @@ Starting the library takes seconds and a request some tens of milliseconds, so t
 
     {"do": "render", "chart": PATH, "release": NAME, "namespace": NAME, "values": {…}, "kube": "1.34.0", "without": […]}
     {"do": "lint", "chart": PATH}
+    {"do": "package", "chart": PATH, "folder": PATH}
+    {"do": "push", "archive": PATH, "registry": "oci://…"}
     {"do": "install" | "upgrade", "chart": …, "release": …, "namespace": …, "values": …, "kubeconfig": PATH}
+        upgrade also "reuse": BOOL, for --reuse-values
     {"do": "uninstall" | "history", "release": …, "namespace": …, "kubeconfig": PATH}
 
 Answers: {"ok": …}, or {"error": what Helm says}. Rendered are manifest and notes; crds/ is left out, being no template.
@@ -14,6 +17,7 @@ Answers: {"ok": …}, or {"error": what Helm says}. Rendered are manifest and no
 
 import asyncio
 import json
+import os
 import shutil
 import sys
 import tempfile
@@ -36,6 +40,11 @@ async def answer(request: Json) -> Any:
             return await _render(request)
         case "lint":
             return await helm_sdkpy.Lint(helm_sdkpy.Configuration()).run(request["chart"])
+        case "package":
+            return await helm_sdkpy.Package(helm_sdkpy.Configuration()).run(request["chart"], request["folder"])
+        case "push":
+            push = helm_sdkpy.Push(helm_sdkpy.Configuration())
+            return await push.run(request["archive"], request["registry"])
         case "install":
             values = request.get("values") or None
             install = helm_sdkpy.Install(_cluster(request))
@@ -43,7 +52,8 @@ async def answer(request: Json) -> Any:
         case "upgrade":
             values = request.get("values") or None
             upgrade = helm_sdkpy.Upgrade(_cluster(request))
-            return await upgrade.run(request["release"], request["chart"], values=values, wait=False, timeout=TIMEOUT_S)
+            how = {"wait": False, "timeout": TIMEOUT_S, "reuse_values": request.get("reuse", False)}
+            return await upgrade.run(request["release"], request["chart"], values=values, **how)
         case "uninstall":
             uninstall = helm_sdkpy.Uninstall(_cluster(request))
             return await uninstall.run(request["release"], wait=True, timeout=TIMEOUT_S)
@@ -71,12 +81,15 @@ async def _render(request: Json) -> Json:
 
 def main() -> None:
     """Until stdin ends."""
+    # The library itself prints what it has pushed.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     for line in sys.stdin:
         try:
             reply = {"ok": asyncio.run(answer(json.loads(line)))}
         except (helm_sdkpy.HelmError, ValueError, KeyError) as error:
             reply = {"error": f"{error}"}
-        print(json.dumps(reply), flush=True)
+        print(json.dumps(reply), file=answers, flush=True)
 
 
 if __name__ == "__main__":

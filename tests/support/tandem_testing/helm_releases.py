@@ -18,10 +18,12 @@ from tandem_testing.helm_library import CHARTS, HelmLibrary
 class Release:
     """One release of one chart."""
 
-    def __init__(self, helm: HelmLibrary, cluster: ControlPlane, namespace: str, name: str, chart: str) -> None:
+    def __init__(
+        self, helm: HelmLibrary, cluster: ControlPlane, namespace: str, name: str, chart: str, charts: Path = CHARTS
+    ) -> None:
         self._helm = helm
         self._about = {"kubeconfig": str(cluster.kubeconfig), "namespace": namespace, "release": name}
-        self._chart = CHARTS / chart
+        self._chart = charts / chart
 
     def install(self, values: dict[str, Any] | None = None) -> None:
         self._carry_out("install", values or {})
@@ -29,7 +31,12 @@ class Release:
     def upgrade(self, values: dict[str, Any]) -> None:
         self._carry_out("upgrade", values)
 
-    def _carry_out(self, do: str, values: dict[str, Any]) -> None:
+    def upgrade_to(self, charts: Path, values: dict[str, Any] | None = None) -> None:
+        """The chart of the same name in `charts`, with the values that the release has (`--reuse-values`)."""
+        self._chart = charts / self._chart.name
+        self._carry_out("upgrade", values or {}, reuse=True)
+
+    def _carry_out(self, do: str, values: dict[str, Any], *, reuse: bool = False) -> None:
         with tempfile.TemporaryDirectory() as folder:
             chart = Path(folder) / self._chart.name
             shutil.copytree(self._chart, chart)
@@ -37,7 +44,7 @@ class Release:
             kept = [line for line in about if not line.startswith("kubeVersion:")]
             assert len(kept) == len(about) - 1
             (chart / "Chart.yaml").write_text("".join(kept))
-            self._helm.ask(do, chart=str(chart), values=values, **self._about)
+            self._helm.ask(do, chart=str(chart), values=values, reuse=reuse, **self._about)
 
     def uninstall(self) -> None:
         self._helm.ask("uninstall", **self._about)

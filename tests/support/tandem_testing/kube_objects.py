@@ -44,3 +44,12 @@ def a_pod(name: str, *, role: str = "prefill", revision: str = "r1", ready: bool
     return an_object(
         POD, name, owner="uid-replicaset", metadata=metadata, status=status, spec={"containers": []}, **fields
     )
+
+
+def contains(stored: Any, given: Any) -> bool:
+    """Whether `stored` is `given` with defaults added."""
+    if isinstance(given, dict):
+        return isinstance(stored, dict) and all(key in stored and contains(stored[key], given[key]) for key in given)
+    if isinstance(given, list):
+        return isinstance(stored, list) and len(stored) == len(given) and all(map(contains, stored, given))
+    return bool(stored == given)

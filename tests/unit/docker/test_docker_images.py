@@ -128,6 +128,36 @@ def test_packages_are_installed_without_recommendations_and_lists_are_removed():
                 assert run.text.endswith("rm -rf /var/lib/apt/lists/*") or "rm -rf /var/lib/apt/lists/*" in run.text
 
 
+def test_installed_packages_leave_nothing_that_differs_between_builds():
+    """What is in images; the stage with pip is not."""
+    kept = [run for name, stage in STAGES.items() if name != "build" for run in stage.of("RUN")]
+    installs = [run for run in kept if "apt-get install" in run.text]
+    assert len(installs) == 3
+    for run in installs:
+        assert run.text.endswith("&& /mnt/clean.sh")
+        assert "--mount=type=bind,source=docker/clean.sh,target=/mnt/clean.sh" in run.text
+    assert os.access(DOCKER / "clean.sh", os.X_OK)
+
+
+@pytest.mark.parametrize("script", ["clean.sh", "install-dependencies.sh"])
+def test_bytecode_of_images_ignores_dates(script: str):
+    """All files of an image have one date; bytecode that records another would be compiled at each start."""
+    text = (DOCKER / script).read_text()
+    [line] = [line for line in text.splitlines() if "compileall" in line]
+    assert "--invalidation-mode unchecked-hash" in line
+    assert "__pycache__ -prune -exec rm -rf" in text
+
+
+@pytest.mark.parametrize("target", IMAGES)
+def test_build_script_names_the_image_of_each_target(target: str):
+    command = [str(DOCKER / "build.sh"), "--names", target]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("TANDEM_")}
+    printed = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout.split()
+    name = "engine" if target.startswith("engine-") else target
+    suffix = "-cuda" if target == "engine-cuda" else ""
+    assert printed == [f"ghcr.io/tandem-serving/{name}:{PROJECT['version']}{suffix}"]
+
+
 @pytest.mark.parametrize("example", ["minimal", "gpu", "full"])
 def test_images_hold_what_pods_start(example: str):
     spec = yaml.safe_load((ROOT / "examples" / f"{example}.yaml").read_text())["spec"]
@@ -279,7 +309,7 @@ def test_only_workers_have_torch_each_in_the_build_for_its_device():
 def test_builds_install_nothing_without_a_hash():
     script = (DOCKER / "install-dependencies.sh").read_text()
     installs = [line for line in script.splitlines() if "pip install" in line]
-    assert installs == ['install() { pip install --require-hashes --no-deps "$@"; }']
+    assert installs == ['install() { pip install --require-hashes --no-deps --no-compile "$@"; }']
     commands = [run.text for stage in STAGES.values() for run in stage.of("RUN") if "pip install" in run.text]
     assert all("--require-hashes" in text or "--no-index" in text for text in commands)
 

@@ -15,6 +15,7 @@ PAGES = [
     ("flags.md", "flags_page.py"),
     ("metrics.md", "metrics_page.py"),
     ("models.md", "family_table.py"),
+    ("kubernetes-releases.md", "kubernetes_page.py"),
 ]
 
 

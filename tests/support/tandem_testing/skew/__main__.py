@@ -17,11 +17,9 @@ from pathlib import Path
 
 from tandem_testing.chaos.runner import new_folder
 from tandem_testing.skew.outside import later_release, refusals
-from tandem_testing.skew.releases import HERE, MissingCommitError, Release, take
+from tandem_testing.skew.releases import COMMITS, HERE, MissingCommitError, Release, take
 from tandem_testing.skew.rollout import StageResult, run_rollout
 
-COMMITS = ("9d9c504f", "126fbc70")
-"""Stand for the two releases before this one. Their KV has another identity than this release's."""
 LAST = "HEAD"
 """The last commit, whose KV is that of the working tree unless a change of KV is not committed yet."""
 TREES = Path.home() / ".cache" / "tandem-skew"

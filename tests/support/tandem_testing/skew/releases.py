@@ -14,6 +14,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+COMMITS = ("9d9c504f", "126fbc70")
+"""Stand for the two releases before this one. Their KV has another identity than this release's."""
+
 ROOT = Path(__file__).parents[4]
 PACKAGES = ("engine", "services", "operator", "lab", "tests/support")
 """Folders that hold packages; an older release may lack some."""
