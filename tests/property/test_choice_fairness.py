@@ -19,7 +19,8 @@ from hypothesis import strategies as st
 from tandem_lab.simulate.gateway import QueueNotes
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
+from tandem_services.gateway.queueing.late_binding import LateBinding
+from tandem_services.gateway.queueing.patience import AdmissionPolicy
 from tandem_services.gateway.queueing.precedence import MOST_EARLY
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, ScoreTerm, WorkerView

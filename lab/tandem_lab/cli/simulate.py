@@ -239,7 +239,7 @@ def simulation_of(args: argparse.Namespace) -> "Simulation":
 
 def _gateways(args: argparse.Namespace) -> "GatewayShape":
     from tandem_lab.simulate.gateway import MAX_GATEWAYS, GatewayShape
-    from tandem_services.gateway.queueing.late_binding import AdmissionPolicy
+    from tandem_services.gateway.queueing.patience import AdmissionPolicy
 
     if args.gateways > MAX_GATEWAYS:
         raise ConfigError(f"--gateways: there must be 1 to {MAX_GATEWAYS} gateways, got {args.gateways}")

@@ -19,7 +19,8 @@ from tandem_lab.simulate.requests import SimulatedRequest
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.limits import check_context
 from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import NEXT_S, AdmissionPolicy, LateBinding, Visitor
+from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding, Visitor
+from tandem_services.gateway.queueing.patience import AdmissionPolicy
 from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.decision import Choice, RouteQuery, WorkerView
 from tandem_services.router.keys import HEARTBEAT_S
@@ -84,6 +85,9 @@ class QueueNotes:
     def admitted(self, wait_s: float, *, prompt_tokens: int, matched_tokens: int) -> None:
         del prompt_tokens, matched_tokens
         self.waits.append(wait_s)
+
+    def start_awaited(self, wait_s: float, *, served: bool) -> None:
+        del wait_s, served
 
     def refused(self, reason: str) -> None:
         self.refusals[reason] += 1

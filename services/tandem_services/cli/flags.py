@@ -259,8 +259,8 @@ def add_queue(parser: argparse._ActionsContainer) -> None:
         type=positive_float,
         default=60.0,
         metavar="S",
-        help="maximum wait of a new choice for capacity, in seconds; then it is rejected with 503. 9 s while no "
-        "worker is available (default: 60)",
+        help="maximum wait of a new choice for capacity, in seconds; then it is rejected with 503. While no "
+        "worker is available 9 s, and longer while one starts (default: 60)",
     )
 
 

@@ -202,6 +202,14 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
         "choices wait S seconds for the first worker (default: not ready, and 9 s)",
     )
     group.add_argument(
+        "--worker-start-wait",
+        type=positive_float,
+        default=540.0,
+        metavar="S",
+        help="maximum wait of a new choice for workers that start, in seconds, while none of a role is available; the "
+        "starts of one worker count for as long in total (default: 540)",
+    )
+    group.add_argument(
         "--drain-notice",
         type=non_negative_float,
         default=1.0,
@@ -335,6 +343,7 @@ def _model_config(args: argparse.Namespace, folder: Path | None) -> "ModelConfig
         session_ttl_s=args.session_ttl,
         max_waiting=args.max_waiting_requests,
         room_s=args.queue_timeout,
+        start_wait_s=args.worker_start_wait,
         **from_zero(args.from_zero_timeout),
         prefill_fallback=args.prefill_fallback,
     )

@@ -205,8 +205,7 @@ def _traces(models: ModelCatalog, registry: CollectorRegistry, spans: "SpanExpor
 
 def _missing_workers(models: ModelCatalog) -> str | None:
     """A gateway is ready while one of its models is served, or would be at the first request."""
-    of_use = any(service.model.context_length or service.model.from_zero for service in models)
-    return None if of_use else "no worker is registered"
+    return None if any(service.takes_requests for service in models) else "no worker is registered"
 
 
 def _access(

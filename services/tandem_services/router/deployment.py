@@ -5,6 +5,7 @@ Redis is shared, so its content is untrusted until a signature proves it:
     namespace  part of every key's name: two deployments with the same cluster name and different keys never meet
     row        a worker signs its whole description; readers drop rows without a valid signature
     claim      a worker signs its incarnation: "this incarnation exists", by which it holds its worker's name
+    start      a worker that is not registered yet signs its incarnation, role and model
     adapter    a gateway signs what the name of an adapter stands for, with a revision
     tokenizer  a gateway signs which tokenizer the workers of a model had, by digest
     verdict    why an incarnation has ended: the claim of a newer incarnation of the same worker, or a sentence signed
@@ -12,7 +13,8 @@ Redis is shared, so its content is untrusted until a signature proves it:
                states whether the kernel killed its engine because memory was short)
 
 A signature contains no time. An old row that is written again is therefore valid, but names an incarnation that answers
-no pings and is not offered for that reason. An old claim or verdict remains true.
+no pings and is not offered for that reason; new requests wait a bounded time for one that starts. An old claim or
+verdict remains true.
 
 Without a key file (loopback only) there is no secret and no namespace: signatures then only detect damage.
 """
@@ -81,6 +83,14 @@ class Deployment:
     def reported(self, model: str, digest: str, *, proof: str) -> bool:
         """Whether a process of this deployment wrote that workers of `model` have this tokenizer."""
         return _equal(proof, self.tokenizer_proof(model, digest))
+
+    def start_proof(self, incarnation: str, *, role: str, model: str) -> str:
+        """Proof that this incarnation starts, or has started."""
+        return self._proof("start", incarnation, role, model)
+
+    def starts(self, incarnation: str, *, role: str, model: str, proof: str) -> bool:
+        """Whether a process of this deployment has signed that this incarnation starts."""
+        return _equal(proof, self.start_proof(incarnation, role=role, model=model))
 
     def claim(self, incarnation: str) -> str:
         """By which `incarnation` holds the name of its worker."""

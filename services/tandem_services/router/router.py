@@ -64,7 +64,7 @@ from tandem_services.router.selection import (
     TicketedChoices,
 )
 from tandem_services.router.shared_state import FairBoard, QuarantineBoard, SessionBindings, UsageBoard
-from tandem_services.router.starting import StartingBoard, StartingWorker
+from tandem_services.router.starting import SeenStarts, StartingBoard, StartingWorker
 from tandem_services.router.tickets import TicketBoard
 
 LOCAL_PREFILL_TOKENS = 2048
@@ -209,8 +209,8 @@ class Router:
         self.end_reports = registry
         """How workers have ended."""
         self._reader = FleetReader(registry=registry, clock=self._clock)
-        self._starting = StartingBoard(library=FunctionLibrary(self._background, source), keys=keys)
-        self._seen_starting: tuple[StartingWorker, ...] = ()
+        board = StartingBoard(FunctionLibrary(self._background, source), keys, config.deployment)
+        self._starts = SeenStarts(board=board, clock=self._clock)
         self._membership = Membership(clock=self._clock)
         self._own = OwnLoad(clock=self._clock)
         index = BlockIndex(library=FunctionLibrary(self._routing, source), keys=keys)
@@ -288,6 +288,10 @@ class Router:
         """See `Membership.ready`."""
         return self._membership.ready()
 
+    def starting(self) -> tuple[StartingWorker, ...]:
+        """See `SeenStarts.ask`."""
+        return self._starts.ask()
+
     def prefill_rate(self, model: str) -> float:
         """Prompt tokens per second of the fleet; 0 while no worker computes prompts."""
         return self._membership.prefill_rate(model)
@@ -298,7 +302,7 @@ class Router:
         return FleetView(
             members=self._membership.members(),
             age_s=self._clock.now() - self._refreshed_at,
-            starting=self._seen_starting,
+            starting=self._starts.workers,
         )
 
     @property
@@ -488,10 +492,7 @@ class Router:
 
     async def _refresh_view(self) -> None:
         await self._refresh_if_possible()
-        try:
-            self._seen_starting = await self._starting.read() if self._reader.is_viewed else ()
-        except RedisUnavailableError:
-            self._seen_starting = ()
+        await self._starts.refresh(viewed=self._reader.is_viewed)
 
 
 def _continues(choice: Choice, query: RouteQuery) -> bool:

@@ -170,7 +170,7 @@ class WorkerService:
         registry = Registry(library=library, keys=keys, deployment=deployment)
         fleet = FleetReader(registry=registry, clock=clock)
         self._start_reports = StartReports(
-            board=StartingBoard(library=library, keys=keys),
+            board=StartingBoard(library=library, keys=keys, deployment=deployment),
             config=config,
             incarnation=self.incarnation,
             progress_file=self._progress_file,

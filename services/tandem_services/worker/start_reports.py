@@ -1,4 +1,4 @@
-"""Reports in Redis what the engine does until it serves, for people who look at the fleet."""
+"""Reports in Redis what the engine does until it serves: people see it, and new requests wait for the worker."""
 
 import asyncio
 from collections.abc import Callable, Coroutine
@@ -37,7 +37,7 @@ class StartReports:
         try:
             await call
         except RedisUnavailableError:
-            # The client has logged it, and a start does not depend on who sees it.
+            # The client has logged it, and a start does not depend on who reads it.
             return
 
     def _worker(self, seconds: float) -> StartingWorker:

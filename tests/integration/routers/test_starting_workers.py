@@ -1,11 +1,15 @@
-"""What workers that start report in a real Redis: read while people look, and never trusted."""
+"""What workers that start report in a real Redis: read while people look or requests wait, and never trusted."""
+
+from dataclasses import replace
 
 import msgspec
 import pytest
 
+from tandem_engine.config import Role
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import MAX_STARTING
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
-from tandem_services.router.starting import StartingBoard
+from tandem_services.router.starting import StartingBoard, StartReport
 from tandem_testing.console_builders import starting
 from tandem_testing.router_builders import LASTING
 from tandem_testing.waiting import until
@@ -70,6 +74,36 @@ async def test_report_with_other_fields_is_left_out(fleet):  # [redis-values-unt
         await board.report(msgspec.structs.replace(starting(name), **changes))
     await board.report(starting("z"))
     assert await board.read() == (starting("z"),)
+
+
+async def test_report_that_is_not_signed_by_the_deployment_is_left_out(fleet):  # [redis-values-untrusted]
+    """Neither one of another secret, nor one that is signed for another role, nor one without a proof."""
+    board = replace(board_of(fleet), deployment=Deployment(b"s" * 32))
+    await replace(board, deployment=Deployment(b"other" * 8)).report(starting("a"))
+    await board.report(starting("b"))
+    [signed] = await board.read()
+    assert signed == starting("b")
+    proof = board.deployment.start_proof("b@1", role=signed.role, model=signed.model)
+    forged = [
+        StartReport(**msgspec.structs.asdict(starting("b", role=Role.DECODE)), proof=proof),
+        StartReport(**msgspec.structs.asdict(starting("c")), proof=proof),
+        starting("d"),
+        StartReport(**(msgspec.structs.asdict(starting("b")) | {"worker_id": "e"}), proof=proof),
+    ]
+    for report in forged:
+        text = f"{NOW} ".encode() + msgspec.json.encode(report)
+        await fleet.client.command("HSET", fleet.keys.starting, report.worker_id, text)
+    assert await board.read() == ()
+
+
+async def test_router_reads_starting_workers_while_requests_wait(fleet, router):
+    await StartingBoard(library=fleet.registry.library, keys=fleet.keys).report(starting("a"))
+
+    async def seen() -> bool:
+        return router.starting() == (starting("a"),)
+
+    assert router.starting() == ()
+    await until(seen, PATIENCE_S, "the router has read who starts")
 
 
 async def test_router_reads_starting_workers_while_people_look(fleet, router):

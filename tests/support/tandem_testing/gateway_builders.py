@@ -43,6 +43,7 @@ from tandem_services.router.membership import FleetView
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.shared_state import SessionBinding, SessionName
+from tandem_services.router.starting import StartingWorker
 from tandem_testing.mock_engine import MockBehaviour, MockEngine
 from tandem_testing.router_builders import make_choice
 
@@ -105,6 +106,8 @@ class FakeChooser:
     """The same."""
     tickets: dict[str, WorkerView] = field(default_factory=dict)
     """Workers that a stand-alone router has chosen, by the ticket's id."""
+    starts: list[StartingWorker] = field(default_factory=list)
+    """Workers that report their start."""
     death: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first worker was marked dead."""
 
@@ -157,6 +160,9 @@ class FakeChooser:
 
     def offered(self) -> tuple[WorkerView, ...]:
         return self.workers()
+
+    def starting(self) -> tuple[StartingWorker, ...]:
+        return tuple(self.starts)
 
     def rely_on(self, proofs: MemberProofs) -> None:
         del proofs  # it answers for its fleet itself

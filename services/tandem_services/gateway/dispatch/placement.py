@@ -33,6 +33,7 @@ from tandem_services.gateway.queueing.lanes import Lane
 from tandem_services.gateway.queueing.slo_admission import SloAdmission
 from tandem_services.router.decision import Choice, MemberProofs, NoWorkersError, Placement, RouteQuery, WorkerView
 from tandem_services.router.registry import WorkerState
+from tandem_services.router.starting import StartingWorker
 from tandem_services.router.tickets import RouteTicket
 
 
@@ -72,6 +73,10 @@ class PairChooser(Protocol):
 
     def offered(self) -> tuple[WorkerView, ...]:
         """Those of them that new requests may be sent to."""
+        ...
+
+    def starting(self) -> tuple[StartingWorker, ...]:
+        """Those that are not registered yet, from memory."""
         ...
 
     def rely_on(self, proofs: MemberProofs) -> None:

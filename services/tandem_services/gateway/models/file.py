@@ -58,6 +58,7 @@ class ModelEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     local_prefill_tokens: Count | None = None
     session_ttl: Seconds | None = None
     from_zero_timeout: Seconds | None = None
+    worker_start_wait: Seconds | None = None
     max_waiting_requests: Count | None = None
     queue_timeout: Seconds | None = None
     prefill_fallback: bool | None = None
@@ -163,6 +164,7 @@ def _config(entry: ModelEntry, defaults: ModelConfig, file: Path, where: str) ->
         "session_ttl_s": (entry.session_ttl, float),
         "from_zero": (entry.from_zero_timeout, bool),
         "queue_s": (entry.from_zero_timeout, float),
+        "start_wait_s": (entry.worker_start_wait, float),
         "max_waiting": (entry.max_waiting_requests, int),
         "room_s": (entry.queue_timeout, float),
         "prefill_fallback": (entry.prefill_fallback, bool),

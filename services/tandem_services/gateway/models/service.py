@@ -35,8 +35,10 @@ from tandem_services.gateway.output.reader import OutputDialect
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import Board as FairBoard
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding
+from tandem_services.gateway.queueing.late_binding import LateBinding
+from tandem_services.gateway.queueing.patience import AdmissionPolicy
 from tandem_services.gateway.queueing.slo_admission import SloAdmission
+from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.registered_adapters import RegisteredAdapters
 from tandem_services.router.usage_counters import VirtualCounters
 
@@ -125,6 +127,15 @@ class ModelService:
     @property
     def dispatcher(self) -> Dispatcher:
         return self.generator.dispatcher
+
+    @property
+    def takes_requests(self) -> bool:
+        """Whether new requests are served, or wait for workers that are expected."""
+        if self.model.context_length or self.model.from_zero:
+            return True
+        binding = self.dispatcher.placing.admission.binding
+        has_served = self.model.last_context_length is not None
+        return has_served and binding.starts is not None and binding.starts.expected(within_s=binding.policy.worker_s)
 
     def start(self) -> None:
         """Begin what runs as long as it serves."""
@@ -246,6 +257,13 @@ def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePoo
 def _admission(fleet: Fleet, shared: Shared) -> Admission:
     config, counters = fleet.config, VirtualCounters()
     metrics = QueueMetrics(shared.families, model=config.name)
+    starts = WorkerStarts(
+        fleet=fleet.chooser,
+        clock=shared.clock,
+        model=config.name,
+        limit_s=config.start_wait_s,
+        needs_prefill=not config.prefill_fallback,
+    )
     binding = LateBinding(
         chooser=fleet.chooser,
         clock=shared.clock,
@@ -253,7 +271,13 @@ def _admission(fleet: Fleet, shared: Shared) -> Admission:
         counters=SharedCounters(counters=counters, board=fleet.fairness),
         observer=metrics,
         prefill_rate=lambda: fleet.chooser.prefill_rate(config.name),
-        policy=AdmissionPolicy(room_s=config.room_s, worker_s=config.queue_s, worker_wait_s=config.worker_wait_s),
+        starts=starts,
+        policy=AdmissionPolicy(
+            room_s=config.room_s,
+            worker_s=config.queue_s,
+            start_s=config.start_wait_s,
+            worker_wait_s=config.worker_wait_s,
+        ),
     )
     metrics.watch(binding.figures)
     return Admission(binding=binding)

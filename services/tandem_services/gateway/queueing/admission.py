@@ -125,6 +125,13 @@ class QueueMetrics:
             "Choices rejected by the queue: full and pushed_out at its limit; no_worker and no_room at the timeout",
             [MODEL, "reason"],
         )
+        start_waits = families.histogram(
+            "tandem_gateway_worker_start_wait_seconds",
+            "Time in this gateway's queue, of choices that waited for a starting worker; outcome: served or refused",
+            [MODEL, "outcome"],
+            buckets=REQUEST_SECONDS,
+        )
+        self._start_waits = {True: start_waits.series(model, "served"), False: start_waits.series(model, "refused")}
         self._asked = families.counter(
             "tandem_gateway_asked_prompt_tokens", "Prompt tokens of choices that arrived at the queue", [MODEL]
         ).series(model)
@@ -175,6 +182,10 @@ class QueueMetrics:
         self.wait.observe(wait_s)
         self._predicted.inc(matched_tokens)
         self._uncached.observe(max(1, prompt_tokens - matched_tokens))
+
+    def start_awaited(self, wait_s: float, *, served: bool) -> None:
+        """It has waited for a worker that starts, `wait_s` altogether, and was `served` by one."""
+        self._start_waits[served].observe(wait_s)
 
     def refused(self, reason: str) -> None:
         self._refused.series(self._model, reason).inc()

@@ -8,7 +8,8 @@
                   requests that use other workers (`lanes`), or long prompts would wait forever
     4. admitted   with a worker, and charged to its tenant
        rejected   replaced by a tenant with fewer seats, or after `room_s` without capacity, or after `worker_s`
-                  without any worker: 429 or 503 with Retry-After
+                  without any worker: 429 or 503 with Retry-After. While a worker that it lacks starts, and for
+                  `worker_s` after that, it waits on, for `start_s` altogether (`WorkerStarts`)
 
 A worker has capacity when the sequence need not wait for others to end, and the prompt waits at most `worker_wait_s`
 for other prompts: the worker stays busy, without its own queue. A tenant that is behind may do more
@@ -33,8 +34,10 @@ from tandem_services.common.tasks import BackgroundTasks, for_ever
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, GivingWay, SharedCounters, Waiting, wish_of
 from tandem_services.gateway.queueing.lanes import BlockedLanes, Lane
+from tandem_services.gateway.queueing.patience import AdmissionPolicy, Patience
 from tandem_services.gateway.queueing.precedence import Precedence
 from tandem_services.gateway.queueing.turnover import Pace, Turnover
+from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.shared_state import Wish
@@ -75,16 +78,15 @@ class Visitor(Waiting):
     """None: it passes no other."""
     verdict: Verdict = Verdict.NO_ROOM
     """Of its last try."""
+    awaits_start: bool = False
+    """It has waited for a worker that starts."""
 
 
-NO_WORKER_RETRY_S = 2.0
-"""A worker that just vanished is back, or replaced by another, after about this long at best."""
-
-
-def refusal(reason: str, *, no_workers: bool, wait_s: float) -> ApiError:
-    """503, or 429 for a displaced request. `reason`: see `Observer.refused`. `wait_s`: until there may be capacity."""
+def refusal(reason: str, *, no_workers: bool, wait_s: float, start_s: float) -> ApiError:
+    """503, or 429 for a displaced request. `reason`: see `Observer.refused`. `wait_s`: until there may be capacity;
+    `start_s`: until there may be a worker."""
     if reason == Verdict.NO_WORKER.value or no_workers:
-        return unavailable("No worker can take the request now. Try again later.", retry_after=NO_WORKER_RETRY_S)
+        return unavailable("No worker can take the request now. Try again later.", retry_after=start_s)
     if reason == "pushed_out":
         return ApiError(
             429,
@@ -130,6 +132,9 @@ class Observer(Protocol):
     def refused(self, reason: str) -> None:
         """It has none: full, pushed_out, no_worker or no_room."""
 
+    def start_awaited(self, wait_s: float, *, served: bool) -> None:
+        """It has waited for a worker that starts, `wait_s` altogether, and was `served` by one."""
+
     def waiting(self, lengths: Mapping[str, int]) -> None:
         """How many wait, by tenant."""
 
@@ -144,19 +149,6 @@ class QueueFigures:
     """Requests that no worker can serve, as opposed to those that wait for capacity."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class AdmissionPolicy:
-    """How long a new request waits, and for what."""
-
-    room_s: float = 60.0
-    """For room while there are workers."""
-    worker_s: float = 9.0
-    """For a worker while none can take it."""
-    worker_wait_s: float = 1.0
-    """Predicted wait for other prompts at a worker that still counts as having capacity."""
-    poll_s: float = 0.1
-
-
 @dataclass(kw_only=True, slots=True)
 class LateBinding:
     """One per model service; belongs to its event loop."""
@@ -169,18 +161,21 @@ class LateBinding:
     policy: AdmissionPolicy
     prefill_rate: Callable[[], float] = lambda: 0.0
     """Prompt tokens per second of the fleet; 0 where that is not known."""
+    starts: WorkerStarts | None = None
+    """None: workers that start are not known."""
     _way: GivingWay = field(init=False)
     _turnover: Turnover = field(init=False)
     _precedence: Precedence = field(init=False)
     _asked_at: float | None = None
     """When the last request came."""
-    _nobody_since: float | None = None
+    _patience: Patience = field(init=False)
     _blocked: BlockedLanes = field(default_factory=BlockedLanes)
     """Of the last round."""
     _pace: Pace = field(init=False)
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __post_init__(self) -> None:
+        self._patience = Patience(clock=self.clock, policy=self.policy, starts=self.starts)
         self._way = GivingWay(clock=self.clock)
         self._turnover = Turnover(clock=self.clock)
         self._precedence = Precedence(clock=self.clock)
@@ -272,6 +267,7 @@ class LateBinding:
         Otherwise there is a next turn when something has changed, and after `policy.poll_s` at the latest: other
         gateways' requests end as well.
         """
+        self._note_workers()
         try:
             admitted = await self._round()
         except Exception:
@@ -345,9 +341,7 @@ class LateBinding:
         workers, now = self.chooser.workers(), self.clock.now()
         blocked = self._blocked = BlockedLanes(workers=workers)
         for waiting in self.queue:
-            if not workers:
-                waiting.verdict = Verdict.NO_WORKER
-            elif waiting.lane is not None and waiting.lane.adapter:
+            if self._patience.nobody_since is None and waiting.lane is not None and waiting.lane.adapter:
                 # Requests behind a blocked one are not tried, so that they would keep an old verdict.
                 if not blocked.serve(waiting.lane):
                     waiting.verdict = Verdict.NO_WORKER
@@ -458,29 +452,34 @@ class LateBinding:
     def _note_admitted(self, visitor: Visitor, choice: Choice) -> None:
         cost = prompt_cost(visitor.prompt_tokens, choice.matched_tokens) / visitor.weight
         self.counters.charge(visitor.tenant, cost)
-        self.observer.admitted(
-            self.clock.now() - visitor.arrived,
-            prompt_tokens=visitor.prompt_tokens,
-            matched_tokens=choice.matched_tokens,
-        )
+        waited_s = self.clock.now() - visitor.arrived
+        if visitor.awaits_start:
+            self.observer.start_awaited(waited_s, served=True)
+        self.observer.admitted(waited_s, prompt_tokens=visitor.prompt_tokens, matched_tokens=choice.matched_tokens)
+
+    def _lacks_workers(self) -> bool:
+        """Whether no request can be served, as far as is known here."""
+        return not self.chooser.workers() or self._patience.lacks_a_role()
+
+    def _note_workers(self) -> None:
+        """Requests that are not tried would keep the verdict of before."""
+        nobody = self._lacks_workers()
+        if self._patience.note(nobody=nobody) or nobody:
+            for waiting in self.queue:
+                waiting.verdict = Verdict.NO_WORKER if nobody else Verdict.NO_ROOM
 
     def _give_up_on_late(self) -> None:
-        now = self.clock.now()
-        nobody = not self.chooser.workers()
-        if not nobody:
-            self._nobody_since = None
-        elif self._nobody_since is None:
-            self._nobody_since = now
+        now, starting = self.clock.now(), self._patience.awaits_start()
         for visitor in [*self.queue]:
-            since, patience_s = visitor.arrived, self.policy.room_s
-            if visitor.verdict is Verdict.NO_WORKER:
-                # A request that waited for capacity before the last worker left gets the whole time for a new worker.
-                since = since if self._nobody_since is None else max(since, self._nobody_since)
-                patience_s = self.policy.worker_s
-            if now - since >= patience_s:
+            lacks_worker = visitor.verdict is Verdict.NO_WORKER
+            visitor.awaits_start |= starting and lacks_worker
+            until = self._patience.until_worker if lacks_worker else self._patience.until_capacity
+            if now >= until(visitor.arrived):
                 self._fail(visitor, visitor.verdict.value)
 
     def _fail(self, visitor: Visitor, reason: str) -> None:
+        if visitor.awaits_start:
+            self.observer.start_awaited(self.clock.now() - visitor.arrived, served=False)
         self._end(visitor, self._refusal(reason))
 
     def _end(self, visitor: Visitor, error: Exception) -> None:
@@ -491,4 +490,4 @@ class LateBinding:
     def _refusal(self, reason: str) -> ApiError:
         self.observer.refused(reason)
         wait_s = self._pace.wait_s(len(self.queue))
-        return refusal(reason, no_workers=not self.chooser.workers(), wait_s=wait_s)
+        return refusal(reason, no_workers=self._lacks_workers(), wait_s=wait_s, start_s=self._patience.retry_s())

@@ -1,4 +1,4 @@
--- Workers that start, for people: nothing else reads this.
+-- Workers that start: for people, and for new requests without a worker. Routing reads none of this.
 --
 -- KEYS: 1 starting, HASH  worker_id → Redis time of its report, a space and JSON (router/starting.py)
 --

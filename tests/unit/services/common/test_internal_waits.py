@@ -44,6 +44,8 @@ LONGER = {
     "router.registered_adapters.REMOVED_S": "nothing waits: an administrator's command is remembered",
     "ModelConfig.room_s": "a client's request waits for room, until its deadline at most",
     "AdmissionPolicy.room_s": "the same",
+    "ModelConfig.start_wait_s": "a client's request waits for a worker that loads a model, until its deadline",
+    "AdmissionPolicy.start_s": "the same",
     "GatewayConfig.keep_alive_s": "an idle connection of a client",
     "GatewayConfig.drain_timeout_s": "running requests finish before the process ends",
     "WorkerConfig.drain_timeout_s": "the same",

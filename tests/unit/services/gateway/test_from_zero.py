@@ -7,6 +7,7 @@ import pytest
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_services.gateway.models.model import checkpoint_length
+from tandem_services.router.starting import StartingWorker
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -49,6 +50,18 @@ async def test_otherwise_a_gateway_without_workers_is_not_ready_and_refuses(rack
     async with live_gateway(rack.context, tokenizer, []) as gateway:
         assert (await gateway.http.get("/ready")).status_code == 503
         assert (await gateway.complete("hi")).status_code == 503
+
+
+async def test_gateway_that_has_served_stays_ready_while_workers_start(rack, tokenizer):
+    engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    async with live_gateway(rack.context, tokenizer, [engine]) as gateway:
+        assert (await gateway.complete("hi", max_tokens=3)).status_code == 200
+        gateway.chooser.fleet.clear()
+        assert (await gateway.http.get("/ready")).status_code == 503
+        gateway.chooser.starts.append(
+            StartingWorker(worker_id="x", incarnation="x@1", role="both", model=engine.view.model, phase="weights")
+        )
+        assert (await gateway.http.get("/ready")).status_code == 200
 
 
 def test_length_is_that_of_the_text_model(tmp_path):

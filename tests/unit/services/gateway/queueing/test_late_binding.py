@@ -4,9 +4,11 @@ import asyncio
 from dataclasses import dataclass, field
 from functools import partial
 
+import msgspec
 import pytest
 from prometheus_client import CollectorRegistry
 
+from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies
@@ -15,13 +17,16 @@ from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.lanes import Lane
-from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding, Verdict
+from tandem_services.gateway.queueing.late_binding import LateBinding, Verdict
+from tandem_services.gateway.queueing.patience import AdmissionPolicy
 from tandem_services.gateway.queueing.precedence import MOST_EARLY, RECENT_S
+from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
+from tandem_services.router.starting import StartingWorker
 from tandem_services.router.usage_counters import VirtualCounters
-from tandem_testing.router_builders import make_choice, make_view
+from tandem_testing.router_builders import MODEL, make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
 
@@ -39,9 +44,16 @@ class Fleet:
     asked: list[str] = field(default_factory=list)
     gate: asyncio.Event | None = None
     """Answers come only once it is set."""
+    starts: tuple[StartingWorker, ...] = ()
 
     def workers(self) -> tuple[WorkerView, ...]:
         return (make_view("w"),) if self.alive else ()
+
+    def offered(self) -> tuple[WorkerView, ...]:
+        return self.workers()
+
+    def starting(self) -> tuple[StartingWorker, ...]:
+        return self.starts
 
     async def ask(self, name: str, prompt: int) -> Choice:
         self.asked.append(name)
@@ -68,13 +80,15 @@ class Desk:
         self.registry = CollectorRegistry()
         counters = VirtualCounters()
         metrics = QueueMetrics(MetricFamilies(self.registry), model="m")
+        bounds = AdmissionPolicy(**{"poll_s": 0.001, **policy})
         self.binding = LateBinding(
             chooser=fleet,
             clock=self.clock,
             queue=FairQueue(seats=seats, counters=counters),
             counters=SharedCounters(counters=counters),
             observer=metrics,
-            policy=AdmissionPolicy(**{"poll_s": 0.001, **policy}),
+            policy=bounds,
+            starts=WorkerStarts(fleet=fleet, clock=self.clock, model=MODEL, limit_s=bounds.start_s),
         )
         metrics.watch(self.binding.figures)
         self.admission = Admission(binding=self.binding)
@@ -371,6 +385,81 @@ async def test_nobody_waits_for_ever(alive, seconds, reason):
     assert refused.value.status == 503
     assert refused.value.retry_after is not None
     assert desk.value("queue_refusals_total", reason=reason) == 1
+
+
+STARTING = StartingWorker(worker_id="w", incarnation="w@2", role="both", model=MODEL, phase="weights", seconds=20.0)
+
+
+async def waits_on(desk: Desk, waiting: "asyncio.Task[Choice]", seconds: float) -> bool:
+    """Whether it still waits so many seconds later."""
+    desk.clock.advance(seconds)
+    for _ in range(20):
+        await asyncio.sleep(0.001)
+    return not waiting.done()
+
+
+async def test_request_waits_while_a_worker_starts():
+    desk = Desk(Fleet(alive=False, starts=(STARTING,)), start_s=100.0)
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    for _ in range(9):
+        assert await waits_on(desk, waiting, 10.0)
+    desk.fleet.starts, desk.fleet.alive = (), True
+    await waiting
+    assert desk.value("worker_start_wait_seconds_count", outcome="served") == 1
+    assert desk.value("worker_start_wait_seconds_sum", outcome="served") == pytest.approx(90.0)
+
+
+async def test_wait_for_a_start_is_bounded_and_names_the_time_it_takes():
+    """However often the worker begins again."""
+    desk = Desk(Fleet(alive=False, starts=(STARTING,)), start_s=100.0)
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    for number in range(11):
+        desk.fleet.starts = (msgspec.structs.replace(STARTING, incarnation=f"w@{number}"),)
+        assert await waits_on(desk, waiting, 9.0)
+    assert not await waits_on(desk, waiting, 2.0)
+    with pytest.raises(ApiError) as refused:
+        await waiting
+    assert (refused.value.status, refused.value.retry_after) == (503, pytest.approx(20.0, abs=5.0))
+    assert desk.value("worker_start_wait_seconds_count", outcome="refused") == 1
+
+
+async def test_start_that_has_ended_is_waited_for_as_any_worker():
+    desk = Desk(Fleet(alive=False, starts=(STARTING,)))
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    assert await waits_on(desk, waiting, 30.0)
+    desk.fleet.starts = ()
+    assert await waits_on(desk, waiting, 8.9)
+    assert not await waits_on(desk, waiting, 0.2)
+    with pytest.raises(ApiError, match="No worker"):
+        await waiting
+
+
+async def test_after_a_start_there_is_the_whole_time_for_capacity():
+    """What waits behind others when the first worker comes must not be refused at once."""
+    desk = Desk(Fleet(alive=False, places=1, starts=(STARTING,)), room_s=60.0)
+    tasks = [desk.come(str(number)) for number in range(2)]
+    await desk.waiting(2)
+    assert await waits_on(desk, tasks[0], 100.0)
+    desk.fleet.starts, desk.fleet.alive = (), True
+    first = await tasks[0]
+    assert await waits_on(desk, tasks[1], 50.0)
+    await desk.done(first)
+    await tasks[1]
+
+
+async def test_only_decode_worker_starts_while_others_compute_prompts():
+    desk = Desk(Fleet(starts=(STARTING,), too_long=0))
+    desk.fleet.workers = lambda: (make_view("p", Role.PREFILL),)
+    tasks = [desk.come(str(number)) for number in range(30)]
+    await desk.waiting(30)
+    assert await waits_on(desk, tasks[-1], 100.0), "more than are tried in a round"
+    assert desk.value("num_requests_held") == 30
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_wait_for_a_new_worker_has_the_whole_timeout():  # [streams-wait]

@@ -11,7 +11,8 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import TAKE_S, WISH_AFTER_S, YIELD_S, FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import AdmissionPolicy, LateBinding, Verdict
+from tandem_services.gateway.queueing.late_binding import LateBinding, Verdict
+from tandem_services.gateway.queueing.patience import AdmissionPolicy
 from tandem_services.gateway.queueing.turnover import UNREPORTED_S
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView

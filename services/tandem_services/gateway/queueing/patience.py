@@ -1,0 +1,81 @@
+"""How long a queued request waits: for capacity, for a worker, and for workers that start.
+
+capacity    `room_s` from its arrival, or from when there was a worker again
+a worker    `worker_s` from its arrival, or from when the last worker of a role left
+a start     on top, while workers of all lacking roles start, and `worker_s` after their last report: one that was
+            seen to start a moment ago may have registered since. `start_s` altogether
+"""
+
+from dataclasses import dataclass
+from math import inf
+
+from tandem_engine.base.clock import Clock
+from tandem_services.gateway.queueing.worker_starts import LEAST_S, WorkerStarts
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AdmissionPolicy:
+    """How long a new request waits, and for what."""
+
+    room_s: float = 60.0
+    """For room while there are workers."""
+    worker_s: float = 9.0
+    """For a worker while none can take it, and none starts that could."""
+    start_s: float = 540.0
+    """For workers that start: a little less than a request may take altogether."""
+    worker_wait_s: float = 1.0
+    """Predicted wait for other prompts at a worker that still counts as having capacity."""
+    poll_s: float = 0.1
+
+
+@dataclass(kw_only=True, slots=True)
+class Patience:
+    """Of one queue."""
+
+    clock: Clock
+    policy: AdmissionPolicy
+    starts: WorkerStarts | None
+    """None: workers that start are not known."""
+    nobody_since: float | None = None
+    """Since when no worker is offered, or none of a role."""
+    _somebody_since: float = -inf
+    """When that last ended."""
+
+    def lacks_a_role(self) -> bool:
+        """Whether no worker of some role is offered, where that is known."""
+        return self.starts is not None and bool(self.starts.lacking())
+
+    def note(self, *, nobody: bool) -> bool:
+        """Call in each turn. `nobody`: there is no worker, or none of a role. True when that has just ended."""
+        now = self.clock.now()
+        if nobody:
+            self.nobody_since = now if self.nobody_since is None else self.nobody_since
+            return False
+        ended = self.nobody_since is not None
+        if ended:
+            self.nobody_since, self._somebody_since = None, now
+        return ended
+
+    def awaits_start(self) -> bool:
+        """Whether the workers that are lacking now start."""
+        if self.starts is None or self.nobody_since is None:
+            return False
+        return self.starts.expected(within_s=self.policy.worker_s)
+
+    def until_capacity(self, arrived: float) -> float:
+        """When a request that lacks capacity gives up."""
+        return max(arrived, self._somebody_since) + self.policy.room_s
+
+    def until_worker(self, arrived: float) -> float:
+        """When a request that no worker can serve gives up."""
+        if self.nobody_since is None:
+            return arrived + self.policy.worker_s
+        since = max(arrived, self.nobody_since)
+        until = since + self.policy.worker_s
+        if self.starts is None:
+            return until
+        return max(until, min(self.starts.seen_at + self.policy.worker_s, since + self.policy.start_s))
+
+    def retry_s(self) -> float:
+        """When there may be a worker for what is refused now."""
+        return LEAST_S if self.starts is None else self.starts.remaining_s()

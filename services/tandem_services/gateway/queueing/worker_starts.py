@@ -1,0 +1,125 @@
+"""Starting workers that new requests wait for, while no worker of a role is offered.
+
+    lacking    roles without an offered worker: decode, and prefill where decode workers must not compute prompts
+    expected   each of them will be served by a worker of the model that reports its start (`router.starting`)
+    bounded    the starts of one worker count for `limit_s` in total, from the first report that this gateway has read
+               until it serves: a worker that hangs or crashes again and again is not waited for after that
+
+Reports are signed. One that is replayed counts for `limit_s` at most, too, and no request waits longer than that.
+"""
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from math import inf
+from typing import Protocol
+
+from tandem_engine.base.clock import Clock
+from tandem_engine.config import Role
+from tandem_services.router.decision import WorkerView
+from tandem_services.router.keys import MAX_STARTING
+from tandem_services.router.starting import StartingWorker
+
+MAX_FOLLOWED = 4 * MAX_STARTING
+"""Workers whose starts are followed. Further ones do not count."""
+
+ROLES = {role.value: role for role in Role}
+"""Of this release. A worker of another one may report a further one."""
+
+LEAST_S = 2.0
+"""Least expected time until a worker serves: a shorter Retry-After would only bring requests that wait."""
+
+
+class StartView(Protocol):
+    """What is needed of the router."""
+
+    def workers(self) -> tuple[WorkerView, ...]: ...
+
+    def offered(self) -> tuple[WorkerView, ...]: ...
+
+    def starting(self) -> tuple[StartingWorker, ...]: ...
+
+
+@dataclass(slots=True)
+class _Start:
+    latest: StartingWorker
+    first_at: float
+    """When this gateway has first read a report of this worker, of whichever incarnation."""
+    seen_at: float
+    """When it has read `latest`."""
+
+    def elapsed_s(self, now: float) -> float:
+        return self.latest.seconds + now - self.seen_at
+
+
+@dataclass(kw_only=True, slots=True)
+class WorkerStarts:
+    """Of one model service."""
+
+    fleet: StartView
+    clock: Clock
+    model: str
+    limit_s: float
+    needs_prefill: bool = False
+    """Decode workers compute no prompts: without a prefill worker no request is served."""
+    seen_at: float = -inf
+    """When all that is lacking was last expected."""
+    _starts: dict[str, _Start] = field(default_factory=dict)
+    """By worker ID."""
+    _took_s: float | None = None
+    """What the last start took."""
+
+    def lacking(self) -> frozenset[Role]:
+        """Roles without which new requests are not served; empty where all are offered."""
+        there = _served_by(worker.role for worker in self.fleet.offered() if worker.model == self.model)
+        needed = {Role.DECODE, Role.PREFILL} if self.needs_prefill else {Role.DECODE}
+        return frozenset(needed - there)
+
+    def look(self) -> None:
+        """Read the reports of now."""
+        now = self.clock.now()
+        self._note_served(now)
+        reported = [worker for worker in self.fleet.starting() if worker.model == self.model]
+        for worker in reported:
+            self._follow(worker, now)
+        self._starts = {name: start for name, start in self._starts.items() if now - start.seen_at < self.limit_s}
+        coming = _served_by(ROLES[each.role] for each in reported if each.role in ROLES and self._counts(each, now))
+        lacking = self.lacking()
+        if lacking and lacking <= coming:
+            self.seen_at = now
+
+    def expected(self, *, within_s: float) -> bool:
+        """Whether a worker of each role is offered, or was expected at most `within_s` ago."""
+        self.look()
+        return not self.lacking() or self.clock.now() - self.seen_at < within_s
+
+    def remaining_s(self) -> float:
+        """Predicted time until a worker that starts serves; `LEAST_S` where none is known to start.
+
+        From what the last start took. Before there was one: as long again as this one has taken.
+        """
+        now = self.clock.now()
+        elapsed = max((start.elapsed_s(now) for start in self._starts.values()), default=0.0)
+        remaining = elapsed if self._took_s is None or not elapsed else self._took_s - elapsed
+        return max(LEAST_S, remaining)
+
+    def _note_served(self, now: float) -> None:
+        for worker in self.fleet.offered():
+            start = self._starts.get(worker.worker_id)
+            if start is not None and start.latest.incarnation == worker.incarnation:
+                self._took_s = self._starts.pop(worker.worker_id).elapsed_s(now)
+
+    def _follow(self, worker: StartingWorker, now: float) -> None:
+        known = self._starts.get(worker.worker_id)
+        if known is not None:
+            known.seen_at, known.latest = now, worker
+        elif len(self._starts) < MAX_FOLLOWED:
+            self._starts[worker.worker_id] = _Start(latest=worker, first_at=now, seen_at=now)
+
+    def _counts(self, worker: StartingWorker, now: float) -> bool:
+        start = self._starts.get(worker.worker_id)
+        return start is not None and now - start.first_at < self.limit_s
+
+
+def _served_by(roles: Iterable[Role]) -> set[Role]:
+    """What workers of these roles do, as prefill and decode."""
+    return {done for role in roles for done in ((Role.PREFILL, Role.DECODE) if role is Role.BOTH else (role,))}
