@@ -36,6 +36,7 @@ from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import not_found
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import MetricFamilies, new_registry
+from tandem_services.common.recording import RecordingErrors
 from tandem_services.common.tokens import OrderAccess, token_for
 from tandem_services.gateway.access.keys import KeyWatch, cache_secret, deployment_secret
 from tandem_services.gateway.access.tenants import AccessMetrics, TenantLimits
@@ -148,6 +149,7 @@ def build_gateway(
     """
     registry = new_registry()
     families = MetricFamilies(registry)
+    registry.register(RecordingErrors(PREFIX))
     tokenizing = TokenizerThreads(long_threads=config.tokenizer_threads)
     shared = Shared(
         clock=clock,

@@ -3,12 +3,14 @@
 from collections.abc import Sequence
 
 from tandem_engine.config import Role
+from tandem_services.common.recording import estimating
 from tandem_services.router.cost import PRESENT, Demand
 from tandem_services.router.decision import Latency, RouteQuery, ScoreTerm
 from tandem_services.router.latency import first_token_terms, inter_token_s, reserved_sequences
 from tandem_services.router.registry import WorkerRecord
 
 
+@estimating(lambda *_, **__: None)
 def predicted_latency(
     terms: Sequence[ScoreTerm],
     query: RouteQuery,

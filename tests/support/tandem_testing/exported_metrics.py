@@ -13,6 +13,7 @@ from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.outputs import TransferReport
 from tandem_engine.messages.stats import LinkReport, SpeculationStats, StateAnchorStats, StepFit
 from tandem_services.common.metrics import MetricFamilies, add_release
+from tandem_services.common.recording import RecordingErrors
 from tandem_services.common.span_export import SpanCounts, SpanMetrics
 from tandem_services.gateway.access.tenants import AccessMetrics
 from tandem_services.gateway.models.file import ModelsFileMetrics
@@ -57,6 +58,7 @@ def gateway_metrics() -> list[Metric]:
     queue.waiting({"t": 1})
     ModelsFileMetrics(families, served=1).refused()
     registry.register(SpanMetrics(GATEWAY_PREFIX, SpanCounts()))
+    registry.register(RecordingErrors(GATEWAY_PREFIX))
     return list(registry.collect())
 
 

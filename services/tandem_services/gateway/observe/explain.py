@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 
 from tandem_engine.messages.outputs import CacheHits, FetchReport, TokenOutput, TransferReport
+from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.objectives import Objectives
 from tandem_services.router.calibration import Prediction
 from tandem_services.router.decision import Choice, PlannedFetch, PricedOptions, ScoreTerm
@@ -90,6 +91,29 @@ class FoundTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
+def _bare_attempt(record: "ChoiceRecord", choice: Choice, *, began_s: float, **_: object) -> AttemptRecord:
+    """An attempt of which nothing else can be recorded."""
+    attempt = AttemptRecord(
+        decode=choice.decode.incarnation,
+        prefill=None,
+        source=choice.source.value,
+        placement=choice.placement.value,
+        terms=(),
+        matched_tokens=0,
+        fetch=None,
+        resumed_tokens=0,
+        began_s=began_s,
+    )
+    record.attempts.append(attempt)
+    return attempt
+
+
+def _note_cached(record: "ChoiceRecord", output: TokenOutput) -> None:
+    """What the usage of the answer says."""
+    if record.cached_tokens is None:
+        record.cached_tokens = output.cached_tokens
+
+
 class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     """One choice of a request. Durations are seconds; None until known."""
 
@@ -122,6 +146,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     """Mean time between two tokens of an output that has ended; None of one token."""
     finish_reason: str | None = None
 
+    @estimating(_bare_attempt)
     def begin_attempt(
         self, choice: Choice, *, predicted: Prediction | None = None, resumed_tokens: int, began_s: float
     ) -> AttemptRecord:
@@ -141,6 +166,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
         self.attempts.append(attempt)
         return attempt
 
+    @estimating(_note_cached)
     def note_output(self, output: TokenOutput) -> None:
         """Keep the facts of an output. Those about the prompt count once: for the first attempt."""
         if self.cached_tokens is None:
@@ -222,6 +248,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
         )
 
 
+@recording
 def log_finished(record: RequestRecord) -> None:
     """One INFO line with the facts that `explain` answers, flat enough to query."""
     if logger.isEnabledFor(logging.INFO):
@@ -323,6 +350,7 @@ class RequestJournal:
         self._aliases: dict[tuple[str, str], str] = {}
         """Tenant and its own id → ours: tenants cannot take each other's ids."""
 
+    @recording
     def open(self, record: RequestRecord) -> None:
         self.accepted_total += 1
         self._entries[record.request_id] = _Entry(record.tenant, record.client_request_id, record)
@@ -331,6 +359,7 @@ class RequestJournal:
         while len(self._entries) > self._capacity:
             self._drop(next(iter(self._entries)))
 
+    @recording
     def close(self, record: RequestRecord) -> None:
         """`record` does not change from now on. Does nothing when it was dropped before."""
         entry = self._entries.get(record.request_id)
@@ -341,6 +370,7 @@ class RequestJournal:
         while self.bytes > self._max_bytes:
             self._drop(next(request_id for request_id, each in self._entries.items() if each.size))
 
+    @recording
     def refuse(self, record: RequestRecord) -> None:
         """A request that was answered with an error. One that was accepted has a record, which has the error."""
         if record.request_id in self._entries:

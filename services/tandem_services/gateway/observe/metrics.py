@@ -9,6 +9,7 @@ from itertools import pairwise
 
 from tandem_services.common.metric_values import CounterSeries, HistogramSeries
 from tandem_services.common.metrics import REQUEST_SECONDS, TOKEN_SECONDS, TRANSFER_SECONDS, MetricFamilies
+from tandem_services.common.recording import recording
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.router.decision import Source
 
@@ -35,9 +36,11 @@ class HttpMetrics:
         """Ask for the bytes at each scrape."""
         self._bodies.set_function(held)
 
+    @recording
     def answered(self, endpoint: str, status: int, *, model: str) -> None:
         self._requests.series(model, endpoint, str(status)).inc()
 
+    @recording
     def disconnected(self, *, model: str) -> None:
         self._disconnects.series(model).inc()
 
@@ -111,9 +114,11 @@ class GatewayMetrics:
         self.moved_pages = total("transferred_pages", "KV pages moved from prefill to decode workers")
         self.moved_bytes = total("transferred_bytes", "KV bytes moved from prefill to decode workers")
 
+    @recording
     def attempt_ended(self, outcome: str) -> None:
         self._attempts.series(self._model, outcome).inc()
 
+    @recording
     def finished(self, record: RequestRecord) -> None:
         """Count what a finished request has used."""
         self.prompt_tokens.inc(record.prompt_tokens)

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from tandem_engine.base.clock import Clock
 from tandem_services.common.metrics import MetricFamilies
+from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.objectives import Objectives
 from tandem_services.gateway.observe.explain import RequestRecord
 from tandem_services.gateway.observe.metrics import MODEL
@@ -112,6 +113,7 @@ class Predictions:
         """Requests that ended in that second of the clock and were learned from, or would have been."""
         self._shown: set[tuple[str, Placement]] = set()
 
+    @estimating(lambda *_, **__: None)
     def predict(self, choice: Choice, *, gateway_wait_s: float) -> Prediction | None:
         """Of a first attempt; None where the router predicts nothing, and for figures that are no durations."""
         if choice.latency is None:
@@ -122,6 +124,7 @@ class Predictions:
         self._errors.inc()
         return None
 
+    @recording
     def finished(self, record: RequestRecord) -> None:
         """A request has ended, however it did."""
         try:
@@ -199,6 +202,7 @@ def _longest(seconds: Iterable[float | None]) -> float:
     return max((each for each in seconds if each is not None), default=0.0)
 
 
+@estimating(lambda _: [])
 def header_of(record: RequestRecord) -> list[tuple[bytes, bytes]]:
     """For the head of the response; nothing when the response begins before there are workers."""
     attempts = record.choices[0].attempts if record.choices else []

@@ -22,11 +22,20 @@ from starlette.types import Scope
 from tandem_engine.base.clock import Clock
 from tandem_engine.messages.requests import TraceContext
 from tandem_services.common import span_names as names
+from tandem_services.common.recording import estimating, recording
 from tandem_services.common.span_export import context_of, parent_of
 from tandem_services.common.span_names import hit_attributes
 from tandem_services.gateway.observe.explain import AttemptRecord, RequestRecord
 from tandem_services.gateway.observe.metrics import route_reason
-from tandem_services.gateway.observe.tracing import AttemptStart, AttemptTrace, PassedOn, RequestTrace, client_context
+from tandem_services.gateway.observe.tracing import (
+    UNTRACED,
+    AttemptStart,
+    AttemptTrace,
+    PassedOn,
+    RequestTrace,
+    client_context,
+    pass_on,
+)
 
 OPERATIONS = {
     "/v1/chat/completions": "chat",
@@ -58,6 +67,7 @@ class GatewayTraces:
     """Those of the router of a model."""
     unix_ns: Callable[[], int] = time.time_ns
 
+    @estimating(lambda _, *request: pass_on(*request))
     def __call__(self, scope: Scope, request_id: str, arrived: float) -> RequestTrace:
         given, path = client_context(scope["headers"]), scope["path"]
         operation = OPERATIONS.get(path)
@@ -104,9 +114,11 @@ class RequestSpans:
         self._untraced: set[int] = set()
 
     @property
+    @estimating(lambda _: None)
     def trace_id(self) -> str:
         return f"{self._span.get_span_context().trace_id:032x}"
 
+    @estimating(lambda *_: UNTRACED)
     def attempt(self, start: AttemptStart) -> AttemptTrace:
         if start.index >= MAX_TRACED_CHOICES:
             self._untraced.add(start.index)
@@ -125,6 +137,7 @@ class RequestSpans:
         self._last[start.index] = _LastAttempt(span, start.note)
         return AttemptSpan(span, start.note, self)
 
+    @recording
     def finished(self, record: RequestRecord) -> None:
         self._span.update_name(f"{self._operation} {record.model}")
         self._span.set_attributes(_described(record))
@@ -134,6 +147,7 @@ class RequestSpans:
             # A stream that failed was answered with 200 before.
             self._note_error(record.status)
 
+    @recording
     def answered(self, status: int) -> None:
         self._span.set_attribute(names.HTTP_STATUS, status)
         self._note_error(status)
@@ -205,11 +219,13 @@ class AttemptSpan:
     def __post_init__(self) -> None:
         self.context = context_of(self.span)
 
+    @recording
     def received(self, tokens: int) -> None:
         if not self._tokens and tokens:
             self.span.add_event(names.FIRST_TOKEN, timestamp=self.request.now_ns())
         self._tokens += tokens
 
+    @recording
     def ended(self) -> None:
         self.span.set_attributes({names.OUTCOME: self.note.outcome, names.OUTPUT_TOKENS: self._tokens})
         if self.note.outcome not in GOOD_OUTCOMES:

@@ -18,6 +18,7 @@ from starlette.types import Scope
 
 from tandem_engine.messages.requests import MAX_TRACESTATE_CHARACTERS, TraceContext
 from tandem_engine.messages.sampling import SamplingParams
+from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.observe.explain import AttemptRecord, RequestRecord
 from tandem_services.router.decision import Choice
 
@@ -30,6 +31,7 @@ _MEMBER = re.compile(_KEY + r"=[\x20-\x2b\x2d-\x3c\x3e-\x7e]{0,255}[\x21-\x2b\x2
 MAX_MEMBERS = 32
 
 
+@estimating(lambda _: None)
 def client_context(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
     """The client's trace context; None without a valid one. Names of headers are in lower case."""
     parents, states = [], []
@@ -124,22 +126,28 @@ class PassedOn:
     context: TraceContext | None
 
     @property
+    @estimating(lambda _: None)
     def trace_id(self) -> str | None:
         return None if self.context is None else self.context.trace_id
 
+    @estimating(lambda passed_on, _: passed_on)
     def attempt(self, start: AttemptStart) -> AttemptTrace:
         del start
         return self
 
+    @recording
     def received(self, tokens: int) -> None:
         pass
 
+    @recording
     def ended(self) -> None:
         pass
 
+    @recording
     def finished(self, record: RequestRecord) -> None:
         pass
 
+    @recording
     def answered(self, status: int) -> None:
         pass
 
@@ -147,6 +155,7 @@ class PassedOn:
 UNTRACED = PassedOn(None)
 
 
+@estimating(lambda *_: UNTRACED)
 def pass_on(scope: Scope, request_id: str, arrived: float) -> RequestTrace:
     """The `Traces` of a gateway that makes no spans."""
     del request_id, arrived

@@ -10,6 +10,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from tandem_services.common.metrics import PROMPT_TOKENS, REQUEST_SECONDS, MetricFamilies
+from tandem_services.common.recording import recording
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.gateway.queueing.lanes import Lane
@@ -172,24 +173,29 @@ class QueueMetrics:
         self._oldest.set_function(lambda: figures().oldest_wait_s)
         self._held.set_function(lambda: figures().held)
 
+    @recording
     def asked(self, prompt_tokens: int, *, gap_s: float) -> None:
         """A request has come, so long after the one before it."""
         self._asked.inc(prompt_tokens)
         self._gaps.inc(gap_s * gap_s)
 
+    @recording
     def admitted(self, wait_s: float, *, prompt_tokens: int, matched_tokens: int) -> None:
         """It has a worker, after `wait_s`, which is predicted to have `matched_tokens` of its tokens cached."""
         self.wait.observe(wait_s)
         self._predicted.inc(matched_tokens)
         self._uncached.observe(max(1, prompt_tokens - matched_tokens))
 
+    @recording
     def start_awaited(self, wait_s: float, *, served: bool) -> None:
         """It has waited for a worker that starts, `wait_s` altogether, and was `served` by one."""
         self._start_waits[served].observe(wait_s)
 
+    @recording
     def refused(self, reason: str) -> None:
         self._refused.series(self._model, reason).inc()
 
+    @recording
     def waiting(self, lengths: Mapping[str, int]) -> None:
         """How many wait, by tenant."""
         self._waiting.set(sum(lengths.values()))

@@ -30,6 +30,7 @@ from typing import Protocol
 
 from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError, unavailable
+from tandem_services.common.recording import estimating
 from tandem_services.common.tasks import BackgroundTasks, for_ever
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, GivingWay, SharedCounters, Waiting, wish_of
@@ -191,6 +192,7 @@ class LateBinding:
             held=sum(visitor.verdict is Verdict.NO_WORKER for visitor in waiting),
         )
 
+    @estimating(lambda *_, **__: 0.0)
     def expected_wait_s(self, *, tenant: Tenant, priority: int, prompt_tokens: int) -> float:
         """Predicted time in the queue of a request that comes now: until what is served before it has workers."""
         if not self.queue:

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 from tandem_engine.base.clock import Clock
+from tandem_services.common.recording import estimating
 from tandem_services.gateway.queueing.worker_starts import LEAST_S, WorkerStarts
 
 
@@ -76,6 +77,7 @@ class Patience:
             return until
         return max(until, min(self.starts.seen_at + self.policy.worker_s, since + self.policy.start_s))
 
+    @estimating(lambda _: LEAST_S)
     def retry_s(self) -> float:
         """When there may be a worker for what is refused now."""
         return LEAST_S if self.starts is None else self.starts.remaining_s()

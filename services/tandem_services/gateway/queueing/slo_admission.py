@@ -23,6 +23,7 @@ from math import inf
 from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies
+from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.objectives import STRICT_FACTOR, Objectives, SloMode
 from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.gateway.observe.predictions import Predictions
@@ -87,6 +88,7 @@ class SloAdmission:
             [MODEL, "kept"],
         )
 
+    @recording
     def judge_wait(
         self,
         objectives: Objectives | None,
@@ -102,6 +104,7 @@ class SloAdmission:
         if wait_s > self._allowed(priority) * objectives.ttft_s:
             raise self._unattainable(tenant, drain_s=wait_s - objectives.ttft_s, work_s=work_s())
 
+    @estimating(lambda *_, **__: None)
     def judge(
         self,
         choice: Choice,
