@@ -4,6 +4,7 @@ import pytest
 
 from tandem_testing.pairs.asking import Outcome, ask_refused, ask_rows, asking
 from tandem_testing.pairs.fields import CHATS, COMPLETIONS, Route
+from tandem_testing.pairs.other_apis import MESSAGES, RESPONSES
 
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
@@ -15,7 +16,9 @@ def problems(outcomes: list[Outcome]) -> list[tuple[object, list[str]]]:
     return [(outcome.row, outcome.problems) for outcome in outcomes if outcome.problems]
 
 
-@pytest.mark.parametrize("route", [COMPLETIONS, CHATS], ids=["completions", "chats"])
+@pytest.mark.parametrize(
+    "route", [COMPLETIONS, CHATS, RESPONSES, MESSAGES], ids=["completions", "chats", "responses", "messages"]
+)
 async def test_pairs_of_fields_are_answered_equally_each_way(fleet, reference, route: Route):
     rows = route.rows(SEED, small=True)
     async with asking(reference.system.url) as one, asking(fleet.system.url) as other:

@@ -19,6 +19,7 @@ from typing import Any
 from tandem_testing.pairs.asking import Outcome, ask_refused, ask_rows, asking
 from tandem_testing.pairs.fields import ROUTES
 from tandem_testing.pairs.options import compare_options, option_rows
+from tandem_testing.pairs.other_apis import MESSAGES, RESPONSES
 from tandem_testing.system import System
 
 FLAGS = ("--threads", "1", "--kv-cache-gib", "0.1", "--dtype", "float32", "--chunked-prefill-size", "256")
@@ -53,7 +54,7 @@ def report(array: str, seed: int, outcomes: Sequence[Outcome], *, refused: int =
 async def ask_fields(one: System, other: System, seed: int) -> list[Figures]:
     figures = []
     async with asking(one.url) as here, asking(other.url) as there:
-        for route in ROUTES:
+        for route in (*ROUTES, RESPONSES, MESSAGES):
             refused = await ask_refused(route, here, there)
             asked = await ask_rows(route, route.rows(seed), here, there)
             figures.append(report(route.path, seed, [*refused, *asked], refused=len(refused)))

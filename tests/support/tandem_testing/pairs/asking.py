@@ -14,12 +14,11 @@ from typing import Any
 
 import httpx
 
-from tandem_testing.pairs.answers import Answer, differences, streamed_answer, whole_answer
+from tandem_testing.pairs.answers import Answer, differences
 from tandem_testing.pairs.covering import Row
 from tandem_testing.pairs.fields import Route
 
 PATIENCE_S = 600.0
-STREAMED = {"stream": True, "stream_options": {"include_usage": True}}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,10 +29,10 @@ class Asked:
     model: str
 
     async def whole(self, route: Route, row: Row) -> Answer:
-        return whole_answer(await self._post(route, row, {}))
+        return route.whole_form(await self._post(route, row, {}))
 
     async def streamed(self, route: Route, row: Row) -> Answer:
-        return streamed_answer(await self._post(route, row, STREAMED))
+        return route.streamed_form(await self._post(route, row, route.streamed))
 
     async def crowd(self, route: Route, rows: Sequence[Row]) -> list[tuple[Answer, Answer]]:
         """The whole and the streamed answer of each row."""

@@ -7,11 +7,14 @@ it names; `WHOLE_ONLY`, values that it does not stream.
 Every field of a route is in an axis, in `NOT_PAIRED` with the reason, or in the product's `WITHOUT_EFFECT`.
 """
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from random import Random
 from typing import Any
 
+import httpx
+
+from tandem_testing.pairs.answers import Answer, streamed_answer, whole_answer
 from tandem_testing.pairs.covering import Axis, Forbidden, Row, Value, covering_rows
 
 Body = dict[str, Any]
@@ -28,7 +31,7 @@ NOT_PAIRED = {
 
 SCHEMA = {"type": "object", "properties": {"n": {"enum": [1, 2]}}, "required": ["n"], "additionalProperties": False}
 GRAMMAR = 'root ::= "yes, it is" | "no, not at all"'
-WEATHER = {
+WEATHER: Body = {
     "type": "function",
     "function": {
         "name": "weather",
@@ -44,6 +47,12 @@ NAMED = {"type": "function", "function": {"name": "weather"}}
 LATER = {"prompt_logprobs": 1, "logprob_start": 2}
 STORY = "Once upon a time there was a little fox who"
 QUESTION = {"role": "user", "content": "Tell me about a bear."}
+
+SHAPES = (
+    *("structured_outputs", "guided_json", "guided_regex", "guided_choice", "guided_grammar"),
+    *("guided_whitespace_pattern", "regex", "ebnf", "json_schema", "allowed_token_ids"),
+)
+"""Fields that constrain an output."""
 
 SHARED: Mapping[str, Parts] = {
     "drawing": {
@@ -124,6 +133,12 @@ class Route:
     """One endpoint whose answers are compared."""
 
     path: str
+    always: Body = field(default_factory=lambda: {"return_token_ids": True})
+    """In every body."""
+    streamed: Body = field(default_factory=lambda: {"stream": True, "stream_options": {"include_usage": True}})
+    """In a body whose answer is streamed."""
+    whole_form: Callable[[httpx.Response], Answer] = whole_answer
+    streamed_form: Callable[[httpx.Response], Answer] = streamed_answer
     axes: Mapping[str, Parts]
     refused: Sequence[Refusal]
     not_paired: Mapping[str, str]
@@ -134,10 +149,10 @@ class Route:
     def body(self, row: Row) -> Body:
         """Of the row's values; those of axes that it leaves out are the first ones."""
         parts = (values[row.get(name, next(iter(values)))] for name, values in self.axes.items())
-        return {"return_token_ids": True} | {field: value for part in parts for field, value in part.items()}
+        return self.always | {name: value for part in parts for name, value in part.items()}
 
     def fields(self) -> set[str]:
-        return {field for values in self.axes.values() for part in values.values() for field in part}
+        return {name for values in self.axes.values() for part in values.values() for name in part}
 
     def rows(self, seed: int, *, small: bool = False) -> list[Row]:
         """`small`: each axis has its first value and another one of the seed's."""

@@ -5,14 +5,24 @@ import json
 import httpx
 import pytest
 
+from tandem_services.gateway.api.anthropic.schemas import MessagesRequest
 from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRequest
+from tandem_services.gateway.api.responses.schemas import ResponsesRequest
 from tandem_services.gateway.http.known_fields import WITHOUT_EFFECT
 from tandem_testing.pairs.answers import differences, streamed_answer, whole_answer
 from tandem_testing.pairs.covering import pairs_of
 from tandem_testing.pairs.fields import CHATS, COMPLETIONS
+from tandem_testing.pairs.other_apis import MESSAGES, RESPONSES
+
+SHAPES_OF = [
+    (COMPLETIONS, CompletionRequest),
+    (CHATS, ChatRequest),
+    (RESPONSES, ResponsesRequest),
+    (MESSAGES, MessagesRequest),
+]
 
 
-@pytest.mark.parametrize(("route", "shape"), [(COMPLETIONS, CompletionRequest), (CHATS, ChatRequest)])
+@pytest.mark.parametrize(("route", "shape"), SHAPES_OF)
 def test_every_field_is_paired_or_has_a_reason_not_to_be(route, shape) -> None:
     fields = {*shape.__struct_fields__}
     assert fields - route.fields() - {*route.not_paired} - {*WITHOUT_EFFECT} == set()
@@ -20,12 +30,12 @@ def test_every_field_is_paired_or_has_a_reason_not_to_be(route, shape) -> None:
     assert not route.fields() & ({*route.not_paired} | {*WITHOUT_EFFECT})
 
 
-@pytest.mark.parametrize("route", [COMPLETIONS, CHATS])
+@pytest.mark.parametrize("route", [route for route, _ in SHAPES_OF])
 def test_each_row_is_a_body_without_a_refused_pair(route) -> None:
     refused = {frozenset((each.one, each.other)) for each in route.refused}
     for row in route.rows(3):
         assert refused.isdisjoint(pairs_of(row))
-        assert route.body(row)["return_token_ids"] is True
+        assert route.body(row).items() >= route.always.items()
 
 
 def whole(**choice: object) -> httpx.Response:
