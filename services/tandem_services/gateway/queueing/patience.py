@@ -2,7 +2,7 @@
 
 capacity    `room_s` from its arrival, or from when there was a worker again
 a worker    `worker_s` from its arrival, or from when the last worker of a role left
-a start     on top, while workers of all lacking roles start, and `worker_s` after their last report: one that was
+a start     longer, while workers of all lacking roles start, and `worker_s` after their last report: one that was
             seen to start a moment ago may have registered since. `start_s` altogether
 """
 
@@ -42,6 +42,7 @@ class Patience:
     _somebody_since: float = -inf
     """When that last ended."""
 
+    @estimating(lambda _: False)
     def lacks_a_role(self) -> bool:
         """Whether no worker of some role is offered, where that is known."""
         return self.starts is not None and bool(self.starts.lacking())
@@ -57,6 +58,7 @@ class Patience:
             self.nobody_since, self._somebody_since = None, now
         return ended
 
+    @estimating(lambda _: False)
     def awaits_start(self) -> bool:
         """Whether the workers that are lacking now start."""
         if self.starts is None or self.nobody_since is None:
