@@ -126,7 +126,7 @@ class Bench:
                 held = random.randint(1, len(chain))
             foreign = [os.urandom(16) for _ in range(2000)]
             updates = [IndexUpdate(UpdateKind.CLEARED), IndexUpdate(UpdateKind.STORED, tuple(foreign + chain[:held]))]
-            await self.index.apply(each.view.incarnation, updates, builds_on=-1, revision=1)
+            await self.index.apply(each.view.incarnation, updates, page_size=PAGE, builds_on=-1, revision=1)
 
     async def decide(self, chain: bytes, tokens: int) -> None:
         demand = Demand(prompt_tokens=tokens, output_tokens=256, local_prefill_tokens=16)
@@ -217,10 +217,10 @@ async def index_bytes(server: RedisServer, blocks: int) -> dict[str, float]:
     bench = Bench(server, 1)
     before = await used_memory(bench)
     revision = 1
-    await bench.index.apply("worker-0@1", [IndexUpdate(UpdateKind.CLEARED)], builds_on=-1, revision=revision)
+    await bench.index.apply("worker-0@1", [IndexUpdate(UpdateKind.CLEARED)], page_size=PAGE, builds_on=-1, revision=revision)
     for _ in range(blocks // SLICE):
         stored = IndexUpdate(UpdateKind.STORED, tuple(os.urandom(16) for _ in range(SLICE)))
-        await bench.index.apply("worker-0@1", [stored], builds_on=revision, revision=revision + 1)
+        await bench.index.apply("worker-0@1", [stored], page_size=PAGE, builds_on=revision, revision=revision + 1)
         revision += 1
     taken = await used_memory(bench) - before
     await bench.client.close()

@@ -27,7 +27,7 @@ def removed(*hashes: bytes) -> IndexUpdate:
 
 
 async def apply(fleet: Fleet, *updates: IndexUpdate, builds_on: int, revision: int) -> Applied:
-    return await fleet.index.apply("w1@1", updates, builds_on=builds_on, revision=revision)
+    return await fleet.index.apply("w1@1", updates, page_size=PAGE, builds_on=builds_on, revision=revision)
 
 
 async def matched(fleet: Fleet, chain: list[bytes] = CHAIN, *, page: int = PAGE) -> int:

@@ -182,7 +182,7 @@ async def test_cursor_that_is_no_revision_is_a_gap(raw, fleet):
             continue  # a revision, though another one: the feed sees that it is not its own
         assert reply.cursor == -1, name
         update = [IndexUpdate(UpdateKind.STORED, tuple(chain_of(PROMPT)))]
-        assert await fleet.index.apply("p@1", update, builds_on=3, revision=4) is Applied.GAP, name
+        assert await fleet.index.apply("p@1", update, page_size=16, builds_on=3, revision=4) is Applied.GAP, name
 
 
 async def test_verdict_without_a_signature_ends_no_worker(raw, fleet, router):

@@ -201,7 +201,11 @@ class Fleet:
         revision = self._revision[worker.name]
         self._revision[worker.name] = revision + 1
         applied = await self.redis.index.apply(
-            _incarnation(worker.name), updates, builds_on=revision, revision=revision + 1
+            _incarnation(worker.name),
+            updates,
+            page_size=self._shape.block_tokens,
+            builds_on=revision,
+            revision=revision + 1,
         )
         assert applied is Applied.APPLIED, f"the index of {worker.name} answered {applied}"
 

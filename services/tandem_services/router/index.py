@@ -39,6 +39,8 @@ class UpdateKind(StrEnum):
     """What is stored is in host memory, and not on the device."""
     ON_DEVICE = "D"
     """Blocks that were in host memory alone no longer are: they are on the device, or dropped."""
+    NAMED_AGAIN = "N"
+    """Blocks that have been stored for some time: for the index by block alone, of which Redis may have lost a part."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,12 +145,15 @@ class BlockIndex:
     keys: Keys
 
     async def apply(
-        self, incarnation: str, updates: Sequence[IndexUpdate], *, builds_on: int, revision: int
+        self, incarnation: str, updates: Sequence[IndexUpdate], *, page_size: int, builds_on: int, revision: int
     ) -> Applied:
-        """Apply `updates` in order. A CLEARED first makes `builds_on` irrelevant."""
+        """Apply `updates` in order. A CLEARED first makes `builds_on` irrelevant. `page_size`: tokens of a block."""
         reply = await self.library.call(
             "apply_kv_events",
             (self.keys.blocks(incarnation), self.keys.cursor(incarnation), self.keys.host_blocks(incarnation)),
+            self.keys.prefix,
+            incarnation,
+            page_size,
             builds_on,
             revision,
             *(update.pack() for update in updates),
@@ -166,15 +171,18 @@ class BlockIndex:
         page_size: int,
         chain: bytes,
         exclude: frozenset[str],
+        allowed: frozenset[str] | None = None,
         absences: Mapping[str, Absence] | None = None,
         seed: int,
         explained: bool = False,
     ) -> Routed | None:
         """Choose and reserve; None when no live worker qualifies.
 
-        `chain`: 16-byte digests of the prompt's pages. `absences`: of workers that have to load the adapter, by
+        `chain`: 16-byte digests of the prompt's pages. `allowed`: if not None, no other worker qualifies. `absences`: of workers that have to load the adapter, by
         incarnation. `explained`: also return the options that were priced.
         """
+        if allowed is not None and not allowed:
+            return None
         reply = await self.library.ask(
             "route_and_reserve",
             self.keys.shared,
@@ -190,6 +198,8 @@ class BlockIndex:
             EXPLAINED_OPTIONS - 1 if explained else 0,
             len(absences or {}),
             *(part for each in (absences or {}).items() for part in (each[0], repr(each[1][0]), repr(each[1][1]))),
+            0 if allowed is None else len(allowed),
+            *sorted(allowed or ()),
             *exclude,
             shape=_RouteReply,
         )

@@ -82,7 +82,42 @@ SWEEP_STEP = 512
 MAX_REGISTERED = 8192
 """Entries of adapters in Redis, those that were removed included."""
 
-MAX_WORKERS = 4_096
+ALL_UP_TO = 24
+"""Workers of a model with no more are all candidates of each decision (scripts/candidates.lua)."""
+
+MET_HOLDERS = 32
+"""Workers with a prefix of the prompt that a decision compares, to price the most promising."""
+
+MORE_DECODES = 16
+"""Further workers by load that a decision prices where fewer than two candidates have capacity."""
+
+MAX_RANKED_PAGE = 256
+"""Names of a rank that one command reads."""
+
+RANK_AGAIN_MS = 250
+"""A decision without any candidate writes the ranks of the whole fleet again, at most so often: Redis lost them, or workers
+of a release without ranks have just joined."""
+
+HOLDER_TOKENS = 128
+"""One block of about so many tokens of a prompt is in the index by block. Candidates are found by it, and matches are
+exact all the same, so a finer one costs more and finds hardly better ones."""
+
+MAX_HOLDERS = 64
+"""Workers that the index by block names for one block: a decision compares half as many."""
+
+MAX_BUCKET_FIELDS = 16_384
+"""A hash of the index by block with more was not written by workers: there are 4,096 of them."""
+
+SWEPT_BUCKETS = 16
+"""Hashes of the index by block that the sweep of a second looks into: each of them every four minutes."""
+
+SWEPT_FIELDS = 32
+"""Blocks of each of these. Two milliseconds a second in all."""
+
+SWEPT_TAGS = 4
+"""Holders of each of these."""
+
+MAX_WORKERS = 16_384
 """One more is rejected. Rows beyond it were not written by workers: they are removed, and the workers stay."""
 
 SMALL_FLEET = 32

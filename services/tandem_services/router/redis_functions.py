@@ -7,7 +7,8 @@
    A Redis user without FUNCTION LOAD needs an administrator to load it: `library_source()` returns the source.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from importlib.resources import files
@@ -35,15 +36,19 @@ SCRIPTS = (
     "fleet_row",
     "open",
     "in_flight",
-    "index",
     "chain",
     "score",
     "worker",
     "fleet",
+    "ranks",
+    "holders",
+    "sweep_ranks",
+    "index",
     "lease",
     "fetch",
     "settle",
     "option",
+    "candidates",
     "route",
     "usage",
     "fair",
@@ -51,8 +56,19 @@ SCRIPTS = (
     "starting",
 )
 
-SCOPED = frozenset({"lease", "usage", "fair", "adapters", "starting"})
-"""Scripts of which no other uses anything. Their names are local to them: a Lua chunk has room for 200."""
+SCOPED: Mapping[str, tuple[str, ...]] = {
+    "in_flight": ("note_prompt", "take_back_notes", "drop_notes_of", "drop_indexed_notes", "blocks_in_flight"),
+    "chain": ("chain_search",),
+    "ranks": ("ranked", "rank_keys", "kinds_key", "rank", "unrank", "keep_ranks", "row_changed"),
+    "lease": (),
+    "candidates": ("candidates",),
+    "usage": (),
+    "fair": (),
+    "adapters": (),
+    "starting": (),
+}
+"""Scripts with few functions that others use: their other names are local to them, because a Lua chunk has room for
+200. So is a constant that one of them uses alone."""
 
 CONSTANTS: Mapping[str, float] = {
     "LEASE_MS": keys.LEASE_MS,
@@ -64,6 +80,17 @@ CONSTANTS: Mapping[str, float] = {
     "RESERVATION_BUCKET_MS": keys.RESERVATION_BUCKET_MS,
     "SWEEP_EVERY_MS": keys.SWEEP_EVERY_MS,
     "SWEEP_STEP": keys.SWEEP_STEP,
+    "SWEPT_BUCKETS": keys.SWEPT_BUCKETS,
+    "SWEPT_FIELDS": keys.SWEPT_FIELDS,
+    "SWEPT_TAGS": keys.SWEPT_TAGS,
+    "MAX_BUCKET_FIELDS": keys.MAX_BUCKET_FIELDS,
+    "MAX_HOLDERS": keys.MAX_HOLDERS,
+    "HOLDER_TOKENS": keys.HOLDER_TOKENS,
+    "RANK_AGAIN_MS": keys.RANK_AGAIN_MS,
+    "ALL_UP_TO": keys.ALL_UP_TO,
+    "MET_HOLDERS": keys.MET_HOLDERS,
+    "MORE_DECODES": keys.MORE_DECODES,
+    "MAX_RANKED_PAGE": keys.MAX_RANKED_PAGE,
     "MAX_WORKERS": keys.MAX_WORKERS,
     "MAX_REGISTERED": keys.MAX_REGISTERED,
     "DESCRIBED_TTL_MS": keys.DESCRIBED_TTL_MS,
@@ -112,17 +139,31 @@ def library_source(constants: Mapping[str, float] = CONSTANTS, *, clock: str | N
     `clock` takes the place of scripts/clock.lua, where time is not Redis's own.
     """
     folder = files("tandem_services.router") / "scripts"
-    scripts = [
-        clock if name == "clock" and clock is not None else _scoped(name, (folder / f"{name}.lua").read_text("utf-8"))
-        for name in SCRIPTS
-    ]
-    body = "\n".join((*(f"local {name} = {value}" for name, value in constants.items()), *scripts))
+    scripts = {name: (folder / f"{name}.lua").read_text("utf-8") for name in SCRIPTS}
+    if clock is not None:
+        scripts["clock"] = clock
+    users = {constant: [name for name in SCRIPTS if re.search(rf"\b{constant}\b", scripts[name])] for constant in constants}
+    alone = {constant: name for constant, (name, *others) in users.items() if name in SCOPED and not others}
+    parts = [_constants(constants, set(constants) - set(alone))]
+    for name, script in scripts.items():
+        own = _constants(constants, {constant for constant, user in alone.items() if user == name})
+        parts.append(_scoped(name, own, script) if name in SCOPED else script)
+    body = "\n".join(parts)
     name = "tandem_" + blake2b(body.encode(), digest_size=4).hexdigest()
     return LibrarySource(name, f"#!lua name={name}\nlocal VERSION = '{name}'\n{body}")
 
 
-def _scoped(name: str, script: str) -> str:
-    return f"do\n{script}\nend" if name in SCOPED else script
+def _constants(values: Mapping[str, float], names: Collection[str]) -> str:
+    return "\n".join(f"local {name} = {value}" for name, value in values.items() if name in names)
+
+
+def _scoped(name: str, constants: str, script: str) -> str:
+    """`script` in a block of its own, beyond which only its functions in `SCOPED` are known."""
+    functions = SCOPED[name]
+    for function in functions:
+        script = script.replace(f"\nlocal function {function}(", f"\nfunction {function}(")
+    declared = f"local {', '.join(functions)}\n" if functions else ""
+    return f"{declared}do\n{constants}\n{script}\nend"
 
 
 @dataclass(frozen=True, slots=True)

@@ -110,7 +110,7 @@ async def test_removed_block_is_not_in_flight(fleet, router):
     await fleet.cache(record, CHAIN)
     gone = IndexUpdate(UpdateKind.REMOVED, tuple(CHAIN))
     revision = abs(hash((*CHAIN, 0))) % (1 << 40) + 1
-    await fleet.index.apply(record.view.incarnation, [gone], builds_on=revision, revision=revision + 1)
+    await fleet.index.apply(record.view.incarnation, [gone], page_size=16, builds_on=revision, revision=revision + 1)
     assert (await router.choose(query())).matched_tokens == 0
 
 

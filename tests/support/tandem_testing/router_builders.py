@@ -167,7 +167,10 @@ class Fleet:
         if in_host:
             updates.append(IndexUpdate(UpdateKind.HOST_ALONE, tuple(hashes[-in_host:])))
         revision = abs(hash((*hashes, in_host))) % (1 << 40) + 1
-        outcome = await self.index.apply(record.view.incarnation, updates, builds_on=-1, revision=revision)
+        view = record.view
+        outcome = await self.index.apply(
+            view.incarnation, updates, page_size=view.page_size, builds_on=-1, revision=revision
+        )
         assert outcome in {Applied.APPLIED, Applied.REPEATED}, outcome
 
     async def close(self) -> None:

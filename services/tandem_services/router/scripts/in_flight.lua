@@ -114,7 +114,8 @@ local function drop_indexed_notes(blocks, digests)
   end
 end
 
--- Key of a worker's blocks → the last named block of the query that the worker will have; nil if there is none.
+-- Key of a worker's blocks → the last named block of the query that the worker will have, of MET_HOLDERS workers with the
+-- longest prefixes; nil if there is none.
 local function blocks_in_flight(query, now)
   if kept == 0 then return nil end
   local digest, position, shared = query.digest, 1, false
@@ -123,14 +124,17 @@ local function blocks_in_flight(query, now)
     position = position * 2
   end
   if not shared then return nil end
-  local last = {}
+  local last, found = {}, 0
   for at = query.named, 1, -1 do
     local held = notes[digest(at)]
     if held then
       local count = held.blocks and 1 or #held
       for i = 1, count do
         local decision = held.blocks and held or held[i]
-        if not last[decision.blocks] and decision.expires_ms > now then last[decision.blocks] = at end
+        if not last[decision.blocks] and decision.expires_ms > now then
+          last[decision.blocks], found = at, found + 1
+          if found == MET_HOLDERS then return last end
+        end
       end
     end
   end

@@ -16,6 +16,9 @@ local function cursor_of(blocks, cursor)
   return whole(redis.call('GET', cursor), MAX_WHOLE) or -1
 end
 
+-- What events do to the holders of their blocks.
+local HOLDING = {S = add_holder, N = add_holder, R = drop_holder}
+
 -- Events after which notes of prompts in flight about these blocks are obsolete.
 local NOTED_UNTIL = {S = true, R = true}
 
@@ -33,29 +36,34 @@ end
 
 -- apply_kv_events: add and remove blocks of one incarnation, in order.
 -- KEYS: 1 blocks:<incarnation>, 2 cursor:<incarnation>, 3 host:<incarnation>
--- ARGV: 1 revision this update builds on, 2 revision it leads to, 3… events: a kind and its digests,
---       'S' stored, 'R' removed, 'C' everything cleared (only as the first, and then argument 1 is not checked),
---       'H' stored blocks that are in host memory alone, 'D' blocks that no longer are
+-- ARGV: 1 prefix, 2 incarnation, 3 tokens of a block, 4 revision this update builds on, 5 revision it leads to,
+--       6… events: a kind and its digests,
+--       'S' stored, 'R' removed, 'C' everything cleared (only as the first, and then argument 4 is not checked),
+--       'H' stored blocks that are in host memory alone, 'D' blocks that no longer are,
+--       'N' blocks that have been stored for long, for holders.lua alone
 -- Returns 'applied', 'repeated' (this update had been applied, but the reply was lost) or 'gap'.
 local function apply_kv_events(keys, args)
   local blocks, cursor, host = keys[1], keys[2], keys[3]
   local set = {S = {'SADD', blocks}, R = {'SREM', blocks}, H = {'SADD', host}, D = {'SREM', host}}
   local revision = cursor_of(blocks, cursor)
-  if revision == tonumber(args[2]) then return 'repeated' end
-  if args[3] ~= 'C' and revision ~= tonumber(args[1]) then return 'gap' end
+  if revision == tonumber(args[5]) then return 'repeated' end
+  if args[6] ~= 'C' and revision ~= tonumber(args[4]) then return 'gap' end
   drop_unless(host, 'set')
-  for i = 3, #args do
+  local prefix, tag, every = args[1], tag_of(args[2]), sampling_of(tonumber(args[3]))
+  note_publisher(prefix, args[2])
+  for i = 6, #args do
     local kind = string.sub(args[i], 1, 1)
     if kind == 'C' then
       redis.call('UNLINK', blocks, host)
       redis.call('SADD', blocks, HOLDER)
     else
       local digests = string.sub(args[i], 2)
-      each_slice(digests, set[kind][1], set[kind][2])
+      if set[kind] then each_slice(digests, set[kind][1], set[kind][2]) end
+      if HOLDING[kind] then change_holders(HOLDING[kind], prefix, digests, tag, every) end
       if NOTED_UNTIL[kind] then drop_indexed_notes(blocks, digests) end
     end
   end
-  redis.call('SET', cursor, args[2], 'PX', INDEX_TTL_MS)
+  redis.call('SET', cursor, args[5], 'PX', INDEX_TTL_MS)
   redis.call('PEXPIRE', blocks, INDEX_TTL_MS)
   redis.call('PEXPIRE', host, INDEX_TTL_MS)
   return 'applied'

@@ -26,7 +26,10 @@ end
 
 -- Removes all entries of `incarnation`.
 local function retire(state, incarnation)
+  unrank(state, incarnation, redis.call('HGET', state.fleet, incarnation))
   redis.call('HDEL', state.fleet, incarnation)
+  drop_kept(state, incarnation)
+  drop_tag(state, incarnation)
   forget_index(state, incarnation)
   local worker_id = worker_of(incarnation)
   if worker_id and read_verdict(redis.call('HGET', state.owner, worker_id)) == incarnation then
@@ -45,9 +48,8 @@ end
 -- could renew: a grace period keeps their indexes from being dropped. The same holds after a wipe, which the missing
 -- epoch shows.
 local function touch(state, epoch_seed)
-  local last, current = meta_time(state, 'last_call', 0), fleet_is_current(state)
+  local last = meta_time(state, 'last_call', 0)
   redis.call('HSET', state.meta, 'last_call', string.format('%.0f', state.now))
-  if current then stamp_fleet(state) else doubt_fleet(state.prefix) end
   if not epoch_of(state.meta) then
     redis.call('HSET', state.meta, 'epoch', epoch_seed)
     drop_notes_of(state.prefix)
@@ -66,7 +68,7 @@ end
 -- `swept_at`: when the last sweep was. A lease that has ended since is noted once.
 local function sweep_fleet(state, swept_at)
   local may_forget = state.now >= meta_time(state, 'grace_until', FENCE_AFTER_MS)
-  local budget = SWEEP_STEP
+  local budget, unpublished = SWEEP_STEP, 0
   local rows = redis.call('HGETALL', state.fleet)
   for i = 1, #rows, 2 do
     local kind, lease_ms = lease_state(rows[i + 1], state.now)
@@ -79,14 +81,18 @@ local function sweep_fleet(state, swept_at)
       budget = budget - 1
     elseif kind == 'lapsed' and lease_ms >= swept_at then
       note_change(state, rows[i])
+    elseif kind == 'live' then
+      unpublished = unpublished + rank_row(state, rows[i], rows[i + 1], false)
     end
   end
+  note_ranked(state, unpublished)
+  sweep_holders(state)
 end
 
--- Bounded, at most once a second, by the first caller.
+-- Bounded, at most once a second, by the first caller of each release that ranks workers.
 local function sweep(state)
-  local swept_at = meta_time(state, 'swept_at', 0)
-  if state.now - swept_at < SWEEP_EVERY_MS then return end
+  local swept_at, ranked_at = meta_time(state, 'swept_at', 0), meta_time(state, 'ranked_at', 0)
+  if state.now - swept_at < SWEEP_EVERY_MS and state.now - ranked_at < SWEEP_EVERY_MS then return end
   redis.call('HSET', state.meta, 'swept_at', string.format('%.0f', state.now))
   sweep_fleet(state, swept_at)
 end
@@ -143,7 +149,12 @@ local function write_row(state, args, incarnation, worker_id)
   local standing = standing_reservations(before, state.now, report_ms)
   local row = struct.pack('<dd', state.now + LEASE_MS, report_ms) .. args[6] .. standing
   redis.call('HSET', state.fleet, incarnation, row)
-  keep_row(state.prefix, incarnation, before, row, state.now)
+  local worker = row_changed(state, incarnation, before, row)
+  if worker.live and (args[FIELDS] or not worker.publishes) then
+    keep_ranks(state, worker)
+    note_publisher(state.prefix, incarnation)
+    worker.publishes = true
+  end
   return known
 end
 

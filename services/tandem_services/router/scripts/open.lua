@@ -41,8 +41,3 @@ local function open_to_route(keys, args)
   if type(count) ~= 'number' or count > MAX_WORKERS or type(fields) ~= 'number' then return open(keys, args) end
   return opened(keys, args, count, now_ms(), 0)
 end
-
--- Changes with each heartbeat, of any release, and when a worker joins or leaves.
-local function meta_stamp(state)
-  return (redis.call('HGET', state.meta, 'last_call') or '') .. ' ' .. (redis.call('HGET', state.meta, 'generation') or '')
-end

@@ -4,11 +4,12 @@
 -- `tokens_at(n)`: prompt tokens in the first n named blocks of the chain; `named_per_token`: named blocks per token.
 local function read_query(state, args)
   local exclude, absent, last_absent = {}, nil, 11 + 3 * tonumber(args[11])
+  local last_allowed = last_absent + 1 + tonumber(args[last_absent + 1])
   for i = 12, last_absent, 3 do
     absent = absent or {}
     absent[args[i]] = {load_s = tonumber(args[i + 1]), evict_s = tonumber(args[i + 2])}
   end
-  for i = last_absent + 1, #args do exclude[args[i]] = true end
+  for i = last_allowed + 1, #args do exclude[args[i]] = true end
   local prompt_tokens, output_tokens, block_size = tonumber(args[3]), tonumber(args[4]), tonumber(args[5])
   local chain, blocks = args[8], tonumber(args[9])
   local named, step = math.min(math.floor(#chain / DIGEST_BYTES), MAX_NAMED_BLOCKS), 1
@@ -17,7 +18,9 @@ local function read_query(state, args)
   return {
     model = args[2], prompt_tokens = prompt_tokens, room_tokens = prompt_tokens + output_tokens,
     block_size = block_size, local_prefill_tokens = tonumber(args[6]), named = named,
-    digest = digest, look = look, search = search, on_device = on_device, others = tonumber(args[10]), exclude = exclude, absent = absent,
+    chain = chain, digest = digest, look = look, search = search, on_device = on_device,
+    others = tonumber(args[10]), exclude = exclude, absent = absent,
+    allowed = last_allowed > last_absent + 1 and {unpack(args, last_absent + 2, last_allowed)} or nil,
     tokens_at = function(position)
       if position == 0 then return 0 end
       local tokens = (position < named and position * step or blocks) * block_size
@@ -134,14 +137,14 @@ local function computed_in(choice, query)
   return computing.queue_s + fetching_s + missing_after(known_to(computing), query) * computing.token_s
 end
 
-local function reserve(state, fleet, claims, bucket)
+local function reserve(state, claims, bucket)
   local now = state.now
   for _, claim in ipairs(claims) do
     local worker, queue, sequences, room = unpack(claim)
     local row = with_reservation(worker.row, now, bucket, queue, sequences, room)
     redis.call('HSET', state.fleet, worker.incarnation, row)
     add_reserved(worker, row, now, bucket, queue, sequences, room)
-    keep_worker(fleet, worker)
+    rank(state, worker)
     claim[1] = worker.incarnation
   end
   return claims
@@ -152,7 +155,8 @@ end
 --       the chain, 6 local prefill tokens, 7 random seed, 8 chain (16-byte digests, concatenated) of named blocks,
 --       9 number of blocks of the prompt: each 1st, 2nd, 4th, 8th … of them is named, up to the limit, and the last one,
 --       10 number of other options to return, 11 number of workers that have to load the adapter, then of each
---       incarnation, seconds to load it, seconds to load again what makes way; then incarnations to exclude
+--       incarnation, seconds to load it, seconds to load again what makes way; then the number of workers that alone are
+--       allowed, 0 for all, and their incarnations; then incarnations to exclude
 -- Returns msgpack {status = chosen | none, chosen = {decode, prefill, degraded, matched, decode_matched, fetch, terms},
 --                  passed_over, reservation, dropped}.
 --   matched: prompt tokens found on the worker that computes the prompt; decode_matched: on the decode worker.
@@ -163,9 +167,8 @@ local function route_and_reserve(keys, args)
   local state = open_to_route(keys, args)
   math.randomseed(tonumber(args[7]))
   local query = read_query(state, args)
-  local fleet = current_fleet(state)
-  local groups = eligible(fleet, query)
   query.in_flight = blocks_in_flight(query, state.now)
+  local groups = candidates(state, query)
   local found = options(groups, query)
   if #found == 0 then return cmsgpack.pack({status = 'none', dropped = state.dropped}) end
   local choice = cheapest(found, 'cost')
@@ -177,7 +180,7 @@ local function route_and_reserve(keys, args)
   -- From here on the load of workers includes this request.
   local bucket = state.now - state.now % RESERVATION_BUCKET_MS
   local note = note_prompt(choice.prefill or choice.decode, query, computed_in(choice, query), state.now, bucket)
-  reply.reservation = {bucket = bucket, note = note, claims = reserve(state, fleet, claims_of(choice, query), bucket)}
+  reply.reservation = {bucket = bucket, note = note, claims = reserve(state, claims_of(choice, query), bucket)}
   return cmsgpack.pack(reply)
 end
 
@@ -192,7 +195,7 @@ local function release(keys, args)
       local changed = with_reservation(row, state.now, tonumber(args[2]),
         -tonumber(args[i + 1]), -tonumber(args[i + 2]), -tonumber(args[i + 3]))
       redis.call('HSET', state.fleet, args[i], changed)
-      keep_row(state.prefix, args[i], row, changed, state.now)
+      row_changed(state, args[i], row, changed)
     end
   end
   return 1

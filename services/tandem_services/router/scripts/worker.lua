@@ -21,11 +21,6 @@ local function reserved_load(row, now, report_ms)
   return queue_tokens, sequences, room_tokens, from, till
 end
 
--- The fields by which the fleet is grouped: when one changes, the fleet is grouped again.
-local function kind_of(role, page_size, context_length, model, compat)
-  return struct.pack('<BI4I4c8c16', role, page_size, context_length, model, compat)
-end
-
 -- A worker of which only the name is known.
 local function unread_worker(prefix, incarnation)
   -- All fields are named, so that the table is allocated once. Each decision sets the last two lines.
@@ -33,7 +28,7 @@ local function unread_worker(prefix, incarnation)
     incarnation = incarnation, described = prefix .. 'worker:' .. (worker_of(incarnation) or ''),
     blocks = prefix .. 'blocks:' .. incarnation, host_blocks = prefix .. 'host:' .. incarnation,
     links = prefix .. 'links:' .. incarnation, read_links = false, read_host_token_s = false,
-    row = false, beat = false, from = math.huge, till = -math.huge, live = false, kind = false,
+    row = false, beat = false, from = math.huge, till = -math.huge, live = false, publishes = false,
     report_ms = 0, role = 0, page_size = 0, context_length = 0, model = '', compat = '',
     queue_tokens = 0, sequences = 0, step_s = 0, room_tokens = 0, max_sequences = 0, full = false,
     token_s = 0, transfer_token_s = 0, queue_s = 0, turn_s = 0, waiting = 0, work_s = 0, copy_s = 0, load_s = 0,
@@ -66,7 +61,6 @@ local function read_row(worker, row, now)
   -- Links and readable fields of a worker are written with the row, by heartbeats only.
   if worker.beat ~= beat then
     worker.beat, worker.read_links, worker.read_host_token_s = beat, false, false
-    worker.kind = kind_of(role, page_size, context_length, model, compat)
   end
   worker.live, worker.from, worker.till = true, math.max(from, lease_ms - LEASE_MS), math.min(till, lease_ms + 1)
   worker.report_ms, worker.role, worker.page_size, worker.context_length = report_ms, role, page_size, context_length

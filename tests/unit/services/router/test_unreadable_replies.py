@@ -89,7 +89,7 @@ def route(client: RedisClient):
 
 def apply(client: RedisClient):
     index = BlockIndex(library=FunctionLibrary(client), keys=KEYS)
-    return index.apply("w1@1", [CLEARED], builds_on=-1, revision=1)
+    return index.apply("w1@1", [CLEARED], page_size=16, builds_on=-1, revision=1)
 
 
 def usage(client: RedisClient):

@@ -1,0 +1,241 @@
+-- The workers that a decision prices: few in a large fleet, so that a decision costs the same in any.
+--
+-- Of each compat hash: holders of a long prefix of the prompt, in the index or in flight, of which those that promise to
+-- be cheapest and the longest; the least loaded of each role; and one of each at random. Of a model with at most ALL_UP_TO
+-- workers: all. Which of the candidates is the cheapest is found as in a small fleet.
+
+local MAX_KINDS = 16 -- compat hashes of one model that a decision looks at: the ones described last
+
+-- Whether `worker`, decoded, may take the prompt of the query.
+local function may_take(worker, query)
+  return worker.live and worker.model == query.model and worker.context_length > query.prompt_tokens
+    and not query.exclude[worker.incarnation]
+end
+
+-- The worker of `incarnation`, by its row; nil if it has none.
+local function current(state, incarnation)
+  local row = redis.call('HGET', state.fleet, incarnation)
+  return row and decoded(state, incarnation, row) or nil
+end
+
+-- As it was decoded last, where its lease and reservations still are as they were: enough to compare holders.
+local function lately(state, incarnation)
+  local worker = kept_fleet(state.prefix).workers[incarnation]
+  if worker and worker.live and state.now < worker.till then return worker end
+  return current(state, incarnation)
+end
+
+-- `chosen` is a list of workers, each once.
+local function choose(chosen, worker)
+  if chosen[worker] then return end
+  chosen[worker], chosen[#chosen + 1] = true, worker
+end
+
+-- Whether `worker` belongs to the rank `key` of `keys`.
+local function belongs(worker, keys, key)
+  return worker.live and worker.compat == keys.compat and worker.model == keys.model
+    and worker.role ~= (key == keys.prefill and ROLE_DECODE or ROLE_PREFILL)
+end
+
+-- Chooses up to `limit` workers of the rank `key` that may take the prompt, from the position `first`. Names without a
+-- live row of this rank are dropped from it. Returns the position after the last one.
+local function choose_ranked(state, query, chosen, keys, key, first, limit)
+  local page = math.min(limit, MAX_RANKED_PAGE)
+  while limit > 0 do
+    local names = ranked(state, 'ZRANGE', key, first, first + page - 1)
+    for _, name in ipairs(names) do
+      local worker = current(state, name)
+      if worker and belongs(worker, keys, key) then
+        first = first + 1
+        if may_take(worker, query) then
+          choose(chosen, worker)
+          limit = limit - 1
+          if limit == 0 then return first end
+        end
+      else
+        ranked(state, 'ZREM', key, name)
+      end
+    end
+    if #names < page then return first end
+    page = math.min(2 * page, MAX_RANKED_PAGE)
+  end
+  return first
+end
+
+-- Positions of the named blocks that are sampled, in order.
+local function sampled_positions(query)
+  local every, positions = sampling_of(query.block_size), {}
+  for position = 1, query.named do
+    if string.byte(query.chain, position * DIGEST_BYTES) % every == 0 then positions[#positions + 1] = position end
+  end
+  return positions
+end
+
+-- Tags of the holders of a named block.
+local function holders_at(state, query, position)
+  local digest = query.digest(position)
+  return read_holders(bucket_of(state.prefix, digest), digest)
+end
+
+-- Index of the last of `positions` whose block a worker has; 0 if there is none. A worker that has a block has all blocks
+-- before it.
+local function last_held(state, query, positions)
+  local low, high = 0, #positions
+  while low < high do
+    local middle = math.ceil((low + high) / 2)
+    if holders_at(state, query, positions[middle]) ~= '' then low = middle else high = middle - 1 end
+  end
+  return low
+end
+
+-- `meet(name, position)`, until it returns true, for each worker with a block of the prompt in flight or in the index: with the longest prefixes
+-- first, then back in growing steps. Of a long list the first one is drawn.
+local function each_holder(state, query, meet)
+  local sets = state.prefix .. 'blocks:'
+  for blocks, position in pairs(query.in_flight or {}) do
+    if string.sub(blocks, 1, #sets) == sets and meet(string.sub(blocks, #sets + 1), position) then return end
+  end
+  local positions, step = sampled_positions(query), 1
+  local at = last_held(state, query, positions)
+  while at >= 1 do
+    local tags = holders_at(state, query, positions[at])
+    local count = #tags / TAG_BYTES
+    local first = count > 0 and math.random(count) or 0
+    for next_one = 1, count do
+      local tag_at = (first + next_one) % count * TAG_BYTES
+      local name = named_by(state, string.sub(tags, tag_at + 1, tag_at + TAG_BYTES))
+      if name and meet(name, positions[at]) then return end
+    end
+    at, step = at - step, step * 2
+  end
+end
+
+-- At most MET_HOLDERS holders that may take the prompt, in groups by compat hash. `held` of each: the prompt tokens that it
+-- has at least; `compute_s` and `hold_s`: what it promises to cost at either end of a pair.
+local function holders_of(state, query)
+  local groups, met, count = {}, {}, 0
+  each_holder(state, query, function(name, position)
+    if met[name] then return false end
+    met[name] = true
+    local worker = lately(state, name)
+    if not worker or not may_take(worker, query) or worker.page_size ~= query.block_size then return false end
+    worker.held = query.tokens_at(position)
+    local missing, alone_s = missing_after(worker.held, query), worker.role == ROLE_BOTH and worker.load_s or 0
+    worker.compute_s = worker.queue_s + missing * worker.work_s + alone_s
+    worker.hold_s = worker.load_s + (worker.full and NO_ROOM_S or 0) + missing * worker.transfer_token_s
+    add_to_group(groups, worker)
+    count = count + 1
+    return count == MET_HOLDERS
+  end)
+  return groups
+end
+
+-- Those of `group`, which are holders, that promise to be the cheapest at either end, and the one with the longest prefix:
+-- a source, if nothing else.
+local function choose_holders(state, query, chosen, group)
+  local longest = group.members[1]
+  for _, worker in ipairs(group.members) do
+    if worker.held > longest.held or worker.held == longest.held and worker.compute_s < longest.compute_s then longest = worker end
+  end
+  for _, some in ipairs({{longest}, shortlist(group.prefills, 'compute_s', PAIR_ENDS),
+    shortlist(group.decodes, 'hold_s', PAIR_ENDS)}) do
+    for _, worker in ipairs(some) do
+      local now = current(state, worker.incarnation)
+      if now and may_take(now, query) then choose(chosen, now) end
+    end
+  end
+end
+
+local function has_capacity(worker, query)
+  return worker.role ~= ROLE_PREFILL and not worker.full and worker.room_tokens >= query.room_tokens
+end
+
+-- Chooses one of a rank at random.
+local function choose_random(state, query, chosen, keys, key)
+  local count = ranked(state, 'ZCARD', key)
+  if count > 0 then choose_ranked(state, query, chosen, keys, key, math.random(count) - 1, 1) end
+end
+
+-- Chooses few workers of one compat hash. `holders`: group of its holders, nil if there are none.
+local function choose_few(state, query, chosen, keys, holders)
+  if holders then choose_holders(state, query, chosen, holders) end
+  choose_ranked(state, query, chosen, keys, keys.prefill, 0, PAIR_ENDS)
+  local passed = choose_ranked(state, query, chosen, keys, keys.decode, 0, PAIR_ENDS)
+  local able = 0
+  for _, worker in ipairs(chosen) do
+    if worker.compat == keys.compat and has_capacity(worker, query) then able = able + 1 end
+  end
+  if able < 2 then choose_ranked(state, query, chosen, keys, keys.decode, passed, MORE_DECODES) end
+  choose_random(state, query, chosen, keys, keys.prefill)
+  choose_random(state, query, chosen, keys, keys.decode)
+end
+
+-- Keys of the ranks of each compat hash of the model.
+local function ranks_of(state, query)
+  local found, prefix = {}, state.prefix
+  for _, compat in ipairs(ranked(state, 'ZRANGE', kinds_key(prefix, query.model), -MAX_KINDS, -1)) do
+    if #compat == 16 then found[#found + 1] = rank_keys(prefix, query.model .. compat) end
+  end
+  return found
+end
+
+-- Whether the ranks have at most ALL_UP_TO names.
+local function are_few(state, ranks)
+  local count = 0
+  for _, keys in ipairs(ranks) do
+    count = count + ranked(state, 'ZCARD', keys.prefill) + ranked(state, 'ZCARD', keys.decode)
+  end
+  if count <= ALL_UP_TO or count > 2 * ALL_UP_TO then return count <= ALL_UP_TO end
+  local names, distinct = {}, 0
+  for _, keys in ipairs(ranks) do
+    for _, key in ipairs({keys.prefill, keys.decode}) do
+      for _, name in ipairs(ranked(state, 'ZRANGE', key, 0, -1)) do
+        if not names[name] then names[name], distinct = true, distinct + 1 end
+      end
+    end
+  end
+  return distinct <= ALL_UP_TO
+end
+
+-- Workers of a release that writes no holders are found by their sets alone, so all are priced while there are any.
+local function all_publish(state)
+  return redis.call('HGET', state.meta, 'unpublished') == '0'
+end
+
+local function choose_candidates(state, query)
+  local chosen = {}
+  if query.allowed then
+    for _, name in ipairs(query.allowed) do
+      local worker = current(state, name)
+      if worker and may_take(worker, query) then choose(chosen, worker) end
+    end
+    return chosen
+  end
+  local ranks = ranks_of(state, query)
+  if are_few(state, ranks) or not all_publish(state) then
+    for _, keys in ipairs(ranks) do
+      choose_ranked(state, query, chosen, keys, keys.prefill, 0, MAX_WORKERS)
+      choose_ranked(state, query, chosen, keys, keys.decode, 0, MAX_WORKERS)
+    end
+    return chosen
+  end
+  local holders = holders_of(state, query)
+  for _, keys in ipairs(ranks) do choose_few(state, query, chosen, keys, holders[keys.compat]) end
+  return chosen
+end
+
+-- Groups of candidates by compat hash. Where ranks name nobody, they are written again, unless that was just done.
+local function candidates(state, query)
+  local chosen = choose_candidates(state, query)
+  if #chosen == 0 and not query.allowed and state.now - meta_time(state, 'ranked_at', 0) >= RANK_AGAIN_MS then
+    rank_all(state)
+    chosen = choose_candidates(state, query)
+  end
+  local groups, found = {}, {}
+  for _, worker in ipairs(chosen) do
+    local known = groups[worker.compat]
+    add_to_group(groups, worker)
+    if not known then found[#found + 1] = groups[worker.compat] end
+  end
+  return found
+end

@@ -1,0 +1,30 @@
+-- Ranks of workers whose release writes none, and ranks that Redis has lost.
+
+-- Ranks the live worker of `row` if its release does not, or if `always`. Returns 1 if its release writes no holders, else 0.
+local function rank_row(state, incarnation, row, always)
+  local worker = decoded(state, incarnation, row)
+  if not worker.live then return 0 end
+  local published = publishes(state, worker)
+  if always or not published then
+    rank(state, worker)
+    keep_ranks(state, worker)
+  end
+  return published and 0 or 1
+end
+
+-- All rows were looked at, and so many workers publish no holders.
+local function note_ranked(state, unpublished)
+  redis.call('HSET', state.meta, 'ranked_at', string.format('%.0f', state.now),
+    'unpublished', string.format('%.0f', unpublished))
+end
+
+-- Writes the ranks of the whole fleet.
+local function rank_all(state)
+  local rows, unpublished = redis.call('HGETALL', state.fleet), 0
+  for i = 1, #rows, 2 do
+    if worker_of(rows[i]) and lease_state(rows[i + 1], state.now) == 'live' then
+      unpublished = unpublished + rank_row(state, rows[i], rows[i + 1], true)
+    end
+  end
+  note_ranked(state, unpublished)
+end
