@@ -177,7 +177,7 @@ async def test_redis_chooses_among_64_workers_as_the_formula(server):
         ]
         option = select(candidates, demand, random)
         assert option is not None
-        async with Fleet.of(server, LEASE_MS=600_000) as workers:
+        async with Fleet.of(server, LEASE_MS=600_000, ALL_UP_TO=64) as workers:
             for record, blocks in fleet:
                 await workers.beat(record)
                 await workers.cache(record, LONG_CHAIN[:blocks])

@@ -91,6 +91,9 @@ MET_HOLDERS = 32
 MORE_DECODES = 16
 """Further workers by load that a decision prices where fewer than two candidates have capacity."""
 
+RANKED_TOKENS = 1024
+"""A worker's rank for prompts is what one of so many tokens, none of them cached, would cost there."""
+
 MAX_RANKED_PAGE = 256
 """Names of a rank that one command reads."""
 

@@ -51,7 +51,7 @@ class IndexWriter(Protocol):
     """The part of `BlockIndex` that a worker uses."""
 
     async def apply(
-        self, incarnation: str, updates: Sequence[IndexUpdate], *, builds_on: int, revision: int
+        self, incarnation: str, updates: Sequence[IndexUpdate], *, page_size: int, builds_on: int, revision: int
     ) -> Applied:
         """Raises `RedisUnavailableError`; then it is unknown whether the update was applied."""
         ...
@@ -71,6 +71,8 @@ class IndexFeed:
 
     index: IndexWriter
     incarnation: str
+    page_size: Callable[[], int]
+    """Tokens of a block."""
     clock: Clock
     ask_replay: Callable[[], Awaitable[None]]
     """Sends `ReplayCache` to the engine."""
@@ -149,7 +151,11 @@ class IndexFeed:
         update = self._sent = self._sent or self._take()
         try:
             outcome = await self.index.apply(
-                self.incarnation, update.events, builds_on=self.acknowledged, revision=update.revision
+                self.incarnation,
+                update.events,
+                page_size=self.page_size(),
+                builds_on=self.acknowledged,
+                revision=update.revision,
             )
         except RedisUnavailableError:
             if self._pending_hashes > MAX_PENDING_HASHES:

@@ -256,6 +256,7 @@ class WorkerService:
         feed = IndexFeed(
             index=BlockIndex(library=registry.library, keys=registry.keys),
             incarnation=self.incarnation,
+            page_size=lambda: self._describe().view.page_size,
             clock=self._clock,
             ask_replay=lambda: self._link.order(ReplayCache()),
             reachable=lambda: self._redis.breaker.state is BreakerState.CLOSED,

@@ -237,7 +237,7 @@ async def test_everything_written_has_a_time_to_live(server, fleet):
     await fleet.beat(make_record("w2"))
     await fleet.registry.deregister("w2@1")
     written = [line for line in server.command("KEYS", "*").split("\r\n") if line.startswith("tandem:")]
-    assert len(written) == 8
+    assert len(written) == 13
     for key in written:
         assert int(server.command("PTTL", key).strip()[1:]) > 0, key
 

@@ -179,22 +179,27 @@ local function ranks_of(state, query)
   return found
 end
 
--- Whether the ranks have at most ALL_UP_TO names.
-local function are_few(state, ranks)
+-- Number of names in the ranks, in which a worker that does both is twice.
+local function names_in(state, ranks)
   local count = 0
   for _, keys in ipairs(ranks) do
     count = count + ranked(state, 'ZCARD', keys.prefill) + ranked(state, 'ZCARD', keys.decode)
   end
-  if count <= ALL_UP_TO or count > 2 * ALL_UP_TO then return count <= ALL_UP_TO end
-  local names, distinct = {}, 0
+  return count
+end
+
+-- All names in the ranks, each once, in an order that does not depend on loads.
+local function all_names(state, ranks)
+  local names, known = {}, {}
   for _, keys in ipairs(ranks) do
     for _, key in ipairs({keys.prefill, keys.decode}) do
       for _, name in ipairs(ranked(state, 'ZRANGE', key, 0, -1)) do
-        if not names[name] then names[name], distinct = true, distinct + 1 end
+        if not known[name] then known[name], names[#names + 1] = true, name end
       end
     end
   end
-  return distinct <= ALL_UP_TO
+  table.sort(names)
+  return names
 end
 
 -- Workers of a release that writes no holders are found by their sets alone, so all are priced while there are any.
@@ -202,24 +207,29 @@ local function all_publish(state)
   return redis.call('HGET', state.meta, 'unpublished') == '0'
 end
 
-local function choose_candidates(state, query)
+-- Those of `names` that may take the prompt. Those without a row are dropped from `ranks`.
+local function choose_named(state, query, names, ranks)
   local chosen = {}
-  if query.allowed then
-    for _, name in ipairs(query.allowed) do
-      local worker = current(state, name)
-      if worker and may_take(worker, query) then choose(chosen, worker) end
+  for _, name in ipairs(names) do
+    local worker = current(state, name)
+    if worker and may_take(worker, query) then choose(chosen, worker) end
+    for _, keys in ipairs(worker and {} or ranks) do
+      ranked(state, 'ZREM', keys.prefill, name)
+      ranked(state, 'ZREM', keys.decode, name)
     end
-    return chosen
   end
+  return chosen
+end
+
+local function choose_candidates(state, query)
+  if query.allowed then return choose_named(state, query, query.allowed, {}) end
   local ranks = ranks_of(state, query)
-  if are_few(state, ranks) or not all_publish(state) then
-    for _, keys in ipairs(ranks) do
-      choose_ranked(state, query, chosen, keys, keys.prefill, 0, MAX_WORKERS)
-      choose_ranked(state, query, chosen, keys, keys.decode, 0, MAX_WORKERS)
-    end
-    return chosen
+  local count = names_in(state, ranks)
+  if count <= 2 * ALL_UP_TO or not all_publish(state) then
+    local names = all_names(state, ranks)
+    if #names <= ALL_UP_TO or not all_publish(state) then return choose_named(state, query, names, ranks) end
   end
-  local holders = holders_of(state, query)
+  local chosen, holders = {}, holders_of(state, query)
   for _, keys in ipairs(ranks) do choose_few(state, query, chosen, keys, holders[keys.compat]) end
   return chosen
 end

@@ -1,8 +1,8 @@
 -- Workers by load, so that a decision finds the least loaded of any fleet without reading the others.
 --
 --   kinds:<model>                   ZSET  compat hash → Redis time at which a worker of it was described last
---   least:<model>:<compat>:prefill  ZSET  incarnation → seconds that its queue takes
---   least:<model>:<compat>:decode   ZSET  incarnation → seconds that one more sequence costs the others, more without room
+--   least:<model>:<compat>:prefill  ZSET  incarnation → seconds that a prompt of RANKED_TOKENS costs there, with the queue
+--   least:<model>:<compat>:decode   ZSET  incarnation → seconds that one more sequence costs there, more without room
 --
 -- Model and compat hash in hex digits. A worker that does both is in both. A heartbeat writes the ranks of its worker, and
 -- so does each reservation. Ranks select candidates, and prices are computed from rows, so a wrong or old rank costs the
@@ -55,7 +55,11 @@ end
 -- Writes the ranks of `worker`, which is live.
 local function rank(state, worker)
   local keys, role = rank_keys(state.prefix, worker.model .. worker.compat), worker.role
-  if role ~= ROLE_DECODE then ranked(state, 'ZADD', keys.prefill, score(state, worker, worker.queue_s), worker.incarnation) end
+  if role ~= ROLE_DECODE then
+    local token_s = worker.work_s + (role == ROLE_PREFILL and worker.transfer_token_s or 0)
+    local seconds = worker.queue_s + RANKED_TOKENS * token_s
+    ranked(state, 'ZADD', keys.prefill, score(state, worker, seconds), worker.incarnation)
+  end
   if role ~= ROLE_PREFILL then
     local no_room = worker.full or worker.room_tokens < LITTLE_ROOM
     ranked(state, 'ZADD', keys.decode, score(state, worker, worker.load_s + (no_room and NO_ROOM_S or 0)), worker.incarnation)

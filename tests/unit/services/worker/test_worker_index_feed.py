@@ -69,6 +69,7 @@ class Engine:
         self.feed = IndexFeed(
             index=index,
             incarnation="w@1",
+            page_size=lambda: 16,
             clock=ServiceClock(),
             ask_replay=self.replay,
             reachable=lambda: True,
