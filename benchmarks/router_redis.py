@@ -45,7 +45,7 @@ from tandem_services.router.cost import Demand, Load  # noqa: E402
 from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
 from tandem_services.router.keys import SMALL_FLEET, Keys  # noqa: E402
-from tandem_services.router.redis_functions import FunctionLibrary  # noqa: E402
+from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source  # noqa: E402
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState  # noqa: E402
 from tandem_services.router.selection import LocalRouting, OwnLoad  # noqa: E402
 from tandem_testing.redis_server import RedisServer  # noqa: E402
@@ -54,6 +54,11 @@ PAGE = 16
 MODEL = "bench"
 
 CALLERS = 16
+BEATING = 1024
+FOREIGN = 500_000
+"""Blocks of other prompts in the index, over all workers, at most 2000 each."""
+LEASES = {"LEASE_MS": 3_600_000, "FENCE_AFTER_MS": 7_200_000}
+"""A fleet whose heartbeats take longer than a second stays registered."""
 SLICE = 1000
 """Blocks of one update of the index."""
 
@@ -95,7 +100,7 @@ class Bench:
     def __init__(self, server: RedisServer, workers: int, *, explained: bool = False) -> None:
         self.server, self.explained, self.cold = server, explained, False
         self.client = RedisClient(RedisAddress(url=server.url), timeout_s=5)
-        library = FunctionLibrary(self.client)
+        library = FunctionLibrary(self.client, library_source({**CONSTANTS, **LEASES}))
         self.index = BlockIndex(library=library, keys=Keys("bench"))
         self.registry = Registry(library=library, keys=Keys("bench"))
         self.records = [record(n, workers) for n in range(workers)]
@@ -108,14 +113,15 @@ class Bench:
             )
             self.generation = reply.generation
 
-    async def keep_alive(self) -> None:
-        """As workers of a fleet in which nothing changes."""
-        while True:
-            await self.heartbeats(describe=len(self.records) <= SMALL_FLEET)
-            await asyncio.sleep(1)
+    async def some_heartbeats(self) -> None:
+        """Of at most BEATING workers: their rows are new to the next decisions, as within a second in a running fleet."""
+        for each in random.sample(self.records, min(BEATING, len(self.records))):
+            await self.registry.heartbeat(
+                each, known_generation=self.generation, report_age_s=0.2, describe=len(self.records) <= SMALL_FLEET
+            )
 
     async def fill(self, state: str, chain: list[bytes]) -> None:
-        """Every worker holds 2000 foreign blocks beside its share of the prompt."""
+        """Every worker holds foreign blocks beside its share of the prompt."""
         self.cold = state == "cold"
         for number, each in enumerate(self.records):
             if state == "cold":
@@ -124,7 +130,7 @@ class Bench:
                 held = len(chain) if number == 0 else len(chain) // 4
             else:
                 held = random.randint(1, len(chain))
-            foreign = [os.urandom(16) for _ in range(2000)]
+            foreign = [os.urandom(16) for _ in range(min(2000, FOREIGN // len(self.records)))]
             updates = [IndexUpdate(UpdateKind.CLEARED), IndexUpdate(UpdateKind.STORED, tuple(foreign + chain[:held]))]
             await self.index.apply(each.view.incarnation, updates, page_size=PAGE, builds_on=-1, revision=1)
 
@@ -167,21 +173,18 @@ async def measure(server: RedisServer, case: Case, *, calls: int, rounds: int) -
     packed = b"".join(chain)
     await bench.fill(case.state, chain)
     await bench.heartbeats()
-    heart = asyncio.create_task(bench.keep_alive())
     await callers(bench, packed, case.tokens, 1, 20)
     alone, many, round_trips, client = [], [], [], []
-    try:
-        for _ in range(rounds):
-            began = time.perf_counter()
-            alone.append(await redis_us(bench, packed, case.tokens, 1, calls))
-            round_trips.append((time.perf_counter() - began) / calls * 1e6)
-            cpu = time.process_time()
-            many.append(await redis_us(bench, packed, case.tokens, CALLERS, calls // CALLERS))
-            client.append((time.process_time() - cpu) / (calls // CALLERS * CALLERS) * 1e6)
-    finally:
-        heart.cancel()
-        await asyncio.gather(heart, return_exceptions=True)
-        await bench.client.close()
+    for _ in range(rounds):
+        await bench.some_heartbeats()
+        began = time.perf_counter()
+        alone.append(await redis_us(bench, packed, case.tokens, 1, calls))
+        round_trips.append((time.perf_counter() - began) / calls * 1e6)
+        await bench.some_heartbeats()
+        cpu = time.process_time()
+        many.append(await redis_us(bench, packed, case.tokens, CALLERS, calls // CALLERS))
+        client.append((time.process_time() - cpu) / (calls // CALLERS * CALLERS) * 1e6)
+    await bench.client.close()
     return {
         "workers": case.workers,
         "prompt_tokens": case.tokens,

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from tandem_lab.simulate.prefix_fetch import ServiceTimes
     from tandem_lab.simulate.report import Report, ScalingReport
     from tandem_lab.simulate.requests import SimulatedRequest, Tenants
-    from tandem_lab.simulate.run import ScalingSimulation, Simulation
+    from tandem_lab.simulate.run import CandidateLimit, ScalingSimulation, Simulation
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.router.policies import PolicyNames
 
@@ -59,6 +59,13 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         metavar="LIST",
         help="policies to compare, separated by commas: locality, round_robin, least_loaded, power_of_two, session; or "
         "prefill=POLICY,decode=POLICY as one; repeatable (default: locality,round_robin,least_loaded,power_of_two)",
+    )
+    load.add_argument(
+        "--candidates",
+        default="few",
+        metavar="LIST",
+        help="workers that a decision prices: few, as the product does in a fleet of more than 24, or all; few,all "
+        "compares both (default: few)",
     )
     load.add_argument("--seed", type=int, default=0, help="seed of every random choice (default: 0)")
 
@@ -234,7 +241,17 @@ def simulation_of(args: argparse.Namespace) -> "Simulation":
         seed=args.seed,
         slo=slo_of(args),
         gateways=gateways,
+        candidates=_candidates(args.candidates),
     )
+
+
+def _candidates(text: str) -> "tuple[CandidateLimit, ...]":
+    from tandem_lab.simulate.run import CandidateLimit
+
+    try:
+        return tuple(dict.fromkeys(CandidateLimit(name) for name in text.split(",")))
+    except ValueError:
+        raise ConfigError(f"--candidates takes few, all or few,all, got {text[:100]!r}") from None
 
 
 def _gateways(args: argparse.Namespace) -> "GatewayShape":
@@ -394,7 +411,7 @@ def run(args: argparse.Namespace) -> int:
             raise ConfigError(f"{path}: the folder {path.parent} does not exist")
     if args.autoscale is not None:
         return _run_scalers(args, simulation)
-    report = _replayed(simulation, tuple(simulation.policies), quiet=args.json, requests=len(simulation.requests))
+    report = _replayed(simulation, tuple(simulation.names()), quiet=args.json, requests=len(simulation.requests))
     title = f"{args.trace.name}, {args.workers} workers, {report.trace.cache_blocks} blocks of KV"
     _deliver(args, report, table=table, plot=lambda found: plot(found, title))
     return 0

@@ -12,7 +12,7 @@ from heapq import heappop, heappush
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.index import BlockIndex
-from tandem_services.router.keys import Keys
+from tandem_services.router.keys import MAX_WORKERS, Keys
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.registry import Registry
 from tandem_services.router.shared_state import FairBoard
@@ -57,6 +57,9 @@ START_MS = 1_000_000
 DAY_MS = 86_400_000
 EXPIRIES = {"INDEX_TTL_MS": DAY_MS, "FLEET_TTL_MS": DAY_MS, "LEASE_MS": DAY_MS, "FENCE_AFTER_MS": DAY_MS}
 
+REPEATABLE = {"SWEPT_BUCKETS": 0}
+"""The sweep of the index by block looks at random entries."""
+
 ORDERED_HASHES = {"hash-max-listpack-entries": 4096, "hash-max-listpack-value": 4096}
 """As many workers as there may be, and rows with as many reservations as they may have."""
 
@@ -74,6 +77,8 @@ class SimulatedRedis:
     address: RedisAddress
     cluster: str
     events: EventQueue
+    price_all: bool = False
+    """All workers are candidates of each decision, in a fleet of any size."""
     keys: Keys = field(init=False)
     source: LibrarySource = field(init=False)
     client: RedisClient = field(init=False)
@@ -84,7 +89,9 @@ class SimulatedRedis:
 
     def __post_init__(self) -> None:
         self.keys = Keys(self.cluster)
-        self.source = library_source({**CONSTANTS, **EXPIRIES}, clock=CLOCK.format(key=self._clock_key))
+        candidates = {"ALL_UP_TO": MAX_WORKERS} if self.price_all else {}
+        constants = {**CONSTANTS, **EXPIRIES, **REPEATABLE, **candidates}
+        self.source = library_source(constants, clock=CLOCK.format(key=self._clock_key))
         self.client = RedisClient(self.address, timeout_s=PATIENCE_S)
         library = FunctionLibrary(self.client, self.source)
         self.registry = Registry(library=library, keys=self.keys)

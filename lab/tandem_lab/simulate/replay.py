@@ -117,14 +117,15 @@ async def replay(
     gateways: GatewayShape | None = None,
     scaled: Scaled | None = None,
     on_ended: Callable[[Served], None] = lambda _: None,
+    price_all: bool = False,
 ) -> Outcome:
     """Run to the last token. The Redis must hold nothing of `cluster` yet.
 
-    `on_ended` gets each request that has ended or was refused; what it raises ends the run. Raises
-    `RedisUnavailableError`.
+    `on_ended` gets each request that has ended or was refused; what it raises ends the run. `price_all` as of
+    `SimulatedRedis`. Raises `RedisUnavailableError`.
     """
     events, gateways = EventQueue(), gateways or GatewayShape()
-    simulated = SimulatedRedis(address=redis, cluster=cluster, events=events)
+    simulated = SimulatedRedis(address=redis, cluster=cluster, events=events, price_all=price_all)
     config = RouterConfig(
         redis=redis,
         cluster=cluster,

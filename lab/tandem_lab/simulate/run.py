@@ -3,6 +3,8 @@
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from enum import StrEnum
+from itertools import product
 
 from tandem_lab.bench.load import Slo
 from tandem_lab.simulate.block_cache import infinite_cache, pooled_lru
@@ -24,6 +26,14 @@ from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.policies import PolicyNames
 
 
+class CandidateLimit(StrEnum):
+    """Which workers a decision prices."""
+
+    FEW = "few"
+    """As the product: all of a small fleet, few of a large one."""
+    ALL = "all"
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Simulation:
     requests: Sequence[SimulatedRequest]
@@ -34,13 +44,21 @@ class Simulation:
     seed: int
     slo: Slo | None = None
     gateways: GatewayShape = field(default_factory=GatewayShape)
+    candidates: Sequence[CandidateLimit] = (CandidateLimit.FEW,)
+
+    def names(self) -> dict[str, tuple[PolicyNames, CandidateLimit]]:
+        """What is compared, by the name that the report uses."""
+        if len(self.candidates) == 1:
+            return {name: (policies, self.candidates[0]) for name, policies in self.policies.items()}
+        pairs = product(self.policies.items(), self.candidates)
+        return {f"{name}, {limit}": (policies, limit) for (name, policies), limit in pairs}
 
     async def run(self, redis: RedisAddress, on_served: Callable[[str], None]) -> Report:
-        """`on_served` is called with the policy's name for each request. Raises `RedisUnavailableError`."""
+        """`on_served` is called with a name of `names` for each request. Raises `RedisUnavailableError`."""
         limits = self.limits()
         began = time.monotonic()
         reports: dict[str, PolicyReport] = {}
-        for number, (name, policies) in enumerate(self.policies.items()):
+        for number, (name, (policies, limit)) in enumerate(self.names().items()):
             outcome = await replay(
                 self.requests,
                 self.shape,
@@ -51,13 +69,14 @@ class Simulation:
                 seed=self.seed,
                 on_served=lambda name=name: on_served(name),  # type: ignore[misc]
                 gateways=self.gateways,
+                price_all=limit is CandidateLimit.ALL,
             )
             reports[name] = policy_report(outcome, pooled=limits.pooled_lru_hit_rate, slo=self.slo)
         minutes = (time.monotonic() - began) / 60
         return Report(
             trace=limits,
             policies=reports,
-            requests_per_minute=len(self.requests) * len(self.policies) / minutes,
+            requests_per_minute=len(self.requests) * len(reports) / minutes,
         )
 
     def limits(self) -> TraceLimits:

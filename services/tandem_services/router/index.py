@@ -24,9 +24,22 @@ from tandem_services.router.decision import (
     ScoreTerm,
 )
 from tandem_services.router.in_flight import named_blocks
-from tandem_services.router.keys import DIGEST_BYTES, Keys
+from tandem_services.router.keys import DIGEST_BYTES, HOLDER_TOKENS, MAX_SAMPLING, Keys
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import model_digest
+
+
+def sampling_of(page_size: int) -> int:
+    """Of so many blocks of `page_size` tokens the index by block has one: a power of 2, at most 128, as in
+    scripts/holders.lua."""
+    every = 1
+    while every < MAX_SAMPLING and 2 * every * page_size <= HOLDER_TOKENS:
+        every *= 2
+    return every
+
+
+def is_sampled(digest: bytes, page_size: int) -> bool:
+    return digest[-1] % sampling_of(page_size) == 0
 
 
 class UpdateKind(StrEnum):

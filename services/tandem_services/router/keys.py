@@ -105,6 +105,9 @@ HOLDER_TOKENS = 128
 """One block of about so many tokens of a prompt is in the index by block. Candidates are found by it, and matches are
 exact all the same, so a finer one costs more and finds hardly better ones."""
 
+MAX_SAMPLING = 128
+"""At least one of so many blocks is in the index by block: the last byte of a digest decides."""
+
 MAX_HOLDERS = 64
 """Workers that the index by block names for one block: a decision compares half as many."""
 

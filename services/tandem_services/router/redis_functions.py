@@ -85,6 +85,7 @@ CONSTANTS: Mapping[str, float] = {
     "SWEPT_TAGS": keys.SWEPT_TAGS,
     "MAX_BUCKET_FIELDS": keys.MAX_BUCKET_FIELDS,
     "MAX_HOLDERS": keys.MAX_HOLDERS,
+    "MAX_SAMPLING": keys.MAX_SAMPLING,
     "HOLDER_TOKENS": keys.HOLDER_TOKENS,
     "RANK_AGAIN_MS": keys.RANK_AGAIN_MS,
     "ALL_UP_TO": keys.ALL_UP_TO,

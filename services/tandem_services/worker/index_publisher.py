@@ -10,21 +10,27 @@
    than the acknowledged one, makes a replay due.
 5. An update without a reply is repeated under the same revision, so it counts once.
 
+6. Redis may evict a part of the index by block (scripts/holders.lua) and keep the rest. Blocks of it are therefore named again
+   in turn, each within `ROUND` × `NAME_AGAIN_S`.
+
 A block counts while device or host memory has it: it is added with the first of the two and removed with the last. The
 index also records which blocks are only in host memory. Blocks that are only in files do not count.
 """
 
 import asyncio
 import logging
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import islice
+from math import ceil
 from typing import Protocol
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch, Tier
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
+from tandem_services.router.index import Applied, IndexUpdate, UpdateKind, is_sampled
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +48,12 @@ RETRY_S = 0.5
 
 MAX_PENDING_HASHES = 200_000
 """Queued while Redis is away: some 16 MB. A replay brings more than that back just as well."""
+
+NAME_AGAIN_S = 15.0
+"""Between two updates that name blocks again."""
+
+ROUND = 40
+"""Updates that name all blocks again: ten minutes. At most 200 digests each for a pool of a million tokens."""
 
 REPLAY_AGAIN_S = 5.0
 """A replay that has not begun by then was lost, request or answer."""
@@ -89,6 +101,9 @@ class IndexFeed:
     _next_revision: int = 1
     _since_clear: int = 0
     """Updates that were acknowledged since the index was last cleared."""
+    _stored: OrderedDict[bytes, None] = field(default_factory=OrderedDict)
+    """Sampled blocks that were queued or sent, those named again last at the end."""
+    _name_at: float = 0.0
     _awaiting_replay: bool = False
     _ask_at: float = 0.0
     _wake: asyncio.Event = field(default_factory=asyncio.Event)
@@ -96,6 +111,7 @@ class IndexFeed:
     def __post_init__(self) -> None:
         # The index of a new incarnation begins with CLEARED, whatever stands under its name.
         self._clear()
+        self._name_at = self.clock.now() + NAME_AGAIN_S
 
     def accept(self, batch: KvEventBatch) -> None:
         """Queue the events of one batch, or begin to wait for a replay when one before it is missing."""
@@ -134,9 +150,13 @@ class IndexFeed:
         while True:
             if self._awaiting_replay:
                 await self._ask_for_replay()
-            elif self._sent is None and not self._pending:
+                continue
+            self._name_again()
+            if self._sent is None and not self._pending:
                 self._wake.clear()
-                await self._wake.wait()
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(NAME_AGAIN_S):
+                        await self._wake.wait()
             else:
                 await self._send()
 
@@ -214,7 +234,28 @@ class IndexFeed:
                 if tier is Tier.HOST:
                     self._send_later(UpdateKind.ON_DEVICE, hashes)
 
+    def _name_again(self) -> None:
+        """Queue some blocks of the index by block, if any are due."""
+        now = self.clock.now()
+        if now < self._name_at or not self._stored:
+            return
+        self._name_at = now + NAME_AGAIN_S
+        named = tuple(islice(self._stored, ceil(len(self._stored) / ROUND)))
+        for digest in named:
+            self._stored.move_to_end(digest)
+        self._send_later(UpdateKind.NAMED_AGAIN, named)
+
+    def _keep_sampled(self, kind: UpdateKind, hashes: Sequence[bytes]) -> None:
+        """Follow what the index by block has of this worker."""
+        if kind is UpdateKind.STORED:
+            page_size = self.page_size()
+            self._stored.update((digest, None) for digest in hashes if is_sampled(digest, page_size))
+        elif kind is UpdateKind.REMOVED:
+            for digest in hashes:
+                self._stored.pop(digest, None)
+
     def _send_later(self, kind: UpdateKind, hashes: tuple[bytes, ...]) -> None:
+        self._keep_sampled(kind, hashes)
         self._pending.extend(_chunks(kind, hashes))
         self._pending_hashes += len(hashes)
 
@@ -223,6 +264,7 @@ class IndexFeed:
         self._pending.clear()
         self._pending.append(IndexUpdate(UpdateKind.CLEARED))
         self._pending_hashes = 0
+        self._stored.clear()
         self._since_clear = 0
         self._sent = None
 

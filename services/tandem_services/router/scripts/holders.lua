@@ -15,10 +15,10 @@ local TAG_BYTES = 4
 local HOLDERS_BYTES = MAX_HOLDERS * TAG_BYTES
 local BUCKETS = 4096
 
--- One of so many blocks of `page_size` tokens is sampled: a power of 2, at most 128.
+-- One of so many blocks of `page_size` tokens is sampled: a power of 2. As in router/index.py.
 local function sampling_of(page_size)
   local every = 1
-  while every < 128 and 2 * every * page_size <= HOLDER_TOKENS do every = every * 2 end
+  while every < MAX_SAMPLING and 2 * every * page_size <= HOLDER_TOKENS do every = every * 2 end
   return every
 end
 

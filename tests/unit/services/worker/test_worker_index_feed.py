@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch, Tier
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
+from tandem_services.router.index import Applied, IndexUpdate, UpdateKind, sampling_of
 from tandem_services.worker import index_publisher
 from tandem_services.worker.index_publisher import CHUNK_HASHES, IndexFeed
 from tandem_testing.service_clock import ServiceClock
@@ -24,9 +24,10 @@ class IndexInMemory:
         self.revision = -1
         self.answers = list(answers)
         self.calls: list[int] = []
+        self.named_again: list[bytes] = []
 
     async def apply(
-        self, incarnation: str, updates: Sequence[IndexUpdate], *, builds_on: int, revision: int
+        self, incarnation: str, updates: Sequence[IndexUpdate], *, page_size: int, builds_on: int, revision: int
     ) -> Applied:
         self.calls.append(sum(len(update.hashes) for update in updates))
         fate = self.answers.pop(0) if self.answers else "fine"
@@ -56,6 +57,8 @@ class IndexInMemory:
                     self.in_host |= set(update.hashes)
                 case UpdateKind.ON_DEVICE:
                     self.in_host -= set(update.hashes)
+                case UpdateKind.NAMED_AGAIN:
+                    self.named_again += update.hashes
         self.revision = revision
         return Applied.APPLIED
 
@@ -66,11 +69,12 @@ class Engine:
     def __init__(self, index: IndexInMemory) -> None:
         self.blocks: dict[bytes, None] = {}
         self.sequence = 0
+        self.clock = ServiceClock()
         self.feed = IndexFeed(
             index=index,
             incarnation="w@1",
             page_size=lambda: 16,
-            clock=ServiceClock(),
+            clock=self.clock,
             ask_replay=self.replay,
             reachable=lambda: True,
         )
@@ -324,3 +328,36 @@ def test_whatever_is_lost_on_either_side_index_and_cache_agree_in_the_end(steps,
         asyncio.run(scenario())
     finally:
         index_publisher.PACE_S, index_publisher.RETRY_S = original
+
+
+async def test_sampled_blocks_are_named_again_in_turn():
+    index = IndexInMemory()
+    engine = Engine(index)
+    blocks = [block(number) for number in range(256 * 4)]
+    engine.store(*blocks)
+    engine.remove(*blocks[:8])
+    for _ in range(index_publisher.ROUND):
+        engine.clock.advance(index_publisher.NAME_AGAIN_S)
+        engine.feed.accept(KvEventBatch(sequence=engine.sequence + 1, events=()))
+        engine.sequence += 1
+        await settle(engine, index)
+    sampled = [each for each in blocks[8:] if each[-1] % sampling_of(16) == 0]
+    assert len(sampled) == 127
+    assert set(index.named_again) == set(sampled)
+    assert max(index.calls[-index_publisher.ROUND :]) == 4
+
+
+async def test_cleared_blocks_are_not_named_again():
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.store(block(8))
+    engine.blocks = {}
+    engine.publish(AllCleared())
+    engine.clock.advance(index_publisher.NAME_AGAIN_S)
+    await settle(engine, index)
+    assert index.named_again == []
+
+
+@pytest.mark.parametrize(("page_size", "every"), [(1, 128), (16, 8), (32, 4), (48, 2), (64, 2), (128, 1), (512, 1)])
+def test_one_block_of_about_128_tokens_is_sampled(page_size, every):
+    assert sampling_of(page_size) == every
