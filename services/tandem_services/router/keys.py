@@ -108,6 +108,9 @@ exact all the same, so a finer one costs more and finds hardly better ones."""
 MAX_SAMPLING = 128
 """At least one of so many blocks is in the index by block: the last byte of a digest decides."""
 
+TAG_BYTES = 4
+"""A short name of an incarnation in the index by block."""
+
 MAX_HOLDERS = 64
 """Workers that the index by block names for one block: a decision compares half as many."""
 

@@ -1,9 +1,9 @@
 -- Which workers have a block, so that a decision finds those with a long prefix of its prompt in any fleet.
 --
---   holders:<3 hex digits>  HASH  digest of a sampled block → tags of workers that have it, 4 bytes each
+--   holders:<3 hex digits>  HASH  digest of a sampled block → tags of workers that have it, TAG_BYTES each
 --   tags                    HASH  tag → incarnation
 --
--- The hash of a digest is that of its first 12 bits. The tag of an incarnation is the first 4 bytes of its SHA-1.
+-- The hash of a digest is that of its first 12 bits. The tag of an incarnation is the beginning of its SHA-1.
 --
 -- One block of about HOLDER_TOKENS tokens is sampled, by its digest, so that publishers and decisions agree without
 -- knowing where in a prompt a block stands. This index only finds candidates; their matches are looked up in their own sets (chain.lua). So
@@ -11,7 +11,6 @@
 -- one; what a dead worker or a cleared cache leaves behind is removed by the sweep; and workers publish their sampled
 -- blocks again from time to time, which brings back what was evicted.
 
-local TAG_BYTES = 4
 local HOLDERS_BYTES = MAX_HOLDERS * TAG_BYTES
 local BUCKETS = 4096
 
