@@ -84,3 +84,22 @@ async def test_policy_holds_without_redis(fleet, router_with, server):
         server.resume()
     assert {choice.source for choice in choices} == {Source.LOCAL}
     assert [choice.decode.worker_id for choice in choices] == ["d1", "d2", "d1", "d2"]
+
+
+def rows_read(server) -> int:
+    lines = server.command("INFO", "commandstats").splitlines()
+    counts = [line.partition("calls=")[2].partition(",")[0] for line in lines if line.startswith("cmdstat_hget:")]
+    return int(counts[0]) if counts else 0
+
+
+async def test_policy_that_leaves_one_worker_reads_no_others(server, router_with):
+    async with Fleet.of(server, **LASTING) as workers:
+        for number in range(40):
+            await workers.beat(make_record(f"w{number}"))
+        router = await router_with("session")
+        first = await router.choose(QUERY)
+        await router.release(first)
+        before = rows_read(server)
+        again = await router.choose(QUERY)
+        assert again.decode == first.decode
+        assert rows_read(server) - before < 8

@@ -261,7 +261,7 @@ async def test_tag_that_names_another_worker_is_not_believed(server, fleet):
     assert isinstance(names, dict)
     for tag in names:
         await fleet.client.command("HSET", tags, tag, "nobody@1")
-    async with second_library(server, SWEEP_STEP=63) as reader:  # it has resolved no tag yet
+    async with second_library(server, SWEEP_STEP=62) as reader:  # it has resolved no tag yet
         assert await route(reader) is not None
 
 
@@ -276,7 +276,7 @@ async def test_worker_without_ranks_is_found_after_a_sweep(server, fleet):
         assert isinstance(found, list)
         await fleet.client.command("DEL", *found)
     await fleet.client.command("HDEL", fleet.keys.prefix + "meta", "ranked_at", "unpublished")
-    async with second_library(server, SWEEP_STEP=63) as reader:
+    async with second_library(server, SWEEP_STEP=61) as reader:
         routed = await route(reader)
         assert routed is not None
         assert (routed.prefill or routed.decode, routed.matched_tokens) == ("w41@1", len(CHAIN) * PAGE)

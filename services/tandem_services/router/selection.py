@@ -65,6 +65,10 @@ SLICE_BLOCKS = 512
 """Hashed in a third of a millisecond."""
 
 
+MAX_ALLOWED = 16
+"""Workers that a call names as the only ones, instead of all others as excluded."""
+
+
 async def prompt_chain(token_ids: Sequence[int], page_size: int, *, space: CacheSpace, most_blocks: int) -> list[bytes]:
     """Digests of the first whole pages of a prompt, at most `most_blocks`."""
     blocks = min(len(token_ids) // page_size, most_blocks)
@@ -114,17 +118,26 @@ class SharedChoices:
         if page_size is None:
             return None
         chain = await self.chains.of(query.token_ids, page_size, space=query.space, most_blocks=MAX_CHAIN_BLOCKS)
+        allowed = self._allowed(query)
         routed = await self.index.route(
             model=query.model,
             demand=demand,
             page_size=page_size,
             chain=b"".join(chain),
-            exclude=query.exclude,
+            exclude=frozenset() if allowed else query.exclude,
+            allowed=allowed,
             absences=query.absences,
             seed=self.random.getrandbits(31),
             explained=explained,
         )
         return None if routed is None else await self._resolve(query, demand, routed)
+
+    def _allowed(self, query: RouteQuery) -> frozenset[str] | None:
+        """The workers that are not excluded, if they are few and the others many: only a policy leaves out so many."""
+        if len(query.exclude) <= MAX_ALLOWED:
+            return None
+        records = self.membership.candidates(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
+        return frozenset(each.view.incarnation for each in records) if 0 < len(records) <= MAX_ALLOWED else None
 
     async def _resolve(self, query: RouteQuery, demand: Demand, routed: Routed) -> Choice | None:
         """Addresses of the chosen incarnations.
