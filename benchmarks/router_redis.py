@@ -220,7 +220,9 @@ async def index_bytes(server: RedisServer, blocks: int) -> dict[str, float]:
     bench = Bench(server, 1)
     before = await used_memory(bench)
     revision = 1
-    await bench.index.apply("worker-0@1", [IndexUpdate(UpdateKind.CLEARED)], page_size=PAGE, builds_on=-1, revision=revision)
+    await bench.index.apply(
+        "worker-0@1", [IndexUpdate(UpdateKind.CLEARED)], page_size=PAGE, builds_on=-1, revision=revision
+    )
     for _ in range(blocks // SLICE):
         stored = IndexUpdate(UpdateKind.STORED, tuple(os.urandom(16) for _ in range(SLICE)))
         await bench.index.apply("worker-0@1", [stored], page_size=PAGE, builds_on=revision, revision=revision + 1)

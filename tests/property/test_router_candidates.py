@@ -92,7 +92,8 @@ def drawn_shares(state: str, random: Random) -> list[int]:
 async def fill(fleet: Fleet, state: str, roles: list[Role], random: Random) -> None:
     for number, blocks in enumerate(drawn_shares(state, random)):
         links = tuple(
-            LinkReport(peer=f"w{peer}@1", bytes_per_s=random.uniform(2e9, 1e10)) for peer in random.sample(range(SIZE), 6)
+            LinkReport(peer=f"w{peer}@1", bytes_per_s=random.uniform(2e9, 1e10))
+            for peer in random.sample(range(SIZE), 6)
         )
         record = make_record(f"w{number}", roles[number % len(roles)], load=drawn_load(random), links=links)
         await fleet.beat(record)
@@ -416,3 +417,21 @@ async def check_rank(fleet: Fleet, role: Role, offered: dict[str, WorkerRecord])
         score = await fleet.client.command("ZSCORE", keys[0], f"{name}@1")
         assert isinstance(score, float), name
         assert score == pytest.approx(score_of(record, role), abs=2e-4)
+
+
+async def commands_of_a_decision(server: RedisServer, workers: int) -> float:
+    async with Fleet.of(server, **LASTING) as fleet:
+        random = Random(1)
+        for number in range(workers):
+            record = make_record(f"w{number}", random.choice([Role.PREFILL, Role.DECODE]), load=drawn_load(random))
+            await fleet.beat(record)
+            await fleet.cache(record, CHAIN[: random.randrange(len(CHAIN))])
+        server.command("CONFIG", "RESETSTAT")
+        for seed in range(40):
+            assert await route(fleet, seed=seed) is not None
+        lines = server.command("INFO", "commandstats").splitlines()
+        return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if "calls=" in line) / 40
+
+
+async def test_decision_reads_as_much_in_a_fleet_of_four_times_the_size(server):
+    assert await commands_of_a_decision(server, 240) <= 1.25 * await commands_of_a_decision(server, 60)

@@ -4,17 +4,21 @@ All keys start with `tandem:{cluster}:` and, where the deployment has a key file
 colon (`router.deployment`), so that deployments with one cluster name and different keys do not meet. The braces are a
 hash tag, so on a Redis Cluster all keys of one cluster name share a slot and one Function may touch them.
 
-    fleet                HASH  incarnation → routing row (scripts/fleet_row.lua) with its reservations: read as a whole
-                               by the first routing decision after a worker joined, changed or left
+    fleet                HASH  incarnation → routing row (scripts/fleet_row.lua) with its reservations
+    kinds:<model>        ZSET  compat hash of a model's workers → when one was described last (scripts/ranks.lua)
+    least:<model>:<compat>:<role>  ZSET  incarnation → seconds that a request would cost there
     owner                HASH  worker_id → the incarnation that holds the name, and its claim (router.deployment)
     worker:<worker_id>   HASH  the same worker for gateways, peers, people and the operator: readable fields, signed
     fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)
     changes              ZSET  incarnation → generation of its last change (scripts/changes.lua)
     starting             HASH  worker_id → what a worker does that is not registered yet (scripts/starting.lua)
-    meta                 HASH  epoch, generation, last_call, swept_at, grace_until
+    meta                 HASH  epoch, generation, last_call, swept_at, grace_until; ranked_at, and unpublished: when the
+                               sweep last saw all rows, and how many workers are of a release without `holders`
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
+    holders:<3 digits>   HASH  digest of a block → tags of workers that have it (scripts/holders.lua)
+    tags                 HASH  tag → incarnation
     links:<incarnation>  STR   lines of a receiver's incarnation, a space and the seconds to move one token's KV to it
     quarantine           ZSET  digest of a request that crashes workers → when it may be forgotten
     adapters             HASH  model and name of a registered adapter → what it stands for, signed
@@ -30,9 +34,9 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     ticket:<id>          STR   a choice that a stand-alone router has made for a gateway to carry out; lives as long as
                                its reservation counts
 
-Why one set per incarnation and not one key per block: the entries of a dead incarnation vanish with one
-UNLINK or one expiry instead of a sweep over millions of keys; publishing n blocks is one SADD; and a
-routing decision costs a look or a few per worker (scripts/settle.lua).
+Why one set per incarnation and not only an index by block: the entries of a dead incarnation vanish with one UNLINK or one
+expiry, publishing n blocks is one SADD, and releases before read them. A routing decision looks up the match of each
+candidate there. `holders` has few of the blocks and only finds candidates, so it need not be exact.
 
 docs/redis.md lists the commands, as an ACL rule that tests use: those inside functions, and from clients FCALL,
 PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for tokenizers STRLEN GET SET PEXPIRE, for the

@@ -159,7 +159,9 @@ def library_source(constants: Mapping[str, float] = CONSTANTS, *, clock: str | N
     scripts = {name: (folder / f"{name}.lua").read_text("utf-8") for name in SCRIPTS}
     if clock is not None:
         scripts["clock"] = clock
-    users = {constant: [name for name in SCRIPTS if re.search(rf"\b{constant}\b", scripts[name])] for constant in constants}
+    users = {
+        constant: [name for name in SCRIPTS if re.search(rf"\b{constant}\b", scripts[name])] for constant in constants
+    }
     alone = {constant: name for constant, (name, *others) in users.items() if name in SCOPED and not others}
     parts = [_constants(constants, set(constants) - set(alone))]
     for name, script in scripts.items():

@@ -17,22 +17,38 @@ local function hex(bytes)
   return (string.gsub(bytes, '.', function(byte) return string.format('%02x', string.byte(byte)) end))
 end
 
-local function kinds_key(prefix, model)
+-- `made(prefix, name)`, which is kept.
+local function kept_keys(prefix, name, made)
+  local fleet = kept_fleet(prefix)
+  local keys = fleet.ranks[name]
+  if not keys then
+    if fleet.ranks_count == MAX_KEPT_KINDS then fleet.ranks, fleet.ranks_count = {}, 0 end
+    keys = made(prefix, name)
+    fleet.ranks[name], fleet.ranks_count = keys, fleet.ranks_count + 1
+  end
+  return keys
+end
+
+local function made_kinds_key(prefix, model)
   return prefix .. 'kinds:' .. hex(model)
+end
+
+local function kinds_key(prefix, model)
+  return kept_keys(prefix, model, made_kinds_key)
+end
+
+local function made_rank_keys(prefix, kind)
+  local model, compat = string.sub(kind, 1, 8), string.sub(kind, 9)
+  local both = prefix .. 'least:' .. hex(model) .. ':' .. hex(compat)
+  return {
+    prefill = both .. ':prefill', decode = both .. ':decode', kinds = kinds_key(prefix, model),
+    model = model, compat = compat,
+  }
 end
 
 -- Keys of the ranks of `kind`, the model and compat hash of a row.
 local function rank_keys(prefix, kind)
-  local fleet = kept_fleet(prefix)
-  local keys = fleet.ranks[kind]
-  if not keys then
-    if fleet.ranks_count == MAX_KEPT_KINDS then fleet.ranks, fleet.ranks_count = {}, 0 end
-    local model, compat = string.sub(kind, 1, 8), string.sub(kind, 9)
-    local both = prefix .. 'least:' .. hex(model) .. ':' .. hex(compat)
-    keys = {prefill = both .. ':prefill', decode = both .. ':decode', kinds = kinds_key(prefix, model), model = model, compat = compat}
-    fleet.ranks[kind], fleet.ranks_count = keys, fleet.ranks_count + 1
-  end
-  return keys
+  return kept_keys(prefix, kind, made_rank_keys)
 end
 
 -- `command` on a sorted set of ranks; of another type it is dropped and counted.

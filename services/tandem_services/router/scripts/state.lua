@@ -2,7 +2,8 @@
 --
 -- KEYS of every registry function: 1 fleet, 2 owner, 3 meta.
 -- ARGV[1] is the key prefix; worker:<id>, fenced:<incarnation>, blocks:<incarnation>, host:<incarnation>,
--- cursor:<incarnation>, links:<incarnation> and changes are derived from it and lie in the same hash slot.
+-- cursor:<incarnation>, links:<incarnation>, changes, kinds:<model>, least:…, holders:… and tags are derived from it and lie
+-- in the same hash slot.
 --
 -- Redis holds hints. Every number is read by `whole`, which bounds it. The reader of a row checks its signature, because
 -- it has the secret of the deployment.

@@ -109,9 +109,7 @@ def block(number: int) -> bytes:
 
 async def settle(engine: Engine, index: IndexInMemory) -> None:
     """Run the feed until the index says what the engine has."""
-    await run_until(
-        engine, lambda: index.blocks == set(engine.blocks) and index.revision == engine.feed.acknowledged
-    )
+    await run_until(engine, lambda: index.blocks == set(engine.blocks) and index.revision == engine.feed.acknowledged)
 
 
 async def run_until(engine: Engine, done: Callable[[], bool]) -> None:
