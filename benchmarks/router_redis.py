@@ -114,7 +114,7 @@ class Bench:
             self.generation = reply.generation
 
     async def some_heartbeats(self) -> None:
-        """Of at most BEATING workers: their rows are new to the next decisions, as within a second in a running fleet."""
+        """Of at most BEATING workers: their rows are new to the next decisions, as in a running fleet."""
         for each in random.sample(self.records, min(BEATING, len(self.records))):
             await self.registry.heartbeat(
                 each, known_generation=self.generation, report_age_s=0.2, describe=len(self.records) <= SMALL_FLEET

@@ -230,7 +230,9 @@ async def test_ranks_and_index_of_another_type_are_dropped(fleet):
         if any(part in key for part in (b"least:", b"kinds:", b"holders:", b"tags")):
             await fleet.client.command("DEL", key)
             await fleet.client.command("SET", key, "x")
-    await route(fleet)
+    routed = await route(fleet)
+    if routed is not None:
+        await fleet.index.release(routed.reservation)
     for record in records:
         await fleet.beat(record)
         await fleet.cache(record, CHAIN[:31])

@@ -34,9 +34,9 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     ticket:<id>          STR   a choice that a stand-alone router has made for a gateway to carry out; lives as long as
                                its reservation counts
 
-Why one set per incarnation and not only an index by block: the entries of a dead incarnation vanish with one UNLINK or one
-expiry, publishing n blocks is one SADD, and releases before read them. A routing decision looks up the match of each
-candidate there. `holders` has few of the blocks and only finds candidates, so it need not be exact.
+Why one set per incarnation and not only an index by block: the entries of a dead incarnation vanish with one UNLINK or
+one expiry, publishing n blocks is one SADD, and releases before read them. A routing decision looks up the match of
+each candidate there. `holders` has few of the blocks and only finds candidates, so it need not be exact.
 
 docs/redis.md lists the commands, as an ACL rule that tests use: those inside functions, and from clients FCALL,
 PING, for sessions GET, SET and UNLINK, for tickets SET and GETDEL, for tokenizers STRLEN GET SET PEXPIRE, for the
@@ -102,8 +102,8 @@ MAX_RANKED_PAGE = 256
 """Names of a rank that one command reads."""
 
 RANK_AGAIN_MS = 250
-"""A decision without any candidate writes the ranks of the whole fleet again, at most so often: Redis lost them, or workers
-of a release without ranks have just joined."""
+"""A decision without any candidate writes the ranks of the whole fleet again, at most so often: Redis lost them, or
+workers of a release without ranks have just joined."""
 
 HOLDER_TOKENS = 128
 """One block of about so many tokens of a prompt is in the index by block. Candidates are found by it, and matches are

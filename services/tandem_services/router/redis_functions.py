@@ -159,11 +159,9 @@ def library_source(constants: Mapping[str, float] = CONSTANTS, *, clock: str | N
     scripts = {name: (folder / f"{name}.lua").read_text("utf-8") for name in SCRIPTS}
     if clock is not None:
         scripts["clock"] = clock
-    users = {
-        constant: [name for name in SCRIPTS if re.search(rf"\b{constant}\b", scripts[name])] for constant in constants
-    }
-    alone = {constant: name for constant, (name, *others) in users.items() if name in SCOPED and not others}
-    parts = [_constants(constants, set(constants) - set(alone))]
+    users = {each: [name for name in SCRIPTS if re.search(rf"\b{each}\b", scripts[name])] for each in constants}
+    alone = {each: names[0] for each, names in users.items() if len(names) == 1 and names[0] in SCOPED}
+    parts = [_constants(constants, constants.keys() - alone.keys())]
     for name, script in scripts.items():
         own = _constants(constants, {constant for constant, user in alone.items() if user == name})
         parts.append(_scoped(name, own, script) if name in SCOPED else script)

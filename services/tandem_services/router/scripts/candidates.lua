@@ -88,8 +88,8 @@ local function last_held(state, query, positions)
   return low
 end
 
--- `meet(name, position)`, until it returns true, for each worker with a block of the prompt in flight or in the index: with the longest prefixes
--- first, then back in growing steps. Of a long list the first one is drawn.
+-- `meet(name, position)`, until it returns true, for each worker with a block of the prompt in flight or in the index:
+-- with the longest prefixes first, then back in growing steps. The first one of a list is drawn.
 local function each_holder(state, query, meet)
   local sets = state.prefix .. 'blocks:'
   for blocks, position in pairs(query.in_flight or {}) do
@@ -110,8 +110,8 @@ local function each_holder(state, query, meet)
   end
 end
 
--- At most MET_HOLDERS holders that may take the prompt, in groups by compat hash. `held` of each: the prompt tokens that it
--- has at least; `compute_s` and `hold_s`: what it promises to cost at either end of a pair.
+-- At most MET_HOLDERS holders that may take the prompt, in groups by compat hash. `held` of each: the prompt tokens that
+-- it has at least; `compute_s` and `hold_s`: what it promises to cost at either end of a pair.
 local function holders_of(state, query)
   local groups, met, count = {}, {}, 0
   each_holder(state, query, function(name, position)
@@ -130,12 +130,13 @@ local function holders_of(state, query)
   return groups
 end
 
--- Those of `group`, which are holders, that promise to be the cheapest at either end, and the one with the longest prefix:
--- a source, if nothing else.
+-- Those of `group`, which are holders, that promise to be the cheapest at either end, and the one with the longest
+-- prefix: a source, if nothing else.
 local function choose_holders(state, query, chosen, group)
   local longest = group.members[1]
   for _, worker in ipairs(group.members) do
-    if worker.held > longest.held or worker.held == longest.held and worker.compute_s < longest.compute_s then longest = worker end
+    local further, as_far = worker.held > longest.held, worker.held == longest.held
+    if further or as_far and worker.compute_s < longest.compute_s then longest = worker end
   end
   for _, some in ipairs({{longest}, shortlist(group.prefills, 'compute_s', PAIR_ENDS),
     shortlist(group.decodes, 'hold_s', PAIR_ENDS)}) do

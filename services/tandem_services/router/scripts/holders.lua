@@ -6,10 +6,10 @@
 -- The hash of a digest is that of its first 12 bits. The tag of an incarnation is the beginning of its SHA-1.
 --
 -- One block of about HOLDER_TOKENS tokens is sampled, by its digest, so that publishers and decisions agree without
--- knowing where in a prompt a block stands. This index only finds candidates; their matches are looked up in their own sets (chain.lua). So
--- it may be incomplete and wrong: a list has room for MAX_HOLDERS workers, of which each further one replaces a random
--- one; what a dead worker or a cleared cache leaves behind is removed by the sweep; and workers publish their sampled
--- blocks again from time to time, which brings back what was evicted.
+-- knowing where in a prompt a block stands. This index only finds candidates; their matches are looked up in their own
+-- sets (chain.lua). So it may be incomplete and wrong: a list has room for MAX_HOLDERS workers, of which each further one
+-- replaces a random one; what a dead worker or a cleared cache leaves behind is removed by the sweep; and workers name
+-- their sampled blocks again from time to time, which brings back what was evicted.
 
 local HOLDERS_BYTES = MAX_HOLDERS * TAG_BYTES
 local BUCKETS = 4096
@@ -117,7 +117,8 @@ end
 
 local function drop_tag(state, incarnation)
   local tag, fleet = tag_of(incarnation), kept_fleet(state.prefix)
-  if redis.pcall('HGET', state.prefix .. 'tags', tag) == incarnation then redis.call('HDEL', state.prefix .. 'tags', tag) end
+  local tags = state.prefix .. 'tags'
+  if redis.pcall('HGET', tags, tag) == incarnation then redis.call('HDEL', tags, tag) end
   if fleet.names[tag] == incarnation then
     fleet.names[tag], fleet.names_count = nil, fleet.names_count - 1
   end

@@ -1,6 +1,7 @@
 -- Ranks of workers whose release writes none, and ranks that Redis has lost.
 
--- Ranks the live worker of `row` if its release does not, or if `always`. Returns 1 if its release writes no holders, else 0.
+-- Ranks the live worker of `row` if its release does not, or if `always`. Returns 1 if its release writes no holders,
+-- else 0.
 local function rank_row(state, incarnation, row, always)
   local worker = decoded(state, incarnation, row)
   if not worker.live then return 0 end
