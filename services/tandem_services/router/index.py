@@ -191,8 +191,8 @@ class BlockIndex:
     ) -> Routed | None:
         """Choose and reserve; None when no live worker qualifies.
 
-        `chain`: 16-byte digests of the prompt's pages. `allowed`: if not None, no other worker qualifies. `absences`: of
-        workers that have to load the adapter, by incarnation. `explained`: also return the options that were priced.
+        `chain`: 16-byte digests of the prompt's pages. `allowed`: if not None, no other worker qualifies. `absences`:
+        of workers that have to load the adapter, by incarnation. `explained`: also return the options that were priced.
         """
         if allowed is not None and not allowed:
             return None

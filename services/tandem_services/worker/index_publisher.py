@@ -9,8 +9,8 @@
 4. Redis available again, wiped or not: an update that does not fit (GAP), or a heartbeat that reports an older revision
    than the acknowledged one, makes a replay due.
 5. An update without a reply is repeated under the same revision, so it counts once.
-6. Redis may evict a part of the index by block (scripts/holders.lua) and keep the rest. Blocks of it are therefore named
-   again in turn, each within `ROUND` × `NAME_AGAIN_S`.
+6. Redis may evict a part of the index by block (scripts/holders.lua) and keep the rest. Blocks of it are therefore
+   named again in turn, each within `ROUND` × `NAME_AGAIN_S`.
 
 A block counts while device or host memory has it: it is added with the first of the two and removed with the last. The
 index also records which blocks are only in host memory. Blocks that are only in files do not count.
