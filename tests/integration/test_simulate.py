@@ -11,7 +11,7 @@ from tandem_lab.simulate.fleet import FleetShape
 from tandem_lab.simulate.replay import Outcome, replay
 from tandem_lab.simulate.report import Report
 from tandem_lab.simulate.requests import simulated_requests
-from tandem_lab.simulate.run import Simulation
+from tandem_lab.simulate.run import CandidateLimit, Simulation
 from tandem_lab.traces import TRACE_BLOCK, TraceRow
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress
@@ -39,7 +39,9 @@ REQUESTS = simulated_requests(conversations(), limit=None, speed=1.0)
 BLOCKS = sum(len(request.chain) for request in REQUESTS)
 
 
-def simulation(*policies: str, seed: int = 0, **shape: int) -> Simulation:
+def simulation(
+    *policies: str, seed: int = 0, candidates: tuple[CandidateLimit, ...] = (CandidateLimit.FEW,), **shape: int
+) -> Simulation:
     counts = shape or {"both": 3}
     return Simulation(
         requests=REQUESTS,
@@ -48,6 +50,7 @@ def simulation(*policies: str, seed: int = 0, **shape: int) -> Simulation:
         local_prefill_tokens=2048,
         seed=seed,
         slo=Slo(ttft_ms=10_000),
+        candidates=candidates,
     )
 
 
@@ -200,3 +203,30 @@ def test_bad_line_of_the_trace_is_named_with_its_number(tmp_path, capsys):
         file.write('{"timestamp": 1, "input_length": 10}\n')
     assert main(["simulate", "--trace", str(trace)]) == 2
     assert f"line {len(REQUESTS) + 1}: " in capsys.readouterr().err
+
+
+BOTH_LIMITS = (CandidateLimit.FEW, CandidateLimit.ALL)
+
+
+async def test_few_candidates_of_a_large_fleet_find_what_is_cached(server):
+    report = await report_of(server, "locality", candidates=BOTH_LIMITS, both=30)
+    few, everybody = report.policies["locality, few"], report.policies["locality, all"]
+    assert few.block_hit_rate > 0.0
+    assert few.block_hit_rate >= 0.985 * everybody.block_hit_rate
+
+
+async def test_few_candidates_of_a_large_fleet_are_repeatable(server):
+    first, second = [await report_of(server, "locality", both=30) for _ in range(2)]
+    assert first.policies == second.policies
+
+
+async def test_all_workers_of_a_small_fleet_are_candidates(server):
+    report = await report_of(server, "locality", candidates=BOTH_LIMITS)
+    assert report.policies["locality, few"] == report.policies["locality, all"]
+
+
+def test_unknown_limit_of_candidates_is_rejected(capsys, tmp_path):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"timestamp": 0, "input_length": 10, "output_length": 1, "hash_ids": [1]}\n')
+    assert main(["simulate", "--trace", str(trace), "--cache-blocks", "9", "--candidates", "some"]) != 0
+    assert "--candidates takes few, all or few,all, got 'some'" in capsys.readouterr().err
