@@ -294,7 +294,7 @@ async def main() -> None:
         index = await index_bytes(server, arguments.blocks)
     finally:
         server.stop()
-    local = [local_us(workers, 1000) for workers in fleets]
+    local = [local_us(workers, max(20, min(1000, 64_000 // workers))) for workers in fleets]
     report({**machine, "cases": cases, "index": index, "local": local}, arguments.out)
 
 
