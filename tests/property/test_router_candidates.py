@@ -437,3 +437,12 @@ async def commands_of_a_decision(server: RedisServer, workers: int) -> float:
 
 async def test_decision_reads_as_much_in_a_fleet_of_four_times_the_size(server):
     assert await commands_of_a_decision(server, 240) <= 1.25 * await commands_of_a_decision(server, 60)
+
+
+async def test_kinds_without_described_workers_are_dropped(server):
+    async with Fleet.of(server, **{**LASTING, "DESCRIBED_TTL_MS": -1}) as workers:
+        for compat in ("old", "new"):
+            await workers.beat(make_record(f"w-{compat}", compat_hash=compat))
+        keys = await workers.client.command("KEYS", workers.keys.prefix + "kinds:*")
+        assert isinstance(keys, list)
+        assert await workers.client.command("ZCARD", keys[0]) == 1

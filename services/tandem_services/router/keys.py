@@ -101,7 +101,7 @@ RANKED_TOKENS = 1024
 MAX_RANKED_PAGE = 256
 """Names of a rank that one command reads."""
 
-RANK_AGAIN_MS = 250
+RANK_AGAIN_MS = 1_000
 """A decision without any candidate writes the ranks of the whole fleet again, at most so often: Redis lost them, or
 workers of a release without ranks have just joined."""
 

@@ -90,9 +90,10 @@ local function unrank(state, incarnation, row)
   ranked(state, 'ZREM', keys.decode, incarnation)
 end
 
--- The kind of `worker` is served, and its ranks are kept.
+-- The kind of `worker` is served, and its ranks are kept. Kinds of which no worker is described any more are dropped.
 local function keep_ranks(state, worker)
   local keys = rank_keys(state.prefix, worker.model .. worker.compat)
+  ranked(state, 'ZREMRANGEBYSCORE', keys.kinds, '-inf', string.format('(%.0f', state.now - DESCRIBED_TTL_MS))
   ranked(state, 'ZADD', keys.kinds, string.format('%.0f', state.now), worker.compat)
   redis.call('PEXPIRE', keys.kinds, FLEET_TTL_MS)
   redis.call('PEXPIRE', keys.prefill, FLEET_TTL_MS)
