@@ -446,3 +446,24 @@ async def test_kinds_without_described_workers_are_dropped(server):
         keys = await workers.client.command("KEYS", workers.keys.prefix + "kinds:*")
         assert isinstance(keys, list)
         assert await workers.client.command("ZCARD", keys[0]) == 1
+
+
+async def test_row_under_a_name_that_is_no_incarnation_is_no_worker(fleet):
+    for number in range(SIZE):
+        await fleet.beat(make_record(f"w{number}", load=make_load(queue_tokens=100)))
+    row = await fleet.client.command("HGET", fleet.keys.prefix + "fleet", "w1@1")
+    assert isinstance(row, bytes)
+    await fleet.client.command("HSET", fleet.keys.prefix + "fleet", "nobody", row)
+    for key in await names_of(fleet, "least:*"):
+        await fleet.client.command("ZADD", key, -1, "nobody")
+    for seed in range(4):
+        routed = await route(fleet, seed=seed)
+        assert routed is not None
+        assert "nobody" not in {routed.decode, routed.prefill}
+    assert "nobody" not in await ranked(fleet, "decode")
+
+
+async def names_of(fleet: Fleet, pattern: str) -> list[bytes]:
+    keys = await fleet.client.command("KEYS", fleet.keys.prefix + pattern)
+    assert isinstance(keys, list)
+    return [key for key in keys if isinstance(key, bytes)]
