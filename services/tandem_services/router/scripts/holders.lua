@@ -111,7 +111,10 @@ end
 
 -- Whether the release of this live worker writes holders.
 local function publishes(state, worker)
-  if not worker.publishes then worker.publishes = named_by(state, tag_of(worker.incarnation)) == worker.incarnation end
+  if not worker.publishes then
+    worker.tag = worker.tag or tag_of(worker.incarnation)
+    worker.publishes = named_by(state, worker.tag) == worker.incarnation
+  end
   return worker.publishes
 end
 

@@ -81,7 +81,7 @@ local function sweep_fleet(state, swept_at)
       budget = budget - 1
     elseif kind == 'lapsed' and lease_ms >= swept_at then
       note_change(state, rows[i])
-    elseif kind == 'live' then
+    elseif kind == 'live' and unpublished < MAX_UNPUBLISHED then
       unpublished = unpublished + rank_row(state, rows[i], rows[i + 1], false)
     end
   end

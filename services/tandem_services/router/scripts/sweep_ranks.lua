@@ -1,5 +1,8 @@
 -- Ranks of workers whose release writes none, and ranks that Redis has lost.
 
+-- Releases without ranks register no more workers than this. The sweep looks at no further rows after so many.
+local MAX_UNPUBLISHED = 4096
+
 -- Ranks the live worker of `row` if its release does not, or if `always`. Returns 1 if its release writes no holders,
 -- else 0.
 local function rank_row(state, incarnation, row, always)
@@ -8,7 +11,11 @@ local function rank_row(state, incarnation, row, always)
   local published = publishes(state, worker)
   if always or not published then
     rank(state, worker)
-    keep_ranks(state, worker)
+    local keys = rank_keys(state.prefix, worker.model .. worker.compat)
+    if not state[keys] then -- once in this call
+      state[keys] = true
+      keep_ranks(state, worker)
+    end
   end
   return published and 0 or 1
 end
@@ -23,7 +30,7 @@ end
 local function rank_all(state)
   local rows, unpublished = redis.call('HGETALL', state.fleet), 0
   for i = 1, #rows, 2 do
-    if worker_of(rows[i]) and lease_state(rows[i + 1], state.now) == 'live' then
+    if unpublished < MAX_UNPUBLISHED and worker_of(rows[i]) and lease_state(rows[i + 1], state.now) == 'live' then
       unpublished = unpublished + rank_row(state, rows[i], rows[i + 1], true)
     end
   end

@@ -28,7 +28,7 @@ local function unread_worker(prefix, incarnation)
     incarnation = incarnation, described = prefix .. 'worker:' .. (worker_of(incarnation) or ''),
     blocks = prefix .. 'blocks:' .. incarnation, host_blocks = prefix .. 'host:' .. incarnation,
     links = prefix .. 'links:' .. incarnation, read_links = false, read_host_token_s = false,
-    row = false, beat = false, from = math.huge, till = -math.huge, live = false, publishes = false,
+    row = false, beat = false, from = math.huge, till = -math.huge, live = false, publishes = false, tag = false,
     report_ms = 0, role = 0, page_size = 0, context_length = 0, model = '', compat = '',
     queue_tokens = 0, sequences = 0, step_s = 0, room_tokens = 0, max_sequences = 0, full = false,
     token_s = 0, transfer_token_s = 0, queue_s = 0, turn_s = 0, waiting = 0, work_s = 0, copy_s = 0, load_s = 0,
