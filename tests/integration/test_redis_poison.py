@@ -58,7 +58,7 @@ TYPES = {
     "hash": ("HSET", "a", "b"),
     "stream": ("XADD", "*", "a", "b"),
 }
-META = ("epoch", "generation", "last_call", "swept_at", "grace_until", "ranked_at", "unpublished")
+META = ("epoch", "generation", "last_call", "swept_at", "grace_until", "ranked_at", "ranked_for", "unpublished")
 OWN_KEYS = ("blocks", "host", "cursor", "links", "fenced")
 
 

@@ -12,8 +12,8 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)
     changes              ZSET  incarnation → generation of its last change (scripts/changes.lua)
     starting             HASH  worker_id → what a worker does that is not registered yet (scripts/starting.lua)
-    meta                 HASH  epoch, generation, last_call, swept_at, grace_until; ranked_at, and unpublished: when the
-                               sweep last saw all rows, and how many workers are of a release without `holders`
+    meta                 HASH  epoch, generation, last_call, swept_at, grace_until; ranked_at, ranked_for and unpublished:
+                               when the sweep last saw all rows, of which generation, and how many workers are of a release without `holders`
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
@@ -102,8 +102,8 @@ MAX_RANKED_PAGE = 256
 """Names of a rank that one command reads."""
 
 RANK_AGAIN_MS = 1_000
-"""A decision without any candidate writes the ranks of the whole fleet again, at most so often: Redis lost them, or
-workers of a release without ranks have just joined."""
+"""A decision without any candidate writes the ranks of the whole fleet again, at most so often, or ten times as
+often while workers join: Redis lost them, or workers of a release without ranks have just joined."""
 
 HOLDER_TOKENS = 128
 """One block of about so many tokens of a prompt is in the index by block. Candidates are found by it, and matches are

@@ -235,10 +235,19 @@ local function choose_candidates(state, query)
   return chosen
 end
 
+-- Whether the ranks of the whole fleet may be written again: once in RANK_AGAIN_MS, and ten times where workers have
+-- joined or left since.
+local function may_rank_all(state)
+  local passed = state.now - meta_time(state, 'ranked_at', 0)
+  if passed >= RANK_AGAIN_MS then return true end
+  local ranked_for = whole(redis.call('HGET', state.meta, 'ranked_for'), MAX_WHOLE)
+  return passed >= RANK_AGAIN_MS / 10 and ranked_for ~= generation_of(state)
+end
+
 -- Groups of candidates by compat hash. Where ranks name nobody, they are written again, unless that was just done.
 local function candidates(state, query)
   local chosen = choose_candidates(state, query)
-  if #chosen == 0 and not query.allowed and state.now - meta_time(state, 'ranked_at', 0) >= RANK_AGAIN_MS then
+  if #chosen == 0 and not query.allowed and may_rank_all(state) then
     rank_all(state)
     chosen = choose_candidates(state, query)
   end

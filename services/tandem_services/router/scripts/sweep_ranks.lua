@@ -23,7 +23,7 @@ end
 -- All rows were looked at, and so many workers publish no holders.
 local function note_ranked(state, unpublished)
   redis.call('HSET', state.meta, 'ranked_at', string.format('%.0f', state.now),
-    'unpublished', string.format('%.0f', unpublished))
+    'ranked_for', string.format('%.0f', generation_of(state)), 'unpublished', string.format('%.0f', unpublished))
 end
 
 -- Writes the ranks of the whole fleet.
