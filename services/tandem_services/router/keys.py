@@ -12,8 +12,9 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)
     changes              ZSET  incarnation → generation of its last change (scripts/changes.lua)
     starting             HASH  worker_id → what a worker does that is not registered yet (scripts/starting.lua)
-    meta                 HASH  epoch, generation, last_call, swept_at, grace_until; ranked_at, ranked_for and unpublished:
-                               when the sweep last saw all rows, of which generation, and how many workers are of a release without `holders`
+    meta                 HASH  epoch, generation, last_call, swept_at, grace_until; ranked_at, ranked_for, unpublished:
+                               when all rows were last ranked, of which generation, and how many workers are of a
+                               release without `holders`
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
