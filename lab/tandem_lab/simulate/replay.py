@@ -119,9 +119,6 @@ async def replay(
     on_ended: Callable[[Served], None] = lambda _: None,
     price_all: bool = False,
 ) -> Outcome:
-    on_ended: Callable[[Served], None] = lambda _: None,
-    price_all: bool = False,
-) -> Outcome:
     """Run to the last token. The Redis must hold nothing of `cluster` yet.
 
     `on_ended` gets each request that has ended or was refused; what it raises ends the run. `price_all` as of
