@@ -87,6 +87,7 @@ LONGER = {
     "router.keys.INDEX_TTL_MS": "an index outlives a short loss of Redis",
     "router.keys.FLEET_TTL_MS": "keys of a cluster that is gone",
     "router.keys.DESCRIBE_EVERY_S": "an unchanged worker of a large fleet describes itself again",
+    "worker.index_publisher.NAME_AGAIN_S": "a worker names some of its stored blocks again",
     "router.keys.DESCRIBED_TTL_MS": "a description outlives two that were missed",
     "common.redis_client.COMPLAIN_EVERY_S": "between two log lines",
     "RarelyLogged.every_s": "the same",
