@@ -43,9 +43,9 @@ def own_folder(tmp_path, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
 
 
-def bundle_in(folder: Path, config: str = "{}") -> TokenizerBundle:
+def bundle_in(folder: Path, config: str = "{}", specials: tuple[str, ...] = ()) -> TokenizerBundle:
     folder.mkdir(exist_ok=True)
-    checkpoint = write_tokenizer(folder)
+    checkpoint = write_tokenizer(folder, specials=specials)
     (checkpoint / "config.json").write_text(config, encoding="utf-8")
     return TokenizerBundle.read(checkpoint)
 
@@ -151,7 +151,7 @@ async def test_large_tokenizer_has_no_copy(model, bundle, monkeypatch, caplog):
 
 
 async def test_opened_fleet_has_the_tokenizer_of_its_workers(server, model, rack, bundle, tmp_path):
-    other = bundle_in(tmp_path / "other", '{"a": 1}')
+    other = bundle_in(tmp_path / "other", specials=("<|other|>",))
     one, two, three = (engine_of(rack, n, b) for n, b in (("one", bundle), ("two", other), ("three", other)))
     fleets = OpenFleets()
     with pytest.raises(TokenizerMissingError, match="none is registered"):
@@ -172,6 +172,25 @@ async def test_opened_fleet_has_the_tokenizer_of_its_workers(server, model, rack
         again = await fleets.open(model)
         assert again.tokenizer == other.digest
         assert {view.worker_id for view in again.router.offered()} == {"two", "three"}
+    await fleets.close_all()
+
+
+async def test_workers_of_equal_encoding_share_requests(server, model, rack, bundle, tmp_path):
+    """A revision of other weights: its config.json differs, its ids do not."""
+    later = bundle_in(tmp_path / "later", '{"transformers_version": "5"}')
+    assert (later.digest == bundle.digest, later.encoding == bundle.encoding) == (False, True)
+    one, two, three = (engine_of(rack, n, b) for n, b in (("one", bundle), ("two", later), ("three", later)))
+    fleets = OpenFleets()
+    async with Fleet.of(server, cluster="live") as workers:
+        await beat(workers, one)
+        former = await fleets.open(model)
+        await beat(workers, one, two, three)
+        await former.router.refresh()
+        assert {view.worker_id for view in former.router.offered()} == {"one", "two", "three"}
+        assert former.outdated, "templates and settings are those of most workers"
+        again = await fleets.open(model)
+        assert again.tokenizer == later.digest
+        assert {view.worker_id for view in again.router.offered()} == {"one", "two", "three"}
     await fleets.close_all()
 
 
@@ -256,7 +275,7 @@ def test_gateway_serves_a_real_worker_and_restarts_at_zero(tmp_path):
                     system.kill(each.pid)
         with gateway(log, redis_url, *same, "--from-zero-timeout", "1") as url:
             wait_for(lambda: reasons(url) == [], PATIENCE_S, log.read_text)
-            wait_for(lambda: "from Redis: no worker reports" in log.read_text(), PATIENCE_S, log.read_text)
+            wait_for(lambda: "from Redis: no worker" in log.read_text(), PATIENCE_S, log.read_text)
             held = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
             assert held.status_code == 503, held.text
             assert "not served yet" not in held.text, "it has the tokenizer, and waits for a worker"

@@ -107,9 +107,9 @@ def _serve(config: ProcessConfig, context: IpcContext, control: Control | None) 
         outbox.channel = requests
         watchdog = _watchdog(config, engine)
         tokenizer = _tokenizer(Path(config.engine.model_path))
-        ready = msgspec.structs.replace(
-            _ready(config, engine, requests.endpoint, test), tokenizer="" if tokenizer is None else tokenizer.digest
-        )
+        ready = _ready(config, engine, requests.endpoint, test)
+        if tokenizer is not None:
+            ready = msgspec.structs.replace(ready, tokenizer=tokenizer.digest, encoding=tokenizer.encoding)
         reports = Reports(engine=engine, control=control, watchdog=watchdog, ready=ready)
         loop = _loop(config, engine, requests, outbox, reports)
         loop.tokenizer = tokenizer
@@ -191,7 +191,7 @@ def _tokenizer(folder: Path) -> TokenizerBundle | None:
         # A link in a checkpoint must not lead to other files of this machine: gateways show parts of these.
         return TokenizerBundle.read(folder, located=open_directory(folder).file)
     except CheckpointError as error:
-        logger.info("gateways cannot get the tokenizer of this worker: %s", error)
+        logger.warning("gateways need the model's folder, this worker cannot send them the tokenizer: %s", error)
         return None
 
 

@@ -117,6 +117,8 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
     """The kind of CPU that its kernels are compiled for (`kernels.cpu.target`); empty on a GPU."""
     tokenizer: str = ""
     """Digest of the tokenizer's files, which gateways may request; empty where there are none to send."""
+    encoding: str = ""
+    """Digest of `tokenizer.json` alone (`tokenizer.bundle`); empty as `tokenizer`."""
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):

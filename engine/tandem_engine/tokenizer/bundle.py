@@ -74,6 +74,12 @@ class TokenizerBundle:
             raise CheckpointError(f"the received tokenizer has no {missing[0]}")
         return bundle
 
+    @property
+    def encoding(self) -> str:
+        """Digest of `tokenizer.json`, which decides what ids mean: the same for models that differ in weights, settings
+        or chat template alone. Raises as `files`."""
+        return digest_of(self.files()["tokenizer.json"])
+
     def files(self) -> dict[FileName, bytes]:
         """Contents by name. Raises `CheckpointError` for another name, and for data that are no bundle."""
         try:
@@ -96,7 +102,7 @@ def tokenizer_part(bundle: TokenizerBundle | None, message: TokenizerRequest) ->
 
 
 def digest_of(data: bytes) -> str:
-    """Digest of a bundle's data."""
+    """Of a bundle's data, or of one file: in hexadecimal."""
     return blake2b(data, digest_size=DIGEST_BYTES).hexdigest()
 
 

@@ -80,7 +80,7 @@ class RoutedFleet:
             )
             found = await source.find(router.offered(), router.workers())
             tokenizer = await asyncio.to_thread(TextTokenizer.load, found.folder)
-            router.require_tokenizer(found.digest)
+            router.require_encoding(found.encoding)
             parts = _parts(config, found.folder, tokenizer, context, router, keys, _upkeep(source, found))
             opened.pop_all()
         return RoutedFleet(router, parts, found.digest)

@@ -69,6 +69,8 @@ class WorkerView:
     """http:// address of its port for commands; "" where it reports none."""
     tokenizer: str = ""
     """Digest of its tokenizer's files (`tokenizer.bundle`); "" where it has none to send."""
+    encoding: str = ""
+    """Digest of its `tokenizer.json` alone; "" where it reports none."""
 
     def has_adapter(self, digest: bytes) -> bool:
         """Whether the adapter with this content is in its memory, under whatever name."""

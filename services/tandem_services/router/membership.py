@@ -106,9 +106,9 @@ class Membership:
     clock: Clock
     proofs: MemberProofs | None = None
     """None: rows alone count."""
-    tokenizer: str = ""
-    """Digest of the tokenizer of requests. A worker that reports another one would read other text: it is offered none,
-    but stays a member that a canary may name. "": not compared."""
+    encoding: str = ""
+    """Digest of the `tokenizer.json` that encodes requests. A worker that reports another one would read other text: it
+    is offered none, but stays a member that a canary may name. "": not compared."""
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
     _unlisted: frozenset[str] = frozenset()
     _skewed: frozenset[str] = frozenset()
@@ -143,7 +143,7 @@ class Membership:
 
     @property
     def unusable(self) -> frozenset[str]:
-        """Incarnations that no request may be sent to: dead, not proven, outside the window, with another tokenizer, or
+        """Incarnations that no request may be sent to: dead, not proven, outside the window, of another encoding, or
         without a signed row."""
         refused = (name for name in self._records if not self._usable(name) or self._reads_otherwise(name))
         return frozenset(refused) | self.dead | self._nameless.keys()
@@ -208,7 +208,7 @@ class Membership:
         return tuple(record.view for incarnation, record in self._records.items() if self._usable(incarnation))
 
     def offered(self) -> tuple[WorkerView, ...]:
-        """Those of `workers` that a new request may be sent to: of its tokenizer, and neither on standby, draining,
+        """Those of `workers` that a new request may be sent to: of its encoding, and neither on standby, draining,
         stalled nor paused."""
         return tuple(record.view for incarnation, record in self._records.items() if self._offers(incarnation))
 
@@ -273,10 +273,10 @@ class Membership:
         return ready and self._usable(incarnation) and not self._reads_otherwise(incarnation)
 
     def _reads_otherwise(self, incarnation: str) -> bool:
-        if not self.tokenizer:
+        if not self.encoding:
             return False
-        own = self._records[incarnation].view.tokenizer
-        return bool(own) and own != self.tokenizer
+        own = self._records[incarnation].view.encoding
+        return bool(own) and own != self.encoding
 
     def _usable(self, incarnation: str) -> bool:
         if incarnation not in self._records or incarnation in self._marked_dead or incarnation in self._skewed:

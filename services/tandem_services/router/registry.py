@@ -61,6 +61,9 @@ STEP_FIT_FIELD = "step_fit"
 TOKENIZER_FIELD = "tokenizer"
 """The same: digest of the tokenizer's files. A worker without it sends none."""
 
+ENCODING_FIELD = "encoding"
+"""The same: digest of `tokenizer.json` alone. Without it, the worker's ids are not compared."""
+
 DESCRIBED_FIELD = "described"
 """Of the readable hash: `description_digest`. When it changes, readers read the worker again."""
 
@@ -385,6 +388,7 @@ def readable_fields(record: WorkerRecord) -> dict[str, str | int | float]:
         "peer_endpoint": view.peer_endpoint,
         **({"health_endpoint": view.health_endpoint} if view.health_endpoint else {}),
         **({TOKENIZER_FIELD: view.tokenizer} if view.tokenizer else {}),
+        **({ENCODING_FIELD: view.encoding} if view.encoding else {}),
         "compat_hash": view.compat_hash,
         "release": view.release,
         "context_length": view.context_length,
@@ -430,6 +434,7 @@ def read_record(fields: Mapping[str, str]) -> WorkerRecord | None:
             adapter_memory=read_adapter_memory(fields.get(ADAPTER_MEMORY_FIELD, "")),
             health_endpoint=read_http_address(fields.get("health_endpoint", "")),
             tokenizer=read_digest(fields.get(TOKENIZER_FIELD, "")),
+            encoding=read_digest(fields.get(ENCODING_FIELD, "")),
         )
         load = Load(
             queue_tokens=read_measure(fields, "queue_tokens"),

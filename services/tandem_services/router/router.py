@@ -310,9 +310,9 @@ class Router:
         """Routing calls without a usable answer since start."""
         return self._routing.failures
 
-    def require_tokenizer(self, digest: str) -> None:
-        """From now on requests have been encoded by this tokenizer: see `Membership.tokenizer`."""
-        self._membership.tokenizer = digest
+    def require_encoding(self, digest: str) -> None:
+        """From now on requests are encoded by this `tokenizer.json`: see `Membership.encoding`."""
+        self._membership.encoding = digest
 
     def rely_on(self, proofs: MemberProofs) -> None:
         """From now on only workers that prove to be members are chosen."""

@@ -332,6 +332,7 @@ def _view(config: WorkerConfig, ready: EngineReady, role: Role, health_endpoint:
         adapter_memory=ready.adapter_memory,
         health_endpoint=health_endpoint,
         tokenizer=ready.tokenizer,
+        encoding=ready.encoding,
     )
 
 

@@ -344,10 +344,10 @@ async def test_worker_outside_the_window_gets_no_reservation(fleet, router):
     assert len(row) == ROW.size + 16, "a reservation for it stands in its row"
 
 
-async def test_worker_with_another_tokenizer_gets_no_reservation(fleet, router):
-    later = make_record("later", tokenizer="2" * 32)
-    await fleet.join(router, later, make_record("ours", tokenizer="1" * 32))
-    router.require_tokenizer("1" * 32)
+async def test_worker_of_another_encoding_gets_no_reservation(fleet, router):
+    later = make_record("later", encoding="2" * 32)
+    await fleet.join(router, later, make_record("ours", encoding="1" * 32))
+    router.require_encoding("1" * 32)
     await fleet.cache(later, chain_of(PROMPT))
     for _ in range(4):
         assert (await router.choose(query())).decode.worker_id == "ours"

@@ -166,6 +166,7 @@ class MockEngine:
             page_size=16,
             model=self.model,
             tokenizer="" if self.tokenizer is None else self.tokenizer.digest,
+            encoding="" if self.tokenizer is None else self.tokenizer.encoding,
         )
 
     def start(self) -> "MockEngine":

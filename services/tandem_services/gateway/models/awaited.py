@@ -53,8 +53,7 @@ class AwaitedModel:
 
     def report(self) -> None:
         """To be called about once a second."""
-        while self._refused and self.clock.now() - self._refused[0] > REPORTED_S:
-            self._refused.popleft()
+        self._forget()
         self._metrics.waiting({"": len(self._refused)} if self._refused else {})
 
     def close(self) -> None:
@@ -62,6 +61,11 @@ class AwaitedModel:
         self._refused.clear()
         self.report()
 
+    def _forget(self) -> None:
+        while self._refused and self.clock.now() - self._refused[0] > REPORTED_S:
+            self._refused.popleft()
+
     def _figures(self) -> QueueFigures:
+        self._forget()
         oldest = self.clock.now() - self._refused[0] if self._refused else 0.0
         return QueueFigures(prompt_tokens=0, oldest_wait_s=oldest, held=len(self._refused))

@@ -7,21 +7,26 @@
     4. kept      in a folder named by the digest, which only this user reads; and in Redis
 
 Nothing that is received counts unless it has the digest. `preferred` also tells when the workers of a running model
-have another tokenizer: the model is then opened again (`catalog.LiveModels`), and until then, the router sends no
-request to the others.
+have other files: the model is then opened again (`catalog.LiveModels`). Until then the router sends requests to all of
+them whose `tokenizer.json` is the same, and to no others.
 """
 
 import asyncio
+import errno
 import logging
+import random
 import shutil
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 
 from tandem_engine.base.errors import CheckpointError, ConfigError, WireError
 from tandem_engine.base.logs import quoted
+from tandem_engine.config.transfer import Role
 from tandem_engine.ipc.async_channels import AsyncDealerChannel
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.outputs import EngineReply, TokenizerPart
@@ -46,6 +51,9 @@ MAX_ASKED = 2
 MAX_CACHE_BYTES = 2 << 30
 """Of the folder of tokenizers. Those that were not used for longest are removed."""
 
+PARTIAL_S = 3600.0
+"""No process writes one folder for that long."""
+
 
 class TokenizerMissingError(ConfigError):
     """No worker has sent the tokenizer yet, and Redis has no copy: the attempt is repeated."""
@@ -56,16 +64,23 @@ class FoundTokenizer:
     """In a folder of its own, which may be removed once it is loaded."""
 
     digest: str
+    encoding: str
+    """Digest of `tokenizer.json` alone."""
     folder: Path
 
 
 def preferred(workers: Iterable[WorkerView], model: str, *, current: str = "") -> str:
-    """Digest of the tokenizer that most of `workers` report for `model`; `current` if as many report it, or none does
-    any."""
-    counts = Counter(worker.tokenizer for worker in workers if worker.model == model and worker.tokenizer)
-    if not counts:
+    """Digest of the tokenizer that most of `workers` report for `model`; `current` if as many report it, or none any.
+
+    One that only prefill workers report comes last: those of a new revision may be the majority before one of its
+    decode workers is ready, and alone they generate nothing.
+    """
+    reporting = [worker for worker in workers if worker.model == model and worker.tokenizer]
+    if not reporting:
         return current
-    return max(counts, key=lambda digest: (counts[digest], digest == current, digest))
+    counts = Counter(worker.tokenizer for worker in reporting)
+    generating = {worker.tokenizer for worker in reporting if worker.role is not Role.PREFILL}
+    return max(counts, key=lambda digest: (digest in generating, counts[digest], digest == current, digest))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -86,10 +101,9 @@ class FleetTokenizer:
             return await self._of_copy([each for each in (*offered, *others) if each.model == self.model])
         cached = await asyncio.to_thread(_cached, digest)
         if cached is not None:
-            return FoundTokenizer(digest, cached)
-        holders = [each for each in (*offered, *others) if each.model == self.model and each.tokenizer == digest]
+            return cached
         reasons = []
-        for worker in list(dict.fromkeys(holders))[:MAX_ASKED]:
+        for worker in self._asked(digest, offered, others):
             try:
                 bundle = await received(worker, self.context)
             except (CheckpointError, WireError, TimeoutError) as error:
@@ -99,6 +113,7 @@ class FleetTokenizer:
             return await self._kept(bundle)
         copied = await self._copied()
         if copied is not None and copied.digest == digest:
+            logger.info("read the tokenizer of %s from Redis: no worker sends it", quoted(self.model))
             return await self._kept(copied)
         raise TokenizerMissingError(
             f"waiting for a worker to send the tokenizer of model {quoted(self.model)}: {quoted('; '.join(reasons))}"
@@ -108,15 +123,26 @@ class FleetTokenizer:
         """Redis has a copy of the tokenizer with this digest, as far as it is there. Raises `CheckpointError`."""
 
         def read() -> TokenizerBundle:
-            folder = _cached(digest)
-            if folder is None:
+            found = _cached(digest)
+            if found is None:
                 raise CheckpointError(f"tokenizer {digest} is not in the folder of tokenizers any more")
-            return TokenizerBundle.read(folder)
+            return TokenizerBundle.read(found.folder)
 
         try:
             await self.copy.keep(digest, read)
         except RedisUnavailableError:
             return  # it is logged, and written the next time
+
+    def _asked(self, digest: str, offered: Sequence[WorkerView], others: Sequence[WorkerView]) -> Iterator[WorkerView]:
+        """Other ones in each attempt, so that some that do not answer keep no gateway waiting, and gateways that start
+        together do not all take it from one."""
+        holders = [
+            {each.incarnation: each for each in views if each.model == self.model and each.tokenizer == digest}
+            for views in (offered, others)
+        ]
+        first = random.sample(list(holders[0].values()), len(holders[0]))
+        rest = [each for name, each in holders[1].items() if name not in holders[0]]
+        return islice((*first, *random.sample(rest, len(rest))), MAX_ASKED)
 
     async def _of_copy(self, workers: Sequence[WorkerView]) -> FoundTokenizer:
         copied = await self._copied()
@@ -136,7 +162,7 @@ class FleetTokenizer:
 
     async def _kept(self, bundle: TokenizerBundle) -> FoundTokenizer:
         try:
-            return FoundTokenizer(bundle.digest, await asyncio.to_thread(_keep, bundle))
+            return await asyncio.to_thread(_keep, bundle)
         except OSError as error:
             raise ConfigError(
                 f"cannot keep the tokenizer of model {quoted(self.model)} below {tempfile.gettempdir()}: {error}"
@@ -164,8 +190,7 @@ async def received(worker: WorkerView, context: IpcContext) -> TokenizerBundle:
 async def _part(channel: AsyncDealerChannel[EngineReply, EngineRequest], digest: str, offset: int) -> TokenizerPart:
     channel.send(TokenizerRequest(digest=digest, offset=offset))
     async with asyncio.timeout(PART_S):
-        while not isinstance(reply := await channel.receive(), TokenizerPart) or reply.offset != offset:
-            continue
+        reply = await _answer(channel, offset)
     if not 0 < reply.total <= MAX_BUNDLE_BYTES + PART_BYTES:
         raise CheckpointError(f"it does not have the tokenizer with digest {digest}")
     if not 0 < len(reply.data) <= min(PART_BYTES, reply.total - offset):
@@ -173,45 +198,77 @@ async def _part(channel: AsyncDealerChannel[EngineReply, EngineRequest], digest:
     return reply
 
 
+async def _answer(channel: AsyncDealerChannel[EngineReply, EngineRequest], offset: int) -> TokenizerPart:
+    """Raises `CheckpointError` as soon as the connection is lost: a killed worker stays registered for seconds."""
+
+    async def awaited() -> TokenizerPart:
+        while not isinstance(reply := await channel.receive(), TokenizerPart) or reply.offset != offset:
+            continue
+        return reply
+
+    answer, lost = asyncio.create_task(awaited()), asyncio.create_task(channel.disconnected())
+    try:
+        await asyncio.wait((answer, lost), return_when=asyncio.FIRST_COMPLETED)
+        if answer.done():
+            return answer.result()
+        raise CheckpointError("the connection to it is lost")
+    finally:
+        for task in (answer, lost):
+            task.cancel()
+        await asyncio.gather(answer, lost, return_exceptions=True)
+
+
 def _folder() -> Path:
     return private_folder("tokenizers")
 
 
-def _cached(digest: str) -> Path | None:
+def _cached(digest: str) -> FoundTokenizer | None:
     """The folder with these files, checked; None where there is none."""
     try:
         folder = _folder() / digest
-        if TokenizerBundle.read(folder).digest != digest:
+        bundle = TokenizerBundle.read(folder)
+        if bundle.digest != digest:
             return None
         folder.touch()
     except (CheckpointError, OSError):
         return None
-    return folder
+    return FoundTokenizer(digest, bundle.encoding, folder)
 
 
-def _keep(bundle: TokenizerBundle) -> Path:
+def _keep(bundle: TokenizerBundle) -> FoundTokenizer:
     """Write `bundle` to a folder of its own, whole or not at all. Raises `OSError`."""
     root = _folder()
     target = root / bundle.digest
     partial = Path(tempfile.mkdtemp(prefix=".", dir=root))
     try:
         bundle.write(partial)
-        # What is there already cannot have the right content, or it would have been used.
-        shutil.rmtree(target, ignore_errors=True)
-        partial.rename(target)
-    except OSError:
-        if _cached(bundle.digest) is None:  # or another process has written it just now
-            raise
+        if not _moved(partial, target) and _cached(bundle.digest) is None:
+            # Other content: no model that is opened at the same time reads it.
+            shutil.rmtree(target, ignore_errors=True)
+            partial.rename(target)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
     for former in _superfluous(root, kept=target):
         shutil.rmtree(former, ignore_errors=True)
-    return target
+    return FoundTokenizer(bundle.digest, bundle.encoding, target)
+
+
+def _moved(partial: Path, target: Path) -> bool:
+    """False where `target` has files already. Raises `OSError`."""
+    try:
+        partial.rename(target)
+    except OSError as error:
+        if error.errno in (errno.ENOTEMPTY, errno.EEXIST, errno.ENOTDIR):
+            return False
+        raise
+    return True
 
 
 def _superfluous(root: Path, *, kept: Path) -> Iterator[Path]:
-    """Folders beyond `MAX_CACHE_BYTES`, those that were not used for longest."""
-    folders = [each for each in root.iterdir() if each.is_dir() and not each.name.startswith(".") and each != kept]
+    """Folders beyond `MAX_CACHE_BYTES`, those that were not used for longest, and what killed processes have begun."""
+    named = [each for each in root.iterdir() if each.is_dir() and each != kept]
+    yield from (each for each in named if each.name.startswith(".") and time.time() - each.stat().st_mtime > PARTIAL_S)
+    folders = [each for each in named if not each.name.startswith(".")]
     size = _bytes_in(kept)
     for folder in sorted(folders, key=lambda each: each.stat().st_mtime, reverse=True):
         size += _bytes_in(folder)

@@ -1,5 +1,7 @@
 """The tokenizer that workers send to a gateway: chosen by digest, received in parts, verified, kept."""
 
+import contextlib
+import os
 import stat
 import tempfile
 from dataclasses import replace
@@ -8,9 +10,11 @@ import msgspec
 import pytest
 
 from tandem_engine.base.errors import CheckpointError, ConfigError, WireError
+from tandem_engine.config.transfer import Role
 from tandem_engine.tokenizer import bundle as bundles
 from tandem_engine.tokenizer.bundle import TokenizerBundle
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.sockets import free_port
 from tandem_services.gateway.models import fleet_tokenizer
 from tandem_services.gateway.models.fleet_tokenizer import (
     FleetTokenizer,
@@ -82,6 +86,38 @@ def test_tokenizer_of_most_workers_is_preferred():
     assert preferred([], "mini") == ""
 
 
+def test_tokenizer_without_decode_workers_is_not_preferred():
+    prefill = [make_view(name, Role.PREFILL, tokenizer=OTHER) for name in ("a", "b", "c")]
+    serving = [make_view("d", Role.PREFILL, tokenizer=ONE), make_view("e", Role.DECODE, tokenizer=ONE)]
+    assert preferred([*prefill, *serving], "mini", current=ONE) == ONE
+    assert preferred([*prefill, *serving], "mini") == ONE
+    assert preferred([*prefill, *serving, make_view("f", Role.DECODE, tokenizer=OTHER)], "mini", current=ONE) == OTHER
+    assert preferred(prefill, "mini") == OTHER
+
+
+async def test_workers_that_do_not_answer_delay_no_gateway_for_long(engine, bundle, monkeypatch):
+    monkeypatch.setattr(fleet_tokenizer, "PART_S", 0.05)
+    with EngineRack() as rack:
+        for name in ("a", "b"):
+            deaf = rack.add(name, MockBehaviour(token=hash_tokens(3, 250), deaf=True))
+            deaf.tokenizer = bundle
+        silent = [deaf.view for deaf in rack.engines]
+        attempts = 0
+        while True:
+            attempts += 1
+            with contextlib.suppress(TokenizerMissingError):
+                found = await source(engine).find([*silent, engine.view], [])
+                break
+            assert attempts < 100, "always the same two are asked"
+    assert found.digest == bundle.digest
+
+
+async def test_worker_that_is_not_offered_is_asked_last(engine, bundle):
+    gone = replace(engine.view, worker_id="gone", incarnation="gone@1", request_endpoint="tcp://")
+    asked = [list(source(engine)._asked(bundle.digest, [engine.view], [gone, engine.view])) for _ in range(8)]
+    assert asked == [[engine.view, gone]] * 8
+
+
 async def test_worker_sends_its_tokenizer_in_parts(engine, bundle, monkeypatch):
     for module in (bundles, fleet_tokenizer):
         monkeypatch.setattr(module, "PART_BYTES", 1000)
@@ -93,7 +129,7 @@ async def test_worker_without_what_it_reports_is_refused(engine, bundle, tmp_pat
     with pytest.raises(CheckpointError, match="does not have"):
         await received(replace(engine.view, tokenizer=ONE), engine.rack.context)
     # One that sends other files under this digest.
-    engine.tokenizer = TokenizerBundle(bundle.data.replace(b"config", b"konfig", 1), bundle.digest)
+    engine.tokenizer = TokenizerBundle(bundle.data.replace(b"im_end", b"im_END", 1), bundle.digest)
     with pytest.raises(CheckpointError, match="not the one with digest"):
         await received(engine.view, engine.rack.context)
     with pytest.raises(WireError):
@@ -105,6 +141,12 @@ async def test_silent_worker_is_given_up(engine, monkeypatch):
     engine.behaviour.deaf = True
     with pytest.raises(TimeoutError):
         await received(engine.view, engine.rack.context)
+
+
+async def test_killed_worker_is_given_up_at_once(engine, monkeypatch):
+    monkeypatch.setattr(fleet_tokenizer, "PART_S", 600.0)
+    with pytest.raises(CheckpointError, match="connection to it is lost"):
+        await received(replace(engine.view, request_endpoint=f"tcp://127.0.0.1:{free_port()}"), engine.rack.context)
 
 
 async def test_found_tokenizer_is_kept_for_this_user_alone(engine, bundle):
@@ -168,6 +210,27 @@ async def test_folder_of_tokenizers_is_bounded(engine, bundle, monkeypatch):
     newer = TokenizerBundle(*_packed(files))
     fleet_tokenizer._keep(newer)
     assert [each.name for each in root.iterdir()] == [newer.digest]
+
+
+async def test_kept_folder_is_not_taken_from_who_reads_it(bundle):
+    """Two models of one tokenizer are opened at a time."""
+    first = fleet_tokenizer._keep(bundle)
+    with (first.folder / "tokenizer.json").open("rb") as reading:
+        assert fleet_tokenizer._keep(bundle) == first
+        assert os.fstat(reading.fileno()).st_nlink == 1, "it is still there"
+    (first.folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    assert TokenizerBundle.read(fleet_tokenizer._keep(bundle).folder) == bundle
+
+
+async def test_folder_of_a_killed_process_is_removed(bundle):
+    root = fleet_tokenizer._keep(bundle).folder.parent
+    left, fresh = root / ".left", root / ".fresh"
+    for folder in (left, fresh):
+        folder.mkdir()
+        (folder / "tokenizer.json").write_bytes(b"{")
+    os.utime(left, (0, 0))
+    fleet_tokenizer._keep(bundle)
+    assert {each.name for each in root.iterdir()} == {bundle.digest, ".fresh"}
 
 
 def _packed(files) -> tuple[bytes, str]:

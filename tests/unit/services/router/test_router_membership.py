@@ -251,11 +251,11 @@ def test_worker_that_is_upgraded_is_offered(members):
     assert names(members) == {"b@2"}
 
 
-async def test_worker_with_another_tokenizer_is_a_member_without_requests(members):
+async def test_worker_of_another_encoding_is_a_member_without_requests(members):
     one, other = "1" * 32, "2" * 32
-    members.update(snapshot(make_record("a", tokenizer=one), make_record("b", tokenizer=other), make_record("c")))
+    members.update(snapshot(make_record("a", encoding=one), make_record("b", encoding=other), make_record("c")))
     assert members.unusable == frozenset()
-    members.tokenizer = one
+    members.encoding = one
     assert names(members) == {"a@1", "b@1", "c@1"}, "a canary may name it, and one that reports none is of before"
     assert members.unusable == {"b@1"}
     assert {view.worker_id for view in members.offered()} == {"a", "c"}

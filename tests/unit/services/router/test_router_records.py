@@ -188,15 +188,17 @@ def test_release_survives_the_hash():
     assert record.view.release == 7
 
 
-def test_digest_of_the_tokenizer_survives_the_hash():
+@pytest.mark.parametrize("name", ["tokenizer", "encoding"])
+def test_digest_of_the_tokenizer_survives_the_hash(name):
     digest = "0a" * 16
-    fields = {name: str(value) for name, value in readable_fields(make_record("w1", tokenizer=digest)).items()}
+    fields = {field: str(value) for field, value in readable_fields(make_record("w1", **{name: digest})).items()}
     read = read_record(fields | {"incarnation": "w1@1"})
     assert read is not None
-    assert read.view.tokenizer == digest
-    assert "tokenizer" not in readable_fields(make_record("w1"))
+    assert getattr(read.view, name) == digest
+    assert name not in readable_fields(make_record("w1"))
 
 
 @pytest.mark.parametrize("digest", ["0A" * 16, "0a" * 15, "0a" * 17, "../etc", "0a" * 15 + "0\n"])
 def test_row_with_a_malformed_tokenizer_is_no_worker(digest):  # [redis-values-untrusted]
     assert read_record(written(tokenizer=digest)) is None
+    assert read_record(written(encoding=digest)) is None
