@@ -141,6 +141,17 @@ async def test_altered_copy_is_ignored(model, bundle, monkeypatch):
             assert await copy.read() is None
 
 
+async def test_altered_copy_is_written_again(model, bundle):
+    copy = copy_of(model, SECRET)
+    await copy.keep(bundle.digest, lambda: bundle)
+    async with client_of(model) as redis:
+        key = copy.keys.tokenizer("m")
+        stored = await redis.command("GET", key)
+        await redis.command("SET", key, stored[:-1] + bytes([stored[-1] ^ 1]))
+    await copy.keep(bundle.digest, lambda: bundle)
+    assert await copy.read() == bundle
+
+
 async def test_large_tokenizer_has_no_copy(model, bundle, monkeypatch, caplog):
     monkeypatch.setattr(shared_state, "MAX_COPY_BYTES", 10)
     copy = copy_of(model)
@@ -273,13 +284,13 @@ def test_gateway_serves_a_real_worker_and_restarts_at_zero(tmp_path):
             for each in system.processes():
                 if "worker" in each.argv:
                     system.kill(each.pid)
-        with gateway(log, redis_url, *same, "--from-zero-timeout", "1") as url:
-            wait_for(lambda: reasons(url) == [], PATIENCE_S, log.read_text)
-            wait_for(lambda: "from Redis: no worker" in log.read_text(), PATIENCE_S, log.read_text)
-            held = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
-            assert held.status_code == 503, held.text
-            assert "not served yet" not in held.text, "it has the tokenizer, and waits for a worker"
-            text = {"model": "tandem-mini", "prompt": "a fox"}
-            assert httpx.post(f"{url}/tokenize", json=text, timeout=PATIENCE_S).json()["count"] > 0
+            with gateway(log, redis_url, *same, "--from-zero-timeout", "1") as url:
+                wait_for(lambda: reasons(url) == [], PATIENCE_S, log.read_text)
+                wait_for(lambda: "from Redis: no worker" in log.read_text(), PATIENCE_S, log.read_text)
+                held = httpx.post(f"{url}/v1/chat/completions", json=body, timeout=PATIENCE_S)
+                assert held.status_code == 503, held.text
+                assert "not served yet" not in held.text, "it has the tokenizer, and waits for a worker"
+                text = {"model": "tandem-mini", "prompt": "a fox"}
+                assert httpx.post(f"{url}/tokenize", json=text, timeout=PATIENCE_S).json()["count"] > 0
     finally:
         system.close()

@@ -416,12 +416,12 @@ class TokenizerCopy:
         logger.info("wrote the tokenizer of %s to Redis (%d bytes)", self.model, len(written))
 
     async def _has(self, digest: str) -> bool:
-        """Whether Redis has this copy, which is then kept for `COPY_TTL_MS` more."""
+        """Whether Redis has this copy, whole, which is then kept for `COPY_TTL_MS` more."""
         try:
-            stored = await self._stored()
+            bundle = await self.read()
         except RedisUnavailableError:
             return False  # or the key has a value of another type, which is overwritten
-        if stored is None or stored.digest != digest:
+        if bundle is None or bundle.digest != digest:
             return False
         await self._send("PEXPIRE", self.keys.tokenizer(self.model), COPY_TTL_MS)
         return True

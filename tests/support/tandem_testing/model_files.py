@@ -28,10 +28,12 @@ class Door:
     tokenizer: object
     refusal: Exception | None = None
     """Of the next fleets."""
+    refused: int = 0
     closed: list[str] = field(default_factory=list)
 
     async def open(self, model: ModelConfig) -> OpenedFleet:
         if self.refusal is not None and model.name.startswith("bad"):
+            self.refused += 1
             raise self.refusal
         text = f"I am {model.name}."
         says = MockBehaviour(token=scripted_tokens(script(self.tokenizer, text, eos=EOS)), eos=EOS)

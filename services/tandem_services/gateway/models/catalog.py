@@ -40,6 +40,7 @@ from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.http.middleware import identify_model, identity_of
 from tandem_services.gateway.models.adapters import ref_of
 from tandem_services.gateway.models.awaited import AwaitedModel
+from tandem_services.gateway.models.fleet_tokenizer import TokenizerMissingError
 from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.models.service import Fleet, ModelService
 
@@ -247,6 +248,8 @@ class LiveModels(Generic[F]):
     """Of the catalog's services at the start, in their order."""
     independent: bool = False
     """No fleet has to stay."""
+    absent: frozenset[str] = frozenset()
+    """Models that the last `change_each` could not open because Redis or all workers with the tokenizer were absent."""
     _members: list[_Member[F]] = field(init=False)
     _first: F | None = field(init=False)
     _retiring: dict[asyncio.Task[None], _Member[F]] = field(default_factory=dict)
@@ -348,11 +351,14 @@ class LiveModels(Generic[F]):
         self, models: Sequence[ModelConfig]
     ) -> tuple[dict[tuple[str, ...], _Member[F]], dict[str, str]]:
         """At once, so that one whose Redis is silent does not delay the others. And by name why some cannot."""
+        absent: set[str] = set()
 
         async def attempt(model: ModelConfig) -> dict[tuple[str, ...], _Member[F]] | str:
             try:
                 return await self._open([model])
             except FAULTS as error:
+                if isinstance(error, TokenizerMissingError | RedisUnavailableError):
+                    absent.add(model.name)
                 return str(error)
             except Exception as error:
                 # A defect that one entry meets keeps no other one out either.
@@ -367,6 +373,7 @@ class LiveModels(Generic[F]):
                 errors[model.name] = outcome
             else:
                 fresh |= outcome
+        self.absent = frozenset(absent)
         return fresh, errors
 
     def _retire(self, member: _Member[F]) -> None:

@@ -153,9 +153,9 @@ class IndependentModels:
             self.metrics.loaded(len(self.live.fleets))
         self.metrics.mended()
         self.metrics.unserved(len(errors))
-        # A worker that starts may have the tokenizer at any moment.
-        awaited = self.live.catalog.awaited
-        self._pause_s = FIRST_PAUSE_S if changed or awaited else min(MAX_PAUSE_S, self._pause_s * 2)
+        # A worker that starts may have the tokenizer at any moment. One that cannot be loaded takes seconds each time.
+        soon = changed or not self.live.absent.isdisjoint(self.live.catalog.awaited)
+        self._pause_s = FIRST_PAUSE_S if soon else min(MAX_PAUSE_S, self._pause_s * 2)
         self._again_at = self.clock.now() + self._pause_s if errors else math.inf
         self.live.catalog.unserved = errors
 

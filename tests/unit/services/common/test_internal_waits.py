@@ -71,6 +71,7 @@ LONGER = {
     "gateway.models.adapter_updates.UNLOAD_S": "an administrator's command ends after the step that is computed",
     "gateway.fleets.COPY_EVERY_S": "nothing waits: Redis is asked whether it still has a copy",
     "gateway.models.fleet_tokenizer.BUNDLE_S": "a model not served yet: all parts of its tokenizer, each within 5 s",
+    "gateway.models.fleet_tokenizer.PARTIAL_S": "nothing waits: age of what killed processes have begun to write",
     "router.shared_state.COPY_TTL_MS": "nothing waits: a copy in Redis is kept",
     "gateway.queueing.turnover.MOST_RETRY_S": "the Retry-After of a client",
     "gateway.queueing.slo_admission.MAX_RETRY_S": "the same",

@@ -8,7 +8,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_operator.telemetry.exposition import Exposition
 from tandem_operator.telemetry.pod_metrics import GatewayFigures
 from tandem_services.common.health import Health
@@ -178,6 +178,22 @@ async def test_awaited_model_is_tried_again_every_second(front):
         one.clock.advance(1.1)
         await one.models.poll()
         assert await one.answers("bad") == {"bad": "I am bad."}
+
+
+@pytest.mark.parametrize(
+    ("refusal", "attempts"),
+    [(TokenizerMissingError("waiting"), 20), (RedisUnavailableError("away"), 20), (CheckpointError("broken"), 4)],
+    ids=["missing", "away", "broken"],
+)
+async def test_tokenizer_that_cannot_be_loaded_is_tried_seldom(front, refusal, attempts):
+    async with front() as one:
+        one.door.refusal = refusal
+        await one.say({**entry("bad"), "model": "fleet"})
+        one.door.refused = 0
+        for _ in range(20):
+            one.clock.advance(1.1)
+            await one.models.poll()
+        assert one.door.refused == attempts
 
 
 async def test_model_with_another_tokenizer_is_opened_again(front):
