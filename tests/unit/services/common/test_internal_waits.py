@@ -72,6 +72,8 @@ LONGER = {
     "gateway.fleets.COPY_EVERY_S": "nothing waits: Redis is asked whether it still has a copy",
     "gateway.models.fleet_tokenizer.BUNDLE_S": "a model not served yet: all parts of its tokenizer, each within 5 s",
     "gateway.models.fleet_tokenizer.PARTIAL_S": "nothing waits: age of what killed processes have begun to write",
+    "worker.rates.MOST_S": "no request: a measurement of the worker's rates",
+    "worker.rates.REQUEST_S": "one request of that measurement",
     "router.shared_state.COPY_TTL_MS": "nothing waits: a copy in Redis is kept",
     "gateway.queueing.turnover.MOST_RETRY_S": "the Retry-After of a client",
     "gateway.queueing.slo_admission.MAX_RETRY_S": "the same",
