@@ -162,9 +162,10 @@ class AsyncDealerChannel(Generic[In, Out]):
             else:
                 return
 
-    def close(self) -> None:
+    def close(self, *, linger_s: float = 0.0) -> None:
+        """Messages that were sent have up to `linger_s` to leave."""
         self._readable.close()
         self._monitor_readable.close()
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
-        self.socket.close()
+        self.socket.close(linger=int(linger_s * 1000))

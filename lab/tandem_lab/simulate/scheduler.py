@@ -69,8 +69,8 @@ class ModelledScheduler:
     """Of one worker. `plan` a step, let it take its time, `end` it, and again.
 
     `config` gives chunk (`chunked_prefill_size`, of a step and of a prompt in it), rows, watermark and new token
-    ratio. `on_cache_change` is called after blocks have entered or left the cache, but once for a prompt whose chunks
-    enter it one by one: each call may cost a message to the router's index.
+    ratio. `on_cache_change` is called after blocks have entered or left the cache, but not for each chunk of a prompt,
+    only for the first and the last: each call may cost a message to the router's index.
     """
 
     def __init__(
@@ -298,6 +298,7 @@ class ModelledScheduler:
         self._begin(job, matched, target)
         granted = self._grow(job, job.computed + tokens)
         assert granted, f"pages for {tokens} tokens were counted and are not there"
+        self._on_cache_change()
         self._take_part(job, tokens, going)
         # What it expects, in addition to what it has by now.
         going.reserved += max(0, self._expected(job, target, job.generated, self._ratio.value) - job.pages)
@@ -408,6 +409,7 @@ class ModelledScheduler:
             self._cache.hold(job.chain[:matched])
             self._begin(job, matched, job.prompt_tokens)
             self._grow(job, job.prompt_tokens)
+            self._on_cache_change()
             self._receiving.add(job)
             assert job.on_room is not None, "only jobs that receive their prompt wait here"
             job.on_room()
@@ -420,11 +422,8 @@ class ModelledScheduler:
         if missing > self._cache.room:
             return False
         if missing > 0:
-            begins = job.private == 0
             self._cache.take(missing)
             job.private += missing
-            if begins:
-                self._on_cache_change()
         return True
 
     def _cache_whole_blocks(self, job: Job, tokens: int) -> None:

@@ -164,12 +164,15 @@ class PodPoller:
         await self.applier.annotate_costs(namespace, scaled.costs)
         for flip in scaled.flips:
             await self._flip(subject, flip)
-        pools = subject.parts.pools()
-        for role in ROLES:
-            if scaled.pools[role] != pools[role]:
-                ref = WORKER_POOL.ref(pool_name(subject.service.ref.name, role))
-                await self.applier.scale(ref, namespace, scaled.pools[role])
-        self.autoscaler.carried_out(self.clock(), scaled, pools)
+        pools, unwritten = subject.parts.pools(), {*ROLES}
+        try:
+            for role in ROLES:
+                if scaled.pools[role] != pools[role]:
+                    ref = WORKER_POOL.ref(pool_name(subject.service.ref.name, role))
+                    await self.applier.scale(ref, namespace, scaled.pools[role])
+                unwritten.discard(role)
+        finally:
+            self.autoscaler.carried_out(self.clock(), scaled, pools, unwritten)
 
     async def _flip(self, subject: Subject, flip: Flip) -> None:
         try:

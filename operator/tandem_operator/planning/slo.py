@@ -65,7 +65,12 @@ def slo_conditions(slo: Slo | None, seen: SloSeen | None) -> Iterator[Condition]
         yield condition(SLO_FEASIBLE, None, "NoMetrics", "no metrics have been read yet")
         yield condition(LATENCY_CALIBRATED, None, "NoMetrics", "no metrics have been read yet")
         return
-    yield condition(SLO_FEASIBLE, not seen.infeasible, "Infeasible" if seen.infeasible else "Feasible", seen.infeasible)
+    if not seen.is_calibrated:
+        yield condition(SLO_FEASIBLE, None, "NotCalibrated", "latencies are not predicted well enough to tell")
+    else:
+        yield condition(
+            SLO_FEASIBLE, not seen.infeasible, "Infeasible" if seen.infeasible else "Feasible", seen.infeasible
+        )
     if seen.is_calibrated:
         yield condition(LATENCY_CALIBRATED, True, "Calibrated", f"measured / predicted is {seen.calibration:g}")
     else:

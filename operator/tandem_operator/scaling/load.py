@@ -38,6 +38,8 @@ class PromptFigures:
     """Measured over predicted time of computing a prompt."""
     margin: float = 1.0
     """Of the wait, for what the model does not describe."""
+    observed_s: float = 0.0
+    """For how long prompts have been counted, without what is forgotten."""
     measured_s: Distribution | None = None
     """Times to the first token of the last minute; None before there are any."""
 
@@ -86,6 +88,8 @@ class PrefillLoad:
     """What one busy worker computes."""
     prompts: PromptFigures | None = None
     """None before there are any, and of gateways of releases that do not report them."""
+    serving: float | None = None
+    """Workers that run, of all that were ordered; None: not known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,6 +114,8 @@ class DecodeLoad:
     """KV pages of one worker."""
     steps: StepFigures | None = None
     """None before a worker has measured its steps."""
+    serving: float | None = None
+    """As of prefill."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -21,8 +21,8 @@ third worker and add it again forever.
     a later scale-down to m  ─▶ only for a need below y by more than the tolerance
     that one outlasts its trial  ─▶ m is allowed again
 
-The trial lasts as long as clearing a backlog may take, plus the time for a higher need to appear. If arrivals per
-second have grown during the trial, a scale-up does not refute m.
+The trial lasts as long as clearing a backlog may take, plus the time for a higher need, or a missed objective, to
+appear. If arrivals per second have grown during the trial, a scale-up does not refute m.
 """
 
 import math
@@ -145,7 +145,14 @@ class Window:
 
 
 LATE_S = 30.0
-"""A role that misses its objective and has a queue for so long gets one more worker."""
+"""A role that misses its objective and has a queue for so long gets one more worker, and another one when the last
+that it got has had `clear_seconds` and this time to help."""
+
+MEASURED_S = 60.0
+"""Within this time measured latencies show that too few workers are left."""
+
+STARTING_S = 600.0
+"""While a worker starts, no other one is added for a missed objective, for so long."""
 
 MIN_MEASURED = 20
 """Latencies before a quantile of them counts."""
@@ -262,13 +269,24 @@ def _remember(
         workers = rounded(need, config.tolerance)
         if role in late_since and load.at - late_since[role] >= LATE_S:
             # Whatever the model of latencies says.
-            late_since[role] = load.at + config.bounds(role).targets.clear_seconds
-            workers, need = max(workers, now[role] + 1), max(need, now[role] + 1.0)
+            least = now[role] + _have_helped(role, load, now[role], memory, config)
+            workers, need = max(workers, least), max(need, float(least))
         if needs[role].lacks_figures:
             workers, need = max(workers, now[role]), max(need, float(now[role]))
         windows[role] = memory.windows.get(role, Window()).add(load.at, workers, reach, need, _arrivals(role, load))
     busy_at = memory.busy_at if load.idle and memory.busy_at is not None else load.at
     return replace(memory, windows=windows, late_since=late_since, busy_at=busy_at)
+
+
+def _have_helped(role: RoleName, load: Load, now: int, memory: ScalingState, config: ScalingConfig) -> bool:
+    """Whether the last workers that were added have had the time to."""
+    change = memory.changes.get(role)
+    if change is None or not change.up:
+        return True
+    serving = load.prefill.serving if role == "prefill" else load.decode.serving
+    if serving is not None and serving < now and load.at - change.at < STARTING_S:
+        return False
+    return load.at - change.at >= config.bounds(role).targets.clear_seconds + LATE_S
 
 
 def need_of(role: RoleName, load: Load, config: ScalingConfig) -> Need:
@@ -371,7 +389,10 @@ def _history(
     if wanted < now:
         return history.went_down(Reduction(at, wanted, window.peak(at, window_s), window.busiest(at, window_s)))
     if wanted > now:
-        trial_s = config.scale_up_window_s + config.bounds(role).targets.clear_seconds
+        targets = config.bounds(role).targets
+        trial_s = config.scale_up_window_s + targets.clear_seconds
+        if targets.latency_s is not None:
+            trial_s += MEASURED_S + LATE_S
         return history.went_up(at, now, _arrivals(role, load), trial_s)
     return history
 

@@ -22,7 +22,9 @@ from tandem_operator.scaling.load import DecodeLoad, Need, PrefillLoad, PromptFi
 from tandem_operator.scaling.queueing import Queue, Waits
 
 MIN_PROMPTS = 20
-"""Prompts before their lengths are known."""
+"""Prompts before their lengths are known, unless fewer came in `OBSERVED_S`."""
+
+OBSERVED_S = 300.0
 
 MAX_VARIATION = 10.0
 """Greater variation of arrivals or lengths is a change of the load, not a property of it."""
@@ -41,7 +43,7 @@ def prefill_need(load: PrefillLoad, targets: Targets) -> Need:
     plain, prompts = by_load.prefill_need(load, targets), load.prompts
     if load.worker_tokens_per_s <= 0:
         return plain
-    if prompts is None or prompts.tokens.count < MIN_PROMPTS:
+    if prompts is None or (prompts.tokens.count < MIN_PROMPTS and prompts.observed_s < OBSERVED_S):
         is_idle = load.queued_tokens == 0 and load.arrived_tokens_per_s == 0
         reason = f"lengths of prompts are not known yet; {plain.reason}"
         return replace(plain, reason=reason, lacks_figures=not is_idle)
@@ -115,7 +117,7 @@ class _Prefill:
     @property
     def _base_share(self) -> float:
         """Of the time of a mean prompt, what its step takes whatever it computes, over the rest."""
-        return self.prompts.step_base_s / max(1e-9, self.prompts.tokens.mean * self._token_s)
+        return self.prompts.step_base_s / (max(1.0, self.prompts.tokens.mean) * self._token_s)
 
     def _queue(self, workers: int, offered: float) -> Queue:
         return Queue(

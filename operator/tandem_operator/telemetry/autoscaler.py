@@ -180,10 +180,14 @@ class Autoscaler:
     memory: ScalingState = field(default_factory=ScalingState)
     owner: PoolOwner = field(default_factory=PoolOwner)
 
-    def carried_out(self, at: float, scaled: Scaled, before: Mapping[RoleName, int]) -> None:
-        """Pools have the replicas of `scaled`; `before` they had these."""
+    def carried_out(
+        self, at: float, scaled: Scaled, before: Mapping[RoleName, int], unwritten: Collection[RoleName] = ()
+    ) -> None:
+        """Pools have the replicas of `scaled`; `before` they had these. `unwritten`: pools of which that is not known,
+        because writing them failed."""
         if not scaled.holding:
             self.owner.ordered(at, scaled.pools, before)
+            self.owner.forget(unwritten)
 
     def step(
         self,

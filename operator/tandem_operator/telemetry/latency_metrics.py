@@ -38,7 +38,8 @@ class StepFit(NamedTuple):
         """None where the worker has none, or none that can be."""
         parts = {sample.labels.get("part"): sample.value for sample in exposition.of(WORKER + "step_fit_seconds")}
         values = [parts.get(name, math.nan) for name in ("base", "sequence", "kv_token")]
-        return StepFit(*values) if all(0.0 <= value <= MAX_STEP_S for value in values) else None
+        is_usable = all(0.0 <= value <= MAX_STEP_S for value in values) and values[0] + values[1] > 0.0
+        return StepFit(*values) if is_usable else None
 
     @staticmethod
     def mean(fits: "Iterable[StepFit]") -> "StepFit | None":

@@ -96,6 +96,7 @@ class LatencyWindow:
             step_base_s=step_base_s,
             correction=self.factors.compute,
             margin=self.factors.ttft_margin,
+            observed_s=self._lengths.seconds,
             measured_s=_some(self._measured.latency.ttft_s),
         )
 

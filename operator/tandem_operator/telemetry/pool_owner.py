@@ -10,7 +10,7 @@ because a person who has changed the number twice means it.
 An order may not be in the operator's view of the cluster yet: for `SEEN_S` the number before it is not foreign.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from tandem_operator.api.types import ROLES, RoleName
@@ -52,9 +52,12 @@ class PoolOwner:
             self._before, self._ordered_at = dict(before), at
         self._ordered = dict(pools)
 
-    def forget(self) -> None:
-        """The pools belong to somebody else: later they are what they are."""
-        self._ordered, self._restored_at, self._foreign = {}, None, {}
+    def forget(self, roles: Collection[RoleName] = ROLES) -> None:
+        """Nothing is known of the pools of `roles`, or they belong to somebody else: later they are what they are."""
+        self._ordered = {role: count for role, count in self._ordered.items() if role not in roles}
+        self._foreign = {role: count for role, count in self._foreign.items() if role not in roles}
+        if not self._ordered:
+            self._restored_at = None
 
     def judge(self, at: float, pools: Mapping[RoleName, int], bounds: Mapping[RoleName, tuple[int, int]]) -> Verdict:
         """`bounds`: least and most replicas of each pool; a number that follows from new bounds is the operator's."""
@@ -66,7 +69,7 @@ class PoolOwner:
         if not self._foreign and (self._restored_at is None or at - self._restored_at > QUIET_S):
             self._restored_at = at
             return Verdict(
-                restore={role: self._ordered[role] for role in foreign},
+                restore={role: _within(self._ordered[role], bounds[role]) for role in foreign},
                 reason=f"replicas were changed by someone else ({names}), and spec.autoscaling.mode is internal",
             )
         if foreign != self._foreign:
@@ -81,6 +84,10 @@ class PoolOwner:
 
     def _is_foreign(self, role: RoleName, at: float, count: int, bounds: tuple[int, int]) -> bool:
         ordered = self._ordered.get(role)
-        if ordered is None or count in (ordered, min(max(ordered, bounds[0]), bounds[1])):
+        if ordered is None or count in (ordered, _within(ordered, bounds)):
             return False
         return not (count == self._before.get(role) and at - self._ordered_at < SEEN_S)
+
+
+def _within(count: int, bounds: tuple[int, int]) -> int:
+    return min(max(count, bounds[0]), bounds[1])

@@ -153,6 +153,7 @@ def load_of(
             arrived_tokens_per_s=rates.tokens_per_s,
             worker_tokens_per_s=sizes.tokens_per_s,
             prompts=latency.prompts(sizes.step_base_s),
+            serving=sum(not one.draining for one in prefill),
         ),
         decode=DecodeLoad(
             running=running,
@@ -164,6 +165,7 @@ def load_of(
             used_pages=sum(one.used_pages for one in decode),
             worker_pages=sizes.pages,
             steps=latency.steps(sizes.step_fit, running / max(1, len(decode))),
+            serving=sum(not one.draining for one in decode),
         ),
         held=sum(one.held for one in gateways),
         is_calibrated=latency.factors.is_calibrated,

@@ -4,6 +4,7 @@ The status is written when it changes, so small changes of figures are none (`_s
 changes only when the attainment has passed the percentile by a hundredth: otherwise noise would be events.
 """
 
+import math
 import re
 
 from tandem_operator.api.slo import Slo
@@ -16,7 +17,11 @@ MIN_JUDGED = 20
 """Requests before their share counts."""
 
 BAND = 0.01
-"""Below the percentile by so much an objective is missed; it is met again at the percentile."""
+"""Below the percentile by so much an objective is missed, or by what the share of so few requests varies by itself; it
+is met again at the percentile."""
+
+MIN_GOODPUT = 0.01
+"""Fewer requests per second are none: otherwise the figures of an idle service would fade, and be written, for days."""
 
 _FIGURES = re.compile(r"[\d.]+")
 
@@ -30,7 +35,7 @@ def slo_seen(seen: LoadReading, config: ScalingConfig, slo: Slo | None, before: 
     needs = [need_of(role, seen.load, config) for role in ROLES]
     now = SloSeen(
         attainment=round(seen.latency.attainment, 3),
-        goodput_per_s=float(f"{seen.latency.goodput_per_s:.3g}"),
+        goodput_per_s=_goodput(seen.latency),
         calibration=round(seen.latency.calibration, 2),
         is_met=_is_met(seen.latency, slo, before),
         infeasible="; ".join(need.infeasible for need in needs if need.infeasible),
@@ -43,8 +48,13 @@ def _is_met(figures: SloFigures, slo: Slo, before: SloSeen | None) -> bool | Non
     known = None if before is None else before.is_met
     if figures.judged < MIN_JUDGED:
         return known
-    wanted = slo.percentile - (0.0 if known is False else BAND)
+    deviation = math.sqrt(slo.percentile * (1.0 - slo.percentile) / figures.judged)
+    wanted = slo.percentile - (0.0 if known is False else max(BAND, deviation))
     return figures.attainment >= wanted
+
+
+def _goodput(figures: SloFigures) -> float:
+    return float(f"{figures.goodput_per_s:.3g}") if figures.goodput_per_s >= MIN_GOODPUT else 0.0
 
 
 def _differ(before: SloSeen, now: SloSeen) -> bool:

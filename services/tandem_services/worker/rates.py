@@ -44,6 +44,8 @@ REQUEST_S = 120.0
 """Silence of the engine after which a measurement fails."""
 PROMPT_TOKENS_A_STEP = 256
 """At least, of the prompts of a decode measurement."""
+ABORTS_S = 1.0
+"""For aborts to leave, when the client has gone: nobody else ends what the engine has."""
 TOKEN_IDS = 200
 """Every vocabulary has as many."""
 
@@ -154,13 +156,14 @@ class Measurement:
         # The first request of an engine pays for what is made once.
         await self._prompt(lengths[0])
         for done, tokens in enumerate(lengths):
+            if len(self.prefill) > 1 and 3.0 * tokens * self._token_s > MOST_S - (self.now() - began):
+                break
             yield Progress(done, total, f"prompt of {tokens} tokens")
             seconds = min([await self._prompt(tokens), await self._prompt(tokens)])
             self.prefill.append(Prompt(tokens=tokens, seconds=seconds))
-        token_s = self.prefill[-1].seconds / self.prefill[-1].tokens
         for done, (batch, context) in enumerate(points, len(lengths)):
             left = MOST_S - (self.now() - began)
-            if 1.5 * batch * context * token_s > left:
+            if 1.5 * batch * context * self._token_s > left:
                 continue
             yield Progress(done, total, f"{batch} sequences of {context} tokens")
             step_s = await self._steps(batch, context)
@@ -169,12 +172,21 @@ class Measurement:
         if not self.decode:
             raise MeasurementError(f"no decode step was measured within {MOST_S:.0f} s: the KV pool is too small")
 
+    @property
+    def _token_s(self) -> float:
+        """Seconds for a token of the longest prompt so far."""
+        return self.prefill[-1].seconds / self.prefill[-1].tokens
+
     async def _prompt(self, tokens: int) -> float:
         """Seconds until its only token."""
         began = self.now()
-        rid = self._ask(tokens, max_tokens=1)
-        while not any(output.rid == rid and output.token_ids for output in await self._outputs()):
-            continue
+        rid, ended = self._ask(tokens, max_tokens=1), False
+        try:
+            while not ended:
+                ended = any(output.rid == rid and output.token_ids for output in await self._outputs())
+        finally:
+            if not ended:
+                self.send(AbortRequest(rid=rid))
         return self.now() - began
 
     async def _steps(self, batch: int, context: int) -> float | None:
@@ -183,11 +195,13 @@ class Measurement:
         Steps are counted by the tokens of one sequence: their messages may be delayed and then come together.
         """
         most = min(output_tokens(batch, context), self.limits.context_length - context)
-        running = {self._ask(context, max_tokens=most) for _ in range(batch)}
-        counted, waiting = min(running), set(running)
+        running: set[str] = set()
         first: tuple[float, int] | None = None
         step_s, steps = 0.0, 0
         try:
+            for _ in range(batch):
+                running.add(self._ask(context, max_tokens=most))
+            counted, waiting = min(running), set(running)
             while steps < STEPS and len(running) == batch:
                 outputs = [output for output in await self._outputs() if output.rid in running]
                 last = next((output for output in outputs if output.rid == counted and output.token_ids), None)
@@ -255,7 +269,7 @@ async def measure(
     except WireError as error:
         raise MeasurementError(f"the engine cannot be reached: {error}") from error
     finally:
-        channel.close()
+        channel.close(linger_s=ABORTS_S)
     yield Rates(
         device=ready.device,
         tensor_parallel_size=ready.geometry.tp_size,
@@ -268,6 +282,8 @@ async def measure(
 
 
 BUSY = "busy"
+"""Requests run here; an order with `force` is carried out all the same."""
+UNAVAILABLE = "unavailable"
 
 
 @dataclass(kw_only=True, slots=True)
@@ -288,9 +304,13 @@ class RatesOrder:
             MeasurementError: it ended without figures.
         """
         ready = self.ready()
-        reason = self._in_the_way(ready, force)
+        reason = self._in_the_way(ready)
         if ready is None or reason is not None:
-            raise OrderRefusedError(OrderRefused(nonce=0, code=BUSY, message=reason or ""))
+            raise OrderRefusedError(OrderRefused(nonce=0, code=UNAVAILABLE, message=reason or ""))
+        requests = self._requests()
+        if requests and not force:
+            message = f"{requests} requests run here and would wait for the measurement, which they would falsify"
+            raise OrderRefusedError(OrderRefused(nonce=0, code=BUSY, message=message))
         self.monitor.measuring = True
         self.state_changed()
         try:
@@ -298,20 +318,25 @@ class RatesOrder:
             rates = [link.bytes_per_s for link in links if link.bytes_per_s > 0.0]
             async with aclosing(measure(self.context, ready, transfer_rate=median(rates) if rates else 0.0)) as items:
                 async for item in items:
+                    if self.monitor.draining:
+                        raise MeasurementError("this worker drains")
                     yield item
         finally:
             self.monitor.measuring = False
             self.state_changed()
 
-    def _in_the_way(self, ready: EngineReady | None, force: bool) -> str | None:
+    def _in_the_way(self, ready: EngineReady | None) -> str | None:
+        """Why it cannot be measured at all."""
         if ready is None:
             return "the engine loads the model; there is nothing to measure yet"
         if self.monitor.draining:
             return "this worker drains"
         if self.monitor.measuring:
             return "its rates are being measured already"
-        stats = self.monitor.stats
-        requests = 0 if stats is None else stats.running + stats.waiting + stats.transferring
-        if requests and not force:
-            return f"{requests} requests run here and would wait for the measurement, which they would falsify"
+        if self.monitor.stats is not None and self.monitor.stats.paused:
+            return "generation is paused; resume it first (tandem ctl HOST:PORT resume)"
         return None
+
+    def _requests(self) -> int:
+        stats = self.monitor.stats
+        return 0 if stats is None else stats.running + stats.waiting + stats.transferring

@@ -21,6 +21,7 @@ class Bench:
     def __init__(self, *, capacity: int = 100, max_sequences: int = 8, role: Role = Role.BOTH) -> None:
         self.events = EventQueue()
         self.told: list[tuple[str, float]] = []
+        self.cache_changes = 0
         self.worker = ModelledWorker(
             name="w",
             role=role,
@@ -29,8 +30,11 @@ class Bench:
             block_tokens=BLOCK,
             max_sequences=max_sequences,
             events=self.events,
-            on_cache_change=lambda: None,
+            on_cache_change=self._cache_changed,
         )
+
+    def _cache_changed(self) -> None:
+        self.cache_changes += 1
 
     def job(self, name: str, *, prompt: int, output: int, chain: str = "", remote: bool = False) -> Job:
         return Job(
@@ -59,6 +63,13 @@ async def test_prompt_takes_its_tokens_and_each_further_token_a_step():
     assert await bench.run() == [("a prompt", 0.3), ("a end", 0.34)]
     assert bench.worker.done.gaps == {0.01: 4}
     assert bench.worker.done.output_tokens == 5
+
+
+async def test_prompt_in_chunks_tells_its_index_twice():
+    bench = Bench()
+    bench.submit_at(0.0, bench.job("a", prompt=1000, output=1, chain="abcdefghij"))
+    await bench.run()
+    assert bench.cache_changes == 2, "when it gets pages, which may displace others, and when all of it is cached"
 
 
 async def test_cached_prompt_computes_its_last_block():

@@ -8,7 +8,8 @@ from tandem_lab.sizing.load import Objectives
 from tandem_lab.sizing.manifest import ServiceNames, as_yaml, manifest
 from tandem_lab.sizing.rates import WorkerRates
 from tandem_lab.sizing.search import Cell, Fleet, Score
-from tandem_operator.api.model_service import GROUP, VERSION, ModelService, ModelServiceSpec
+from tandem_operator.api.model_service import ModelService
+from tandem_testing.api_schemas import errors, supported_releases
 
 FLEET = Fleet(
     cell=Cell(
@@ -44,12 +45,17 @@ def written(source: dict) -> dict:
 @pytest.mark.parametrize("source", SOURCES)
 def test_manifest_is_what_the_custom_resource_accepts(source):
     document = written(source)
-    assert (document["apiVersion"], document["kind"]) == (f"{GROUP}/{VERSION}", "ModelService")
-    if "slo" not in ModelServiceSpec.__struct_fields__:
-        del document["spec"]["slo"]
+    assert (document["apiVersion"], document["kind"]) == ("tandem.dev/v1beta1", "ModelService")
+    assert errors(document, supported_releases()[-1]) == []
     service = msgspec.convert({name: document[name] for name in ("spec",)}, ModelService, strict=True)
     assert (service.spec.prefill.replicas, service.spec.decode.replicas) == (3, 5)
     assert service.spec.engine.max_running_requests == 64
+
+
+def test_manifest_with_an_unknown_objective_is_not_accepted():
+    document = written(SOURCES[0])
+    document["spec"]["slo"]["latencySeconds"] = 1.0
+    assert errors(document, supported_releases()[-1])
 
 
 def test_objectives_and_bounds_are_written():

@@ -4,6 +4,7 @@ import httpx
 import pytest
 
 from tandem_operator.controller.canary_runner import CanaryRunner, RevisionCanaries
+from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.observations import Observations
 from tandem_operator.controller.pod_poller import PodPoller
 from tandem_operator.scaling.load import DecodeLoad, Load, PrefillLoad
@@ -20,8 +21,11 @@ class Recorder:
 
     def __init__(self) -> None:
         self.calls: list[tuple] = []
+        self.error: Exception | None = None
 
     async def scale(self, ref, namespace, replicas):
+        if self.error is not None:
+            raise self.error
         self.calls.append(("scale", ref.name, replicas))
 
     async def annotate_costs(self, namespace, costs):
@@ -87,6 +91,26 @@ async def test_needed_workers_are_written_to_the_pool_and_reported(make, recorde
     found = await poller.poll(scaled_by(mode="internal", flipRoles=False), Observations())
     assert recorder.calls == [("event", "ScaledUp"), ("scale", "chat-prefill", 4)]
     assert [(one.role, one.before, one.after) for one in found.decisions] == [("prefill", 1, 4)]
+    assert found.holding == ""
+
+
+async def test_write_that_fails_is_no_change_of_others(make, recorder):
+    workers = {"p": worker("prefill", running=3), "d": worker()}
+    poller = make(seen=LoadReading(load=busy(0.0), workers=workers))
+    now = [0.0]
+    poller.clock = lambda: now[0]
+    wanted = scaled_by(mode="internal", flipRoles=False)
+    await poller.poll(wanted, Observations())
+    recorder.error = ApiError(500, "InternalError", "etcd is slow")
+    poller.reader.seen = LoadReading(load=busy(60.0), workers=workers)
+    now[0] = 60.0
+    with pytest.raises(ApiError):
+        await poller.poll(wanted, Observations())
+    recorder.error = None
+    recorder.calls.clear()
+    now[0] = 120.0
+    found = await poller.poll(wanted, Observations())
+    assert ("event", "ReplicasRestored") not in recorder.calls
     assert found.holding == ""
 
 

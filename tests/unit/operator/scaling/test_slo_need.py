@@ -64,6 +64,18 @@ def test_backlog_is_cleared_as_without_objective():
     assert within == prefill_need(prefill(3000.0), patient).workers, "that much may wait"
 
 
+def test_few_prompts_in_a_long_time_are_known_to_be_few():
+    few = [200.0, 400.0, 800.0]
+    new, old = (prefill_need(prefill(10.0, lengths=few, observed_s=seconds), TARGETS) for seconds in (60.0, 400.0))
+    assert (new.lacks_figures, old.lacks_figures) == (True, False)
+    assert old.workers < 1.0
+
+
+def test_prompts_of_no_tokens_ask_for_no_fleet():
+    load = prefill(0.0, queued=2000.0, lengths=[0.0] * 50, step_base_s=0.01)
+    assert prefill_need(load, TARGETS).workers < 10
+
+
 def test_need_says_what_it_expects():
     reason = prefill_need(prefill(3000.0), TARGETS).reason
     assert "3000 tokens/s come" in reason
@@ -167,6 +179,43 @@ def test_missed_objective_with_a_queue_adds_one_worker():
         there = dict(outcome.wanted)
         wanted.append(there["prefill"])
     assert wanted == [2] * 6 + [3] * 12 + [4], "after 30 s, and again when that one has had time to start"
+
+
+def late_run(until: int, config, serving=lambda _: None) -> list[int]:
+    """Prefill workers every 5 s, of a role that stays late."""
+    memory, there, wanted = ScalingState(), {"prefill": 2, "decode": 1}, []
+    for at in range(0, until, 5):
+        load = late_load(float(at))
+        load = replace(load, prefill=replace(load.prefill, serving=serving(there["prefill"])))
+        outcome = decide(load, there, memory, config)
+        memory, there = outcome.memory, dict(outcome.wanted)
+        wanted.append(there["prefill"])
+    return wanted
+
+
+def test_missed_objective_adds_a_worker_whatever_the_window_is():
+    assert late_run(90, objective_config(scale_up_window_s=20.0))[-1] == 3
+
+
+def test_missed_objective_adds_no_worker_while_another_one_starts():
+    assert late_run(300, objective_config(), serving=lambda _: 2.0)[-1] == 3
+    assert late_run(660, objective_config(), serving=lambda _: 2.0)[-1] == 4, "the one that starts may never come"
+    assert late_run(300, objective_config(), serving=float)[-1] > 4
+
+
+def test_number_that_missed_its_objective_is_not_tried_for_ever():
+    """The model says one worker; fewer than three are late."""
+    memory, there, changes, late_for = ScalingState(), {"prefill": 3, "decode": 1}, [], 0
+    for at in range(0, 3600, 5):
+        late_for = late_for + 5 if there["prefill"] < 3 else 0
+        # A quantile of the last minute shows it later.
+        load = late_load(float(at)) if late_for > 30 else late_load(float(at), queued=0.0)
+        outcome = decide(load, there, memory, objective_config())
+        if outcome.wanted["prefill"] != there["prefill"]:
+            changes.append(at)
+        memory, there = outcome.memory, dict(outcome.wanted)
+    assert there["prefill"] == 3
+    assert max(changes) < 900
 
 
 @pytest.mark.parametrize("load", [late_load(0.0, queued=0.0), late_load(0.0, lengths=[5000.0] * 100)])

@@ -87,13 +87,14 @@ def test_factors_are_medians_within_bounds():
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "+Inf"])
 def test_fit_that_cannot_be_is_none(value):
-    def fit(base: str) -> StepFit | None:
-        lines = (("base", base), ("sequence", "0.01"), ("kv_token", "0"))
+    def fit(base: str, sequence: str = "0.01") -> StepFit | None:
+        lines = (("base", base), ("sequence", sequence), ("kv_token", "0"))
         text = "".join(f'tandem_worker_step_fit_seconds{{part="{part}"}} {number}\n' for part, number in lines)
         return StepFit.of(Exposition.parse(text))
 
     assert fit("0.1") == (0.1, 0.01, 0.0)
     assert fit(value) is None
+    assert fit("0", "0") is None, "no step takes no time"
 
 
 @pytest.mark.parametrize("line", ['{le="1.0"} NaN', '{le="x"} 1', '{le="2.0"} 1'])

@@ -48,6 +48,22 @@ def test_noise_around_the_percentile_changes_nothing():
     assert watched(reading(0.5, judged=5)).is_met is None
 
 
+def test_share_of_few_requests_varies_without_an_event():
+    assert watched(reading(0.96, judged=25), reading(0.92, judged=25)).is_met is True
+    assert watched(reading(0.96, judged=25), reading(0.88, judged=25)).is_met is False
+
+
+def test_figures_of_an_idle_service_are_not_written_for_ever():
+    seen, written, goodput = None, 0, 4.0
+    for _ in range(5000):
+        goodput *= 0.977
+        found = slo_seen(reading(goodput=goodput), CONFIG, SLO, seen)
+        written += found is not seen
+        seen = found
+    assert seen.goodput_per_s == 0.0
+    assert written < 70
+
+
 def test_small_changes_of_figures_are_not_written():
     first = watched(reading(0.99))
     assert slo_seen(reading(0.985, goodput=4.2), CONFIG, SLO, first) is first
@@ -72,7 +88,8 @@ def test_prompts_that_are_too_long_are_named():
 
 
 def test_model_out_of_bounds_is_said():
-    [_, _, calibrated] = slo_conditions(SLO, watched(reading(load=replace(LOAD, is_calibrated=False))))
+    [_, feasible, calibrated] = slo_conditions(SLO, watched(reading(load=replace(LOAD, is_calibrated=False))))
+    assert (feasible.type, feasible.status) == ("SloFeasible", "Unknown"), "without a model nobody knows"
     assert (calibrated.type, calibrated.status) == ("LatencyModelCalibrated", "False")
 
 

@@ -1,3 +1,4 @@
+import asyncio
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
@@ -497,3 +498,36 @@ async def test_rates_that_fail_later_end_with_the_reason(probed, client):
 async def test_rates_are_refused_with_a_status(client, body, status):
     response = await client.post("/rates", content=body)
     assert response.status_code == status
+
+
+@pytest.mark.parametrize("lines", [0, 1])
+async def test_client_that_leaves_ends_the_measurement(probed, lines):
+    over = asyncio.Event()
+    left = asyncio.Event()
+
+    async def measure(_):
+        try:
+            if not lines:
+                left.set()
+            yield Progress(0, 2, "prompt of 64 tokens")
+            await asyncio.Event().wait()
+        finally:
+            over.set()
+
+    body = iter([{"type": "http.request", "body": b"{}", "more_body": False}])
+
+    async def receive():
+        message = next(body, None)
+        if message is None:
+            await left.wait()
+        return message or {"type": "http.disconnect"}
+
+    async def send(message):
+        if message["type"] == "http.response.body":
+            left.set()
+
+    headers = [(name.encode(), value.encode()) for name, value in {**ORDER, "host": "worker"}.items()]
+    scope = {"type": "http", "method": "POST", "path": "/rates", "query_string": b"", "headers": headers}
+    await build_app(replace(probed.probes(), measure_rates=measure))(scope, receive, send)
+    async with asyncio.timeout(5):
+        await over.wait()

@@ -172,6 +172,61 @@ async def test_worker_that_loads_drains_or_measures_refuses_even_when_forced(one
     assert "loads the model" in await one.refusal(force=True)
 
 
+async def test_paused_worker_refuses_instead_of_waiting_for_its_engine(one):
+    one.monitor.update(idle_stats(paused=True))
+    with pytest.raises(OrderRefusedError, match="resume it first") as caught:
+        await anext(one.order.measure(True))
+    assert caught.value.code == "unavailable", "--force would not help"
+
+
+async def test_drain_ends_the_measurement(one, monkeypatch):
+    async def measure(*_, **__):
+        yield "first"
+        yield "second"
+
+    monkeypatch.setattr("tandem_services.worker.rates.measure", measure)
+    items = one.order.measure(False)
+    assert await anext(items) == "first"
+    one.monitor.draining = True
+    with pytest.raises(MeasurementError, match="drains"):
+        await anext(items)
+    assert not one.monitor.measuring
+
+
+async def test_prompt_that_is_given_up_is_aborted():
+    sent = []
+
+    async def silent():
+        raise TimeoutError
+
+    measurement = Measurement(send=lambda message: sent.append(message) or True, receive=silent, limits=LIMITS)
+    with pytest.raises(TimeoutError):
+        await anext(measurement.run())
+    assert [type(message) for message in sent] == [GenerateRequest, AbortRequest]
+    assert sent[0].rid == sent[1].rid
+
+
+async def test_full_queue_of_the_engine_leaves_no_sequences_behind():
+    sent = []
+
+    def send(message) -> bool:
+        sent.append(message)
+        return not (isinstance(message, GenerateRequest) and len(sent) == 3)
+
+    measurement = Measurement(send=send, receive=ScriptedEngine().receive, limits=LIMITS)
+    with pytest.raises(MeasurementError, match="queue is full"):
+        await measurement._steps(4, 64)
+    asked, aborted = sent[:2], sent[3:]
+    assert {one.rid for one in asked} == {one.rid for one in aborted}
+
+
+async def test_long_prompts_are_left_out_where_they_would_take_too_long():
+    engine = ScriptedEngine(rate=40.0)
+    found = await measured(engine)
+    assert 2 <= len(found.prefill) < PROMPTS
+    assert engine.time < 400.0
+
+
 async def test_worker_takes_no_requests_while_it_is_measured(one, monkeypatch):
     states = []
 
