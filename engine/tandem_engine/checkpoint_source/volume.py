@@ -135,9 +135,18 @@ class Volume:
         for path in sorted(self.path.iterdir()):
             commit = path.name.removeprefix(".").removesuffix(".part")
             if is_commit(commit) and commit not in keep and path.is_dir():
-                shutil.rmtree(path)
+                self._remove(path, commit)
                 removed.append(path.name)
         return removed
+
+    def _remove(self, path: Path, commit: str) -> None:
+        """Absent at once: a removal that is interrupted leaves a commit under way, never half of a whole one."""
+        partial = self.partial(commit)
+        if path != partial:
+            if partial.exists():
+                shutil.rmtree(partial)
+            path.rename(partial)
+        shutil.rmtree(partial)
 
     def remove_partial(self) -> None:
         """Remove commits under way; nobody continues them. Raises `OSError`."""

@@ -25,7 +25,7 @@ from tandem_engine.checkpoint_source.download import first_failure
 from tandem_engine.checkpoint_source.examination import require_checkpoint, require_weights
 from tandem_engine.checkpoint_source.hub import Hub, Listing, NoAnswerError, list_files, quiet_hub, read_error
 from tandem_engine.checkpoint_source.source import ModelSource
-from tandem_engine.checkpoint_source.volume import CommitManifest, VerifiedFile, Volume, VolumeBusyError
+from tandem_engine.checkpoint_source.volume import MANIFEST, CommitManifest, VerifiedFile, Volume, VolumeBusyError
 from tandem_engine.model.checkpoint_folder import INDEX, SINGLE, read_weight_map, shown
 
 if TYPE_CHECKING:
@@ -36,6 +36,12 @@ MAX_SMALL = 1 << 27
 """Bytes of one of these files."""
 
 MAX_FILES = 10_000
+MAX_NAME = 200
+"""Bytes of a file's name: file systems take 255, and a file under way has a longer one."""
+
+EMPTY = (f"sha256:{hashlib.sha256().hexdigest()}", "git:e69de29bb2d1d6434b8b29ae775ad8c2e48c5391")
+"""Digests of a file without bytes."""
+
 CHUNK = 1 << 20
 ATTEMPTS = 6
 """In a row without a new byte."""
@@ -46,6 +52,7 @@ LOCK_S = 60.0
 MAX_PAUSE_S = 60.0
 CONNECT_S, READ_S = 30.0, 60.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
 class Reason(StrEnum):
@@ -175,6 +182,9 @@ class VolumeDownload:
         place = error.filename or self.volume.path
         if error.errno in NO_SPACE:
             return VolumeDownloadError(Reason.NO_SPACE, f"{self.volume.path}: no space is left for {self.source.repo}")
+        if error.errno in NO_LOCKS:
+            text = f"{place}: its file system has no file locks ({error.strerror}): mount it with flock"
+            return VolumeDownloadError(Reason.NOT_WRITABLE, text)
         return VolumeDownloadError(Reason.NOT_WRITABLE, f"{place} cannot be written: {error.strerror or error}")
 
 
@@ -207,9 +217,13 @@ class _Commit:
 
     def fetch(self) -> CommitManifest:
         self.folder.mkdir(parents=True, exist_ok=True)
-        small = [name for name in self.listing.files if self._is_small(name)]
+        small = self._small()
+        self._require_sizes(small)
+        self._require_room(small)
         self._each(small, _Count(total=0, report=lambda _: None))
-        names = [*small, *self._weights()]
+        weights = self._weights()
+        self._require_sizes(weights)
+        names = [*small, *weights]
         done = self.job.volume.verified(self.listing.commit)
         self._require_room(names)
         count = _Count(total=sum(self.listing.files[name] for name in names), report=self.job.report)
@@ -219,6 +233,22 @@ class _Commit:
         manifest = CommitManifest.of(self.job.source.repo, self.listing.commit, {name: files[name] for name in names})
         self.job.volume.finish(manifest)
         return manifest
+
+    def _small(self) -> list[str]:
+        names = [name for name in self.listing.files if self._is_small(name)]
+        if len(names) > MAX_FILES:
+            raise CheckpointError(
+                f"{len(names)} files of configuration and tokenizer; at most {MAX_FILES} are expected"
+            )
+        return names
+
+    def _require_sizes(self, names: list[str]) -> None:
+        """A listing without sizes reads as one of empty files, which would be whole at once."""
+        for name in names:
+            if self.listing.files[name] < 1 and self.listing.digests.get(name, "") not in EMPTY:
+                raise CheckpointError(
+                    f"{self.job.hub.name} lists no size of {name}: name a hub that does (HF_ENDPOINT)"
+                )
 
     def _is_small(self, name: str) -> bool:
         """Configuration and tokenizer: files without a folder, that no pickle is among."""
@@ -320,13 +350,14 @@ class _Commit:
         from httpx2 import HTTPError
         from huggingface_hub.errors import HfHubHTTPError
 
-        failures, size = 0, self.listing.files[name]
+        failures, most, size = 0, digest.size, self.listing.files[name]
         while digest.size < size:
-            before = digest.size
             try:
                 self._append(name, file, digest, count)
             except (HTTPError, HfHubHTTPError) as error:
-                failures = failures + 1 if digest.size == before else 1
+                # A server without ranges begins again each time: fewer bytes are no progress.
+                failures = 1 if digest.size > most else failures + 1
+                most = max(most, digest.size)
                 if not _may_pass(error) or failures >= ATTEMPTS:
                     raise
                 self.job.pause(_pause_s(failures - 1, _retry_after(error)))
@@ -363,7 +394,9 @@ class _Commit:
 
 def _is_plain(name: str) -> bool:
     """No folder, no hidden file, nothing that a terminal would obey, and no name that the volume uses itself."""
-    return Path(name).name == name and not name.startswith(".") and name.isprintable() and not name.endswith(".part")
+    if name == MANIFEST or name.startswith(".") or name.endswith(".part"):
+        return False
+    return Path(name).name == name and name.isprintable() and len(name.encode()) <= MAX_NAME
 
 
 def _authorization() -> dict[str, str]:

@@ -6,12 +6,15 @@ import os
 
 import pytest
 
+from tandem_engine.checkpoint_source import hub as hub_module
+from tandem_engine.checkpoint_source import volume as volume_module
 from tandem_engine.checkpoint_source import volume_download
 from tandem_engine.checkpoint_source.hub import Hub
 from tandem_engine.checkpoint_source.source import parse
 from tandem_engine.checkpoint_source.volume import MANIFEST, Volume
 from tandem_engine.checkpoint_source.volume_download import Reason, VolumeDownload, VolumeDownloadError
 from tandem_testing.checkpoint_files import write_checkpoint
+from tandem_testing import hub_server as hub_server_module
 from tandem_testing.hub_server import hub_server
 
 REPO = "org/mini"
@@ -233,3 +236,76 @@ def test_abandoned_download_goes_with_the_next_one_that_is_whole(download, serve
     assert volume.partial(former).exists()
     download()
     assert not volume.partial(former).exists()
+
+
+def test_interrupted_removal_leaves_no_half_of_a_commit(download, server, volume, monkeypatch):
+    first = download().commit
+    removed = volume_module.shutil.rmtree
+
+    def interrupted(path, *args, **options):
+        (path / "config.json").unlink()
+        raise OSError(errno.EIO, "interrupted")
+
+    monkeypatch.setattr(volume_module.shutil, "rmtree", interrupted)
+    with pytest.raises(OSError, match="interrupted"):
+        volume.remove_others([])
+    monkeypatch.setattr(volume_module.shutil, "rmtree", removed)
+    assert not (volume.path / first).exists()
+    server.gets.clear()
+    assert download(f"{REPO}@{first}").commit == first
+    assert server.files_sent() == ["config.json"], "what is still there is compared, and not fetched"
+
+
+def test_file_named_like_the_manifest_is_left_out(download, server, volume):
+    repo = server.repos[REPO]
+    commit = repo.commit(repo.commits[repo.refs["main"]] | {MANIFEST: b"{}"})
+    assert volume.whole(REPO, commit) is None
+    manifest = download()
+    assert MANIFEST not in {file.name for file in manifest.files}
+    assert volume.whole(REPO, commit) == manifest
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
+def test_hub_without_sizes_gives_no_empty_files(download, server, volume, monkeypatch, name):
+    monkeypatch.setattr(hub_module, "_digest", lambda _: "")
+    server.repos[REPO].sizes[name] = 0
+    error = failure(download)
+    assert (error.reason, name in str(error)) == (Reason.NOT_SERVABLE, True)
+    assert not (volume.path / server.repos[REPO].refs["main"]).exists()
+
+
+def test_empty_file_with_its_digest_is_fetched(download, server):
+    repo = server.repos[REPO]
+    repo.commit(repo.commits[repo.refs["main"]] | {"empty.txt": b""})
+    assert ("empty.txt", 0) in {(file.name, file.size) for file in download().files}
+
+
+def test_more_small_files_than_expected_are_refused(download, server, monkeypatch):
+    monkeypatch.setattr(volume_download, "MAX_FILES", 1)
+    assert failure(download).reason is Reason.NOT_SERVABLE
+    assert server.files_sent() == []
+
+
+def test_small_files_without_room_are_not_fetched(download, server):
+    assert failure(download, limit=1).reason is Reason.NO_SPACE
+    assert server.files_sent() == []
+
+
+def test_server_without_ranges_that_breaks_off_is_given_up(download, server, monkeypatch):
+    monkeypatch.setattr(volume_download, "_continues", lambda *_: False)
+    server.repos[REPO].cut = frozenset({WEIGHTS})
+    ends = iter([6, 5, 4] * 100)
+    monkeypatch.setattr(hub_server_module._Handler, "_kept", lambda self, data: next(ends))
+    monkeypatch.setattr(volume_download, "CHUNK", 1)
+    assert failure(download).reason is Reason.UNREACHABLE
+    assert server.gets[f"/{REPO}/resolve/{server.repos[REPO].refs['main']}/{WEIGHTS}"] < 20
+
+
+def test_file_system_without_locks_is_named(download, monkeypatch):
+    def refused(*_):
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(volume_module.fcntl, "flock", refused)
+    error = failure(download)
+    assert error.reason is Reason.NOT_WRITABLE
+    assert "flock" in str(error)
