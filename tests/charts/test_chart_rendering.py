@@ -12,6 +12,7 @@ import pytest
 import yaml
 
 from tandem_operator.api.model_service import ModelServiceSpec
+from tandem_operator.builders.naming import labels_of, shared_labels_of
 from tandem_testing.api_schemas import all_errors, supported_releases
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM, ROOT, HelmError, HelmLibrary
 from tandem_testing.operator_objects import examples
@@ -206,6 +207,15 @@ def test_network_policy_lets_in_metrics_alone_and_out_what_is_needed(rendered):
     assert ingress["from"] == EVERYTHING["networkPolicy"]["metricsFrom"]
     ports = [sorted({port["port"] for port in rule["ports"]}) for rule in policy["spec"]["egress"]]
     assert ports == [[6443], [53], [8000, 8001, 9090], [8080]]
+
+
+@pytest.mark.parametrize("labels", [labels_of("chat", "worker"), shared_labels_of("front", "gateway")])
+def test_operator_may_reach_workers_and_all_gateways(rendered, labels):
+    (policy,) = of_kind(rendered["everything"], "NetworkPolicy")
+    (rule,) = [one for one in policy["spec"]["egress"] if {"protocol": "TCP", "port": 8001} in one["ports"]]
+    assert all(set(one) == {"namespaceSelector", "podSelector"} for one in rule["to"])
+    required = [[need["key"] for need in one["podSelector"]["matchExpressions"]] for one in rule["to"]]
+    assert any(set(keys) <= set(labels) for keys in required)
 
 
 def test_model_services_let_the_operator_in(rendered):

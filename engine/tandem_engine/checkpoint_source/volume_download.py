@@ -237,18 +237,15 @@ class _Commit:
     def _small(self) -> list[str]:
         names = [name for name in self.listing.files if self._is_small(name)]
         if len(names) > MAX_FILES:
-            raise CheckpointError(
-                f"{len(names)} files of configuration and tokenizer; at most {MAX_FILES} are expected"
-            )
+            raise CheckpointError(f"it has {len(names)} files that are no weights; at most {MAX_FILES} are expected")
         return names
 
     def _require_sizes(self, names: list[str]) -> None:
         """A listing without sizes reads as one of empty files, which would be whole at once."""
         for name in names:
             if self.listing.files[name] < 1 and self.listing.digests.get(name, "") not in EMPTY:
-                raise CheckpointError(
-                    f"{self.job.hub.name} lists no size of {name}: name a hub that does (HF_ENDPOINT)"
-                )
+                hub = self.job.hub.name
+                raise CheckpointError(f"{hub} lists no size of {name}: name a hub that does (HF_ENDPOINT)")
 
     def _is_small(self, name: str) -> bool:
         """Configuration and tokenizer: files without a folder, that no pickle is among."""

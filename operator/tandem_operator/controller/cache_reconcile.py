@@ -138,7 +138,8 @@ class CacheReconciler:
         token = spec.source.hugging_face.token_secret
         found = frozenset[str]() if token is None else await self._secrets.existing(key.namespace, [token.name])
         used = frozenset[str]()
-        if before.commits:
+        if len(before.commits) > 1:
+            # Others than the one that services get.
             used = directories_in_use(self._store.workloads(key.namespace), claim_name_of(key.name, spec))
         return CacheObserved(
             now=rfc3339(self._now()),

@@ -51,14 +51,17 @@ def cache_of(store: Store, service: Seen) -> CacheSeen | None:
 
 
 def directories_in_use(workloads: Iterable[Seen], claim: str) -> frozenset[str]:
-    """Directories within a claim that pods of `workloads` mount."""
-    return frozenset(
-        place for one in workloads for pod in _templates(one.body["spec"]) for place in _mounted(pod, claim)
-    )
+    """Directories within a claim that `workloads` mount."""
+    return frozenset(place for one in workloads for pod in _templates(one) for place in _mounted(pod, claim))
 
 
-def _templates(spec: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Pod specs of a Deployment or a LeaderWorkerSet."""
+def _templates(workload: Seen) -> Iterator[dict[str, Any]]:
+    """Pod specs of a Deployment or a LeaderWorkerSet, and that of a pod that has not ended."""
+    spec: dict[str, Any] = workload.body["spec"]
+    if workload.ref.kind == POD.name:
+        if workload.body["status"].get("phase") not in _ENDED:
+            yield spec
+        return
     groups = spec.get("leaderWorkerTemplate", {})
     for template in (spec.get("template"), groups.get("leaderTemplate"), groups.get("workerTemplate")):
         if template is not None:
@@ -151,6 +154,6 @@ def _result(ending: dict[str, Any]) -> DownloadResult | None:
     """Its termination message; None where that is no result."""
     try:
         result = msgspec.json.decode(ending.get("message", "")[:MAX_RESULT], type=DownloadResult)
-    except msgspec.DecodeError:
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError):
         return None
     return msgspec.structs.replace(result, message=on_one_line(result.message))

@@ -17,7 +17,7 @@ import hashlib
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -230,13 +230,23 @@ def digest(part: object) -> bytes:
 
 def _pod(body: Mapping[str, Any]) -> Manifest:
     spec, status = body.get("spec", {}), body.get("status", {})
-    containers = [{key: one[key] for key in ("name", "ports") if key in one} for one in spec.get("containers", ())]
+    claims = [one for one in spec.get("volumes", ()) if "persistentVolumeClaim" in one]
+    containers = [_container(one, {claim["name"] for claim in claims}) for one in spec.get("containers", ())]
     checks = [one for one in spec.get("initContainers", ()) if one["name"] == CHECK]
     kept = {"initContainers": [{key: one[key] for key in _CHECK if key in one} for one in checks]} if checks else {}
+    if claims:
+        kept["volumes"] = claims
     return {
         "spec": {"containers": containers, **kept, **{name: spec[name] for name in _POD_SPEC if name in spec}},
         "status": {name: status[name] for name in _POD_STATUS if name in status},
     }
+
+
+def _container(container: Mapping[str, Any], claims: Container[str]) -> Manifest:
+    """With its mounts of claims."""
+    kept = {key: container[key] for key in ("name", "ports") if key in container}
+    mounts = [one for one in container.get("volumeMounts", ()) if one["name"] in claims]
+    return {**kept, "volumeMounts": mounts} if mounts else kept
 
 
 def _fingerprint(body: Manifest, data: object) -> bytes:
@@ -343,8 +353,8 @@ class Store:
         return [seen for seen in found if cache_name_of(seen) == cache.name]
 
     def workloads(self, namespace: str) -> list[Seen]:
-        """Deployments and groups of pods of all services of a namespace."""
-        kinds = (DEPLOYMENT.name, LEADER_WORKER_SET.name)
+        """Deployments, groups of pods, and pods of a namespace: pods outlive the template that they were made from."""
+        kinds = (DEPLOYMENT.name, LEADER_WORKER_SET.name, POD.name)
         return [one for one in self._by_uid.values() if one.namespace == namespace and one.ref.kind in kinds]
 
     def related(self, key: ServiceKey) -> list[ServiceKey]:

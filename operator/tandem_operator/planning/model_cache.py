@@ -10,6 +10,7 @@ A commit that was Ready before stays the one that services use until the next on
 which commits are on the volume: a Job that finds one there ends at once, so that a lost status costs no download.
 """
 
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime, timedelta
@@ -50,6 +51,7 @@ REFUSED = "Refused"
 """Another pod of the Job would fail as well: a person has to change something."""
 
 MAX_COMMITS = 16
+_COMMIT = re.compile(r"[0-9a-f]{40}")
 MAX_ERROR = 80
 
 
@@ -105,7 +107,7 @@ class CacheObserved:
     """The Secret of the token does not exist."""
     progress: ProgressReading = field(default_factory=ProgressReading)
     used: frozenset[str] = frozenset()
-    """Directories within the claim that workers mount."""
+    """Directories within the claim that pods mount, or would."""
     foreign: frozenset[Ref] = frozenset()
     """Objects with a name that a plan needs, and with another owner."""
 
@@ -149,6 +151,9 @@ def make_cache_plan(
         return CachePlan(status=_status(cache, observed, before, before.commits, state))
     request = request_of(cache.spec.source.hugging_face)
     commits = _commits(observed, before, request)
+    if commits and _is_due(commits[0], observed.now):
+        # A Job may be removing it: another one looks what is left, and downloads the rest.
+        commits = commits[1:]
     if commits and commits[0].request == request:
         return _kept(cache, observed, before, commits, settings)
     return _fetched(cache, observed, before, commits, settings)
@@ -230,11 +235,24 @@ def _prune(
     cache: CacheWanted, observed: CacheObserved, commits: Sequence[CachedCommit], settings: OperatorSettings
 ) -> Manifest | None:
     """The Job that removes what has been unused for long enough; None without such a commit."""
-    due = [one for one in commits if one.unused_since and _after(one.unused_since, UNUSED_S) <= observed.now]
+    due = [one.commit for one in commits if _is_due(one, observed.now)]
     if not due:
         return None
-    first, *others = (one.commit for one in commits if one not in due)
+    first, *others = (one.commit for one in commits if one.commit not in due)
+    # Those too that a status which was lost has named.
+    others += (one for one in _mounted_commits(cache, observed) if one not in (first, *others, *due))
     return prune_job(cache.name, cache.namespace, cache.spec, settings, first, others)
+
+
+def _is_due(commit: CachedCommit, now: str) -> bool:
+    """Whether it was unused for so long that a Job removes it."""
+    return bool(commit.unused_since) and _after(commit.unused_since, UNUSED_S) <= now
+
+
+def _mounted_commits(cache: CacheWanted, observed: CacheObserved) -> list[str]:
+    prefix = f"{folder_of(cache.name, cache.spec)}/"
+    names = (one.removeprefix(prefix) for one in observed.used if one.startswith(prefix))
+    return sorted(name for name in names if _COMMIT.fullmatch(name))
 
 
 def _fetched(
@@ -302,6 +320,9 @@ def _is_over(job: JobSeen, now: str) -> bool:
 def _under_way(cache: CacheWanted, job: JobSeen | None, observed: CacheObserved) -> _State:
     source = cache.spec.source.hugging_face
     what = f"{source.id}@{source.revision}"
+    if job is None and (observed.ending or observed.jobs):
+        text = f"{what}: waits until the pod of the former Job has ended, so that two never write to the volume"
+        return _State("Pending", "JobPending", text)
     if job is None:
         return _State("Pending", "JobPending", f"{what}: the Job is being created")
     if job.result is not None and job.result.reason and not job.succeeded and not observed.progress.total:

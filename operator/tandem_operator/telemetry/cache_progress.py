@@ -21,5 +21,5 @@ async def fetch_progress(client: httpx.AsyncClient, url: str) -> ProgressReading
         async with asyncio.timeout(ANSWER_S):
             text = await bounded_text(client, url, headers={})
         return msgspec.json.decode(text, type=ProgressReading)
-    except (TimeoutError, httpx.HTTPError, UnusableFiguresError, msgspec.DecodeError):
+    except (TimeoutError, httpx.HTTPError, UnusableFiguresError, msgspec.DecodeError, RecursionError):
         return None

@@ -100,7 +100,19 @@ def test_status_2_ends_the_attempts_of_a_job():
     assert (job.failed, job.halted, job.ended, job.result.needed) == ("Refused", False, ended["finishedAt"], 7)
 
 
-@pytest.mark.parametrize("message", ["", "Killed", "[]", '{"commit": "../x"}', '{"size": -1}', "{" * 5000])
+@pytest.mark.parametrize(
+    "message",
+    [
+        "",
+        "Killed",
+        "[]",
+        '{"commit": "../x"}',
+        '{"size": -1}',
+        pytest.param("{" * 5000, id="long"),
+        pytest.param('{"x": ' + "[" * 2000, id="deep"),
+        pytest.param("\ud800", id="surrogate"),
+    ],
+)
 def test_message_that_is_no_result_is_none(message):
     (job,) = jobs_of([a_job("qwen-download-1", COMPLETE), a_pod(phase="Failed", ended=ending(1, message))], UID)
     assert job.result is None
@@ -133,6 +145,21 @@ def test_directories_in_use_are_those_that_workers_mount():
 
     workloads = [workload("a", "qwen", "x/1"), workload("b", "other", "x/2"), workload("c", "qwen", "x/3")]
     assert directories_in_use(workloads, "qwen") == {"x/1", "x/3"}
+
+
+def test_pod_that_outlives_its_template_uses_its_directory():
+    mounts = [{"name": "model", "mountPath": "/models", "subPath": "x/1"}, {"name": "tmp", "mountPath": "/tmp"}]
+    volumes = [{"name": "model", "persistentVolumeClaim": {"claimName": "qwen"}}, {"name": "tmp", "emptyDir": {}}]
+    spec = {"containers": [{"name": "gateway", "volumeMounts": mounts}], "volumes": volumes}
+    running = an_object(POD, "p", spec=spec, status={"phase": "Running"})
+    store = a_store(running)
+    assert directories_in_use(store.workloads(running.namespace), "qwen") == {"x/1"}
+    assert running.body["spec"] == {
+        "containers": [{"name": "gateway", "volumeMounts": mounts[:1]}],
+        "volumes": volumes[:1],
+    }
+    ended = an_object(POD, "p", spec=spec, status={"phase": "Failed"})
+    assert directories_in_use([ended], "qwen") == frozenset()
 
 
 def test_service_gets_the_newest_whole_commit():
@@ -235,6 +262,7 @@ def client(answer):
         httpx.Response(200, json={"done": -1}),
         httpx.Response(200, json={"done": 1, "file": "a\x1b"}),
         httpx.Response(200, json={"file": "x" * 256}),
+        httpx.Response(200, text='{"more": ' + "[" * 2000 + "]" * 2000 + "}"),
     ],
 )
 async def test_progress_that_is_none_is_left_out(answer):

@@ -189,6 +189,30 @@ def test_download_that_nobody_asks_for_any_more_is_not_served(cluster):
     assert [one.commit for one in cluster.status.commits] == [A, B]
 
 
+def test_commit_that_a_job_may_be_removing_is_looked_at_again(cluster):
+    downloaded(cluster, wanted())
+    downloaded(cluster, wanted("v2"), B)
+    cluster.now = "2026-01-01T00:05:00Z"
+    cluster.settle(wanted("v2"))
+    assert "-prune-" in cluster.job.ref.name
+    cluster.settle(wanted("v1"))
+    assert (cluster.status.state, cluster.status.commit) == ("Downloading", B)
+    assert "-download-" in cluster.job.ref.name
+    cluster.succeeds(A)
+    cluster.settle(wanted("v1"))
+    assert (cluster.status.state, cluster.status.commit) == ("Ready", A)
+
+
+def test_commit_in_use_stays_though_the_status_lost_it(cluster):
+    downloaded(cluster, wanted())
+    downloaded(cluster, wanted("v2"), B)
+    lost = "c" * 40
+    cluster.used = frozenset({f"tandem-cache/qwen/{lost}", "tandem-cache/other/x", "tandem-cache/qwen/x"})
+    cluster.now = "2026-01-01T00:05:00Z"
+    cluster.settle(wanted("v2"))
+    assert cluster.job.annotations["tandem.dev/keep"].split(",") == [B, lost]
+
+
 def test_rollback_downloads_nothing(cluster):
     downloaded(cluster, wanted())
     downloaded(cluster, wanted("v2"), B)
@@ -267,6 +291,7 @@ def test_no_job_begins_while_another_may_still_write():
     observed = CacheObserved(now=NOW, ending=True)
     plan = make_cache_plan(wanted(), observed, ModelCacheStatus(), OperatorSettings())
     assert [one["kind"] for one in plan.apply] == ["PersistentVolumeClaim", "NetworkPolicy"]
+    assert "until the pod of the former Job has ended" in plan.status.conditions[0].message
 
 
 @pytest.mark.parametrize(
