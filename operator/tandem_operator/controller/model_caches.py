@@ -130,8 +130,19 @@ def _job(job: Seen, pods: list[Seen]) -> JobSeen:
         halted=job.body.get("spec", {}).get("parallelism") == 0,
         ended=_ended_at(job, ended, endings),
         result=next((result for ending in endings if (result := _result(ending)) is not None), None),
-        trouble=next((text for pod in newest[:1] for text in pod_failure(pod.body["status"])), ""),
+        trouble=_trouble(job, newest[0] if newest else None, ended=bool(ended) or refused),
     )
+
+
+def _trouble(job: Seen, newest: Seen | None, *, ended: bool) -> str:
+    """Why it does not download. Reasons that are in events alone (quotas, volumes that cannot be attached) are not
+    known: the message says where they are."""
+    if newest is None:
+        return "" if ended else f"the Job has no pod yet; `kubectl describe job {job.ref.name}` says why it takes long"
+    name, status = newest.ref.name, newest.body["status"]
+    waits = f"pod {name} waits for its node, volume or image; `kubectl describe pod {name}` says why it takes long"
+    pending = [waits] if status.get("phase") == "Pending" and not ended else []
+    return next(iter([*pod_failure(status), *pending]), "")
 
 
 def _ended_at(job: Seen, condition: dict[str, Any] | None, endings: list[dict[str, Any]]) -> str:
