@@ -182,10 +182,8 @@ class VolumeDownload:
         place = error.filename or self.volume.path
         if error.errno in NO_SPACE:
             return VolumeDownloadError(Reason.NO_SPACE, f"{self.volume.path}: no space is left for {self.source.repo}")
-        if error.errno in NO_LOCKS:
-            text = f"{place}: its file system has no file locks ({error.strerror}): mount it with flock"
-            return VolumeDownloadError(Reason.NOT_WRITABLE, text)
-        return VolumeDownloadError(Reason.NOT_WRITABLE, f"{place} cannot be written: {error.strerror or error}")
+        why = "has no file locks, mount it with flock" if error.errno in NO_LOCKS else "cannot be written"
+        return VolumeDownloadError(Reason.NOT_WRITABLE, f"{place} {why}: {error.strerror or error}")
 
 
 _REASONS = {
@@ -244,8 +242,7 @@ class _Commit:
         """A listing without sizes reads as one of empty files, which would be whole at once."""
         for name in names:
             if self.listing.files[name] < 1 and self.listing.digests.get(name, "") not in EMPTY:
-                hub = self.job.hub.name
-                raise CheckpointError(f"{hub} lists no size of {name}: name a hub that does (HF_ENDPOINT)")
+                raise CheckpointError(f"{self.job.hub.name} lists no size of {name}: set HF_ENDPOINT to another hub")
 
     def _is_small(self, name: str) -> bool:
         """Configuration and tokenizer: files without a folder, that no pickle is among."""
