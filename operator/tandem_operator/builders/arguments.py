@@ -197,7 +197,7 @@ GATEWAY = FlagTable(
             *("--redis-url", "--redis-password-file", "--cluster", "--curve-keys", "--log-format", "--drain-notice"),
         }
     ),
-    arguments=frozenset({"--explain-candidates"}),
+    arguments=frozenset({"--explain-candidates", "--worker-start-wait"}),
     aliases={},
     unusable=UNUSABLE,
 )
