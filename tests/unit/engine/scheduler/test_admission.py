@@ -19,7 +19,7 @@ def test_never_is_said_at_once():  # [admission-answers]
     assert "16" in engine.finish().error
 
 
-def test_nobody_waits_without_a_reason_and_no_reason_outlives_its_request():
+def test_admission_reason_is_set_only_while_a_request_waits():
     engine = make_engine(max_running_requests=1)
     assert why(engine) == ""
     engine.add(make_message("one", [1, 2], max_tokens=4))

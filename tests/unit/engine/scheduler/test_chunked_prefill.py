@@ -15,7 +15,7 @@ def prompt(length: int, start: int = 1) -> list[int]:
     return [(start * 31 + i * 7) % 90 + 1 for i in range(length)]
 
 
-def test_example_of_5000_500_and_1200_tokens_under_a_budget_of_2000():  # [step-budget]
+def test_prompts_of_5000_500_1200_fill_steps_of_2000_tokens():  # [step-budget]
     engine = make_engine(
         page_size=16,
         usable_pages=500,
@@ -51,7 +51,7 @@ def test_chunked_request_keeps_row_and_pages_between_chunks():  # [chunk-keeps-p
     assert kv.committed_len == 8
 
 
-def test_chunked_request_goes_first_and_its_computed_part_counts_as_prefix():  # [chunk-keeps-place]
+def test_chunked_request_runs_first_with_computed_part_as_prefix():  # [chunk-keeps-place]
     engine = make_engine(chunked_prefill_size=4, max_prefill_tokens=6)
     engine.add(make_message("first", prompt(6), max_tokens=1))
     engine.add(make_message("second", prompt(4, 2), max_tokens=1))
@@ -137,7 +137,7 @@ def test_prompt_is_matched_before_its_tokens_are_counted():  # [match-then-count
     assert extend_lens(engine)[2:] == [[4, 4]]
 
 
-def test_requests_of_one_step_do_not_share_pages_that_are_not_computed_yet():  # [settled-before-shared]
+def test_requests_of_one_step_share_no_uncomputed_pages():  # [settled-before-shared]
     engine = make_engine(page_size=4)
     for rid in ("one", "two"):
         engine.add(make_message(rid, prompt(9), max_tokens=4))

@@ -65,7 +65,7 @@ def test_unplaced_migration_continues_and_is_requested_again(worker):
     worker.engine.assert_expected("r")
 
 
-def test_few_are_asked_at_once_and_the_others_before_anybody_is_asked_again(worker):
+def test_migrations_are_requested_in_batches_before_any_repeat(worker):
     rids = [f"r{i}" for i in range(AT_ONCE + 3)]
     worker.begin(*rids)
     worker.engine.scheduler.decode_elsewhere(wanted=True)
@@ -85,7 +85,7 @@ def test_finished_migration_allows_the_next_request(worker):
     assert worker.asked() == rids
 
 
-def test_whom_nobody_has_taken_in_time_is_computed_again_elsewhere(worker):
+def test_unmigrated_request_fails_retryable_after_timeout(worker):
     worker.begin("early")
     worker.engine.scheduler.decode_elsewhere(wanted=True, within_s=25.0)
     worker.engine.step()
@@ -150,7 +150,7 @@ def test_engine_that_cannot_send_asks_nobody():
     assert [output.leaving for output in engine.received["r"].outputs] == [False] * len(engine.received["r"].outputs)
 
 
-def test_draining_worker_ends_what_it_has_not_begun_as_worth_another_attempt():
+def test_drain_fails_queued_requests_as_retryable():
     worker = Worker(make_engine(max_running_requests=1))
     worker.begin("begun")
     worker.begin("queued", "queued too")

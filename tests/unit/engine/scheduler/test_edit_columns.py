@@ -38,7 +38,7 @@ def test_parts_that_nobody_asks_for_are_absent():
     assert edits.biases.values.tolist() == [1.5]
 
 
-def test_bad_words_are_right_aligned_and_single_tokens_stand_apart():
+def test_bad_words_are_right_aligned_single_tokens_separate():
     params = SamplingParams(max_tokens=9, bad_words=((7,), (1, 2, 3), (8, 9)))
     edits = make_edits([make_request(3, PLAIN), make_request(5, params)])
     assert (edits.forbidden.index.tolist(), edits.forbidden.token_ids.tolist()) == ([1], [7])

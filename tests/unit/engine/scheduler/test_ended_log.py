@@ -93,7 +93,7 @@ def test_refusal_is_an_end_that_was_never_scheduled():
         TraceContext(traceparent=TRACE.traceparent, tracestate="k=\nforged"),
     ],
 )
-def test_context_that_is_none_refuses_its_request_and_reaches_nobody(trace):
+def test_invalid_trace_context_rejects_request_and_is_not_logged(trace):
     with pytest.raises(InvalidRequestError, match="trace"):
         trace.check()
     engine = watched(make_engine())
@@ -123,7 +123,7 @@ def handed_over(**request: object) -> tuple[Pair, EndedRequest, EndedRequest]:
     return pair, only(pair.prefill.engine), only(pair.decode.engine)
 
 
-def test_both_engines_of_a_handoff_report_their_side_of_the_same_transfer():
+def test_handoff_is_logged_by_both_sides_with_equal_transfer():
     pair, sent, received = handed_over(max_tokens=5)
     pair.assert_clean()
     assert (sent.side, received.side) == (HandoffSide.SEND, HandoffSide.RECEIVE)
@@ -135,13 +135,13 @@ def test_both_engines_of_a_handoff_report_their_side_of_the_same_transfer():
     assert (sent.output_tokens, received.output_tokens) == (1, 5)
 
 
-def test_output_that_ends_with_its_first_token_was_not_transferred():
+def test_handoff_finished_at_first_token_logs_no_transfer():
     _, sent, received = handed_over(max_tokens=1)
     assert (sent.finish, received.finish) == (FinishReason.LENGTH, None)
     assert sent.transfer is received.transfer is None
 
 
-def test_abort_before_the_transfer_is_the_end_of_the_receiving_side():
+def test_receiver_abort_before_transfer_is_logged_as_abort():
     pair = make_pair()
     watched(pair.decode.engine)
     pair.submit_decode("r", PROMPT, trace=TRACE)

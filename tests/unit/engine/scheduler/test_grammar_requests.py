@@ -131,7 +131,7 @@ def test_whatever_ends_a_request_reaches_it_while_it_waits(end):  # [one-home]
     assert all(future.cancelled() for future in grammars.pending.values())
 
 
-def test_compilation_that_cannot_be_called_off_is_forgotten_all_the_same():  # [same-collectives]
+def test_abort_drops_grammar_compilation_that_cannot_cancel():  # [same-collectives]
     engine, grammars = held()
     spec = toy_grammar()
     engine.add(make_message("g", grammar=spec))
@@ -241,7 +241,7 @@ def test_no_rank_is_asked_while_nothing_is_compiled():  # [same-collectives]
 # Following
 
 
-def test_every_token_fits_and_the_end_of_the_grammar_ends_the_output(overlap):
+def test_grammar_constrains_tokens_and_its_end_stops_output(overlap):
     engine = following(overlap)
     engine.add(make_message("g", max_tokens=30, grammar=toy_grammar(every=5, length=7)))
     engine.run()
@@ -251,7 +251,7 @@ def test_every_token_fits_and_the_end_of_the_grammar_ends_the_output(overlap):
 
 
 @pytest.mark.parametrize("ignore_eos", [False, True])
-def test_eos_that_the_grammar_allows_ends_the_output_even_if_eos_is_ignored(overlap, ignore_eos):
+def test_eos_allowed_by_grammar_stops_output_despite_ignore_eos(overlap, ignore_eos):
     engine = following(overlap)
     # Every token but one is forbidden once EOS is allowed: 97 is prime, so only EOS is left.
     spec = toy_grammar(every=97, optional=0)
@@ -296,7 +296,7 @@ def test_request_that_its_grammar_leaves_no_token_ends_alone(overlap):
     engine.assert_nothing_held()
 
 
-def test_constraints_that_leave_no_token_between_them_end_the_request(overlap):
+def test_constraints_without_common_token_fail_the_request(overlap):
     engine = following(overlap)
     # Of the multiples of 60 only 60 is in the vocabulary, and min_tokens suppresses it.
     spec = toy_grammar(every=60, length=3)
@@ -387,7 +387,7 @@ def test_failed_step_before_it_does_not_keep_a_step_waiting():
     engine.assert_nothing_held()
 
 
-def test_exception_in_settlement_releases_the_step_that_waits_for_masks(monkeypatch):
+def test_exception_in_completion_releases_step_awaiting_masks(monkeypatch):
     engine = following(overlap=True, executor=ThreadedExecutor)
     engine.add(make_message("g", max_tokens=20, grammar=toy_grammar()))
     engine.step(2)
@@ -441,13 +441,13 @@ def test_each_position_of_a_run_has_the_mask_behind_its_drafts():
     assert req.grammar.followed == 1
 
 
-def test_positions_behind_a_draft_that_does_not_fit_forbid_nothing():
+def test_positions_after_rejected_grammar_draft_are_unmasked():
     req = request_with_grammar(every=3)
     rule = toy_rule(req.sampling.grammar)
     assert masks_after(req, (6, 5, 9)) == [rule.allowed([]), rule.allowed([6]), None, None]
 
 
-def test_drafts_that_lead_a_grammar_astray_do_not_harm_the_output():
+def test_drafts_that_stall_the_grammar_leave_its_state_intact():
     req = request_with_grammar(every=3, stuck=2)
     rule = toy_rule(req.sampling.grammar)
     req.output_ids = [3]
@@ -469,7 +469,7 @@ def test_masks_of_different_widths_share_a_step():
     assert [unpack(row) for row in masks.wait().numpy()] == [toy_rule(narrow.sampling.grammar).allowed([]), {120}]
 
 
-def test_masks_of_several_requests_stand_in_the_order_of_their_rows():  # [mask-per-row]
+def test_grammar_masks_follow_row_order_of_requests():  # [mask-per-row]
     first, plain, second = request_with_grammar(every=3), request_with_grammar(), request_with_grammar(every=5)
     masks = open_masks([first, plain, second], (0, 2), (1, 2, 0))
     assert masks.rows == (0, 1, 5)

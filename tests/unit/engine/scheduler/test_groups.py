@@ -36,7 +36,7 @@ def test_prompt_is_computed_once(overlap: bool, radix: bool, chunk: int):
     assert prompt_tokens_computed(engine) == len(PROMPT) + 2  # each follower its last token, to sample from
 
 
-def test_members_share_the_whole_pages_of_the_prompt_and_copy_the_partial_one():
+def test_group_shares_full_prompt_pages_and_copies_partial_page():
     engine = make_engine()
     rids = choices(engine)
     engine.step(3)
@@ -98,7 +98,7 @@ def test_aborted_follower_leaves_the_others_alone():
     assert engine.finish(rids[1]).reason is FinishReason.ABORT
 
 
-def test_leader_that_ends_with_its_first_token_leaves_its_whole_pages():
+def test_group_leader_ending_at_first_token_leaves_full_pages():
     engine = make_engine()
     rids = choices(engine, max_tokens=1)
     engine.run()
@@ -117,7 +117,7 @@ def test_groups_of_two_clients_do_not_know_each_other():
     engine.assert_expected("x", "y")
 
 
-def test_another_prompt_under_the_same_name_is_a_request_of_its_own():
+def test_same_group_with_other_prompt_salt_adapter_is_not_shared():
     engine = make_engine()
     choices(engine, 2)
     engine.add(make_message("stranger", [9, 9, 9], group="g"))

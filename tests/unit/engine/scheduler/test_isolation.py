@@ -60,7 +60,7 @@ def test_poisoned_prompt_ends_alone(overlap, mixed, page_size):
     assert engine.scheduler.stats().convicted_total == 1
 
 
-def test_each_of_several_poisoned_requests_is_found_and_the_work_is_bounded(overlap):
+def test_several_poison_requests_fail_alone_in_bounded_steps(overlap):
     faults = Poisoned()
     engine = engine_with(faults, overlap=overlap, max_running_requests=16)
     bad = {3, 4, 11}
@@ -75,7 +75,7 @@ def test_each_of_several_poisoned_requests_is_found_and_the_work_is_bounded(over
     assert faults.raised <= len(bad) * (log2(16) + 2) * (1 + overlap)
 
 
-def test_request_that_breaks_a_decode_step_keeps_what_it_had_streamed(overlap):
+def test_poison_request_in_decode_keeps_streamed_tokens(overlap):
     """The poison comes at a position, so tokens before it were good."""
 
     def faults(batch: ForwardBatch) -> None:
@@ -154,7 +154,7 @@ def test_long_prompts_are_tried_in_chunks_and_come_through(overlap):
     engine.assert_nothing_held()
 
 
-def test_suspects_without_pages_for_their_prompt_go_back_to_the_queue(overlap):
+def test_isolated_requests_without_pages_are_requeued(overlap):
     def faults(batch: ForwardBatch) -> None:
         if batch.step == 3:
             raise RuntimeError("once")
@@ -239,7 +239,7 @@ def test_lost_device_ends_the_engine_and_blames_nobody():
     assert engine.finish() is None
 
 
-def test_tokens_of_steps_before_the_one_that_raised_were_streamed():
+def test_tokens_before_a_failed_step_are_streamed():
     failing = []
 
     def faults(batch: ForwardBatch) -> None:

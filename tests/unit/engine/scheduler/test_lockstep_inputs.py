@@ -35,7 +35,7 @@ def test_scheduler_that_is_alone_hears_at_once():
     assert inputs.begin_turn()
 
 
-def test_with_several_ranks_inputs_wait_for_the_turn_and_keep_their_order():
+def test_ranks_apply_inputs_at_iteration_start_in_order():
     engine = make_engine()
     inputs = agreed(engine)
     inputs.submit(Add(message=make_message("a"), client=b""))
@@ -91,7 +91,7 @@ def test_end_of_another_rank_is_a_failure_of_this_one():
         inputs.check()
 
 
-def test_closing_an_engine_whose_other_ranks_have_ended_is_no_error(caplog):
+def test_stop_after_exit_of_other_ranks_only_logs(caplog):
     inputs = agreed(make_engine(), agreement=Silence())
     inputs.stop()
     assert "cannot notify the other ranks to stop" in caplog.text

@@ -96,7 +96,7 @@ def test_output_cut_at_a_stop_has_as_many_logprobs_as_tokens():  # [one-cut]
     assert len(engine.received["r"].logprobs) == len(engine.output()) <= 5
 
 
-def test_resumed_request_goes_on_with_the_output_that_would_have_been():
+def test_resumed_request_continues_the_uninterrupted_output():
     whole = expected_output(make_message(max_tokens=12, temperature=0.8, seed=3))
     for cut in range(1, 12):
         engine = make_engine(enable_overlap=True, enable_mixed_chunk=True)

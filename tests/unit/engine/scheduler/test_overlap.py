@@ -43,7 +43,7 @@ def test_token_that_only_the_device_knows_is_resolved_there():  # [device-histor
     assert [batch.input_ids.tolist() for batch in decodes] == [[RESOLVE], [RESOLVE]]
 
 
-def test_tensors_of_a_step_are_not_left_to_the_thread_that_computed_it():
+def test_scheduler_keeps_batch_tensors_of_step_in_flight():
     """To free them it would let go of the interpreter lock, and begin the next step after the scheduler's turn."""
     engine = overlapped()
     engine.add(make_message(max_tokens=4))
@@ -91,7 +91,7 @@ def test_memory_that_a_step_in_flight_may_write_waits_for_it():  # [page-fence]
     assert engine.memory.available_pages() == 64
 
 
-def test_pages_exchanged_for_those_of_the_cache_wait_for_the_step_that_reads_them():  # [page-fence]
+def test_deduplicated_pages_are_fenced_until_step_completes():  # [page-fence]
     engine = overlapped(page_size=4)
     for rid in ("one", "two"):
         engine.add(make_message(rid, range(1, 9), max_tokens=4))
@@ -122,7 +122,7 @@ def test_forward_reads_a_snapshot_of_the_rows():  # [row-snapshot]
     assert engine.executor.batches[0].page_table.equal(seen)
 
 
-def test_abort_between_launch_and_settlement_is_obeyed_before_the_token():  # [abort-is-deferred]
+def test_abort_between_launch_and_completion_drops_the_token():  # [abort-is-deferred]
     engine = overlapped()
     engine.add(make_message(max_tokens=9))
     engine.step()
@@ -283,7 +283,7 @@ def test_handoffs_under_way_are_looked_at_during_a_step(monkeypatch):
     engine.assert_expected()
 
 
-def test_looks_at_handoffs_become_rarer_within_a_slice_of_the_wait(monkeypatch):
+def test_handoff_poll_interval_doubles_within_a_wait_slice(monkeypatch):
     monkeypatch.setattr(loop, "WAIT_SLICE", 0.005)
     monkeypatch.setattr(loop, "FIRST_LOOK", 0.001)
     engine = make_engine(executor=StuckExecutor)

@@ -54,7 +54,7 @@ def test_nothing_is_launched_while_paused_and_new_requests_wait(mode):
     engine.assert_expected()
 
 
-def test_new_requests_are_refused_where_somebody_else_could_serve_them():
+def test_pause_with_refuse_new_rejects_requests_as_retryable():
     engine = busy_engine(overlap=True)
     engine.step(3)
     engine.scheduler.pause(PauseMode.IN_PLACE, refuse_new=True)

@@ -23,7 +23,7 @@ def test_prefill_goes_before_decode():  # [prefill-first]
     assert engine.executor.batches[-1].num_sequences == 2
 
 
-def test_mixed_steps_carry_prompts_first_and_running_requests_behind():  # [mixed-equals-apart]
+def test_mixed_step_orders_prefill_rows_before_decode_rows():  # [mixed-equals-apart]
     engine = make_engine(enable_mixed_chunk=True)
     engine.add(make_message("one", [1, 2, 3], max_tokens=4))
     engine.step()
@@ -38,7 +38,7 @@ def test_mixed_steps_carry_prompts_first_and_running_requests_behind():  # [mixe
     assert batch.sample_index.tolist() == [0, 1]
 
 
-def test_running_request_waits_for_no_more_than_a_few_prefill_steps():
+def test_decode_waits_at_most_max_prefill_streak_steps():
     engine = make_engine(max_prefill_tokens=4, chunked_prefill_size=4, usable_pages=200)
     engine.add(make_message("running", [1, 2, 3], max_tokens=30))
     engine.step()
@@ -83,7 +83,7 @@ def test_full_engine_fills_its_seats_again_as_requests_end():  # [admission-not-
     engine.assert_expected()
 
 
-def test_request_that_finishes_with_its_first_token_never_decodes():  # [finished-rows-filtered]
+def test_request_finished_at_first_token_never_decodes():  # [finished-rows-filtered]
     engine = make_engine(enable_overlap=True)
     engine.add(make_message("one", [1, 2, 3], max_tokens=1))
     engine.add(make_message("two", [4, 5], max_tokens=3))
@@ -101,7 +101,7 @@ def test_requests_wait_when_all_rows_are_taken_and_then_run(overlap):
     engine.assert_nothing_held()
 
 
-def test_admission_reserves_what_running_requests_are_expected_to_need():  # [admission-reserves]
+def test_admission_reserves_expected_output_of_running_requests():  # [admission-reserves]
     tight = {"usable_pages": 12, "page_size": 4, "min_new_token_ratio": 0.01}
     prompts = [("one", [1] * 8), ("two", [2] * 8)]
     for ratio, running in [(1.0, 1), (0.01, 2)]:
@@ -112,14 +112,14 @@ def test_admission_reserves_what_running_requests_are_expected_to_need():  # [ad
         assert len(engine.scheduler.queues.running) == running
 
 
-def test_alone_a_request_is_admitted_whatever_its_output_is_expected_to_need():
+def test_sole_request_is_admitted_despite_expected_output():
     engine = make_engine(usable_pages=8, page_size=4, init_new_token_ratio=1.0)
     engine.add(make_message(prompt=[1] * 8, max_tokens=25))
     engine.run()
     engine.assert_expected()
 
 
-def test_expected_share_of_outputs_decays_with_decodes_and_returns_after_a_retraction():
+def test_new_token_ratio_decays_per_decode_and_resets():
     engine = make_engine(
         usable_pages=10, page_size=4, init_new_token_ratio=0.5, min_new_token_ratio=0.1, new_token_ratio_decay_steps=10
     )

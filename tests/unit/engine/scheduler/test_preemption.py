@@ -83,7 +83,7 @@ def test_nobody_is_disturbed_when_it_would_not_be_enough():
     engine.assert_expected()
 
 
-def test_half_computed_prompt_gives_way_to_one_that_needs_chunks_too():
+def test_chunked_prefill_is_preempted_by_urgent_chunked_prompt():
     engine = engine_of(chunked_prefill_size=4, max_prefill_tokens=16)
     add(engine, "background", 0, prompt=40, tokens=2)
     engine.step(3)
@@ -118,7 +118,7 @@ def test_preempted_request_passes_the_cap_of_the_queue():  # [retraction-bounded
     engine.assert_expected()
 
 
-def test_request_is_put_back_no_more_often_than_the_limit_and_never_fails_for_it():  # [retraction-bounded]
+def test_preemptions_of_a_request_are_bounded_without_failure():  # [retraction-bounded]
     engine = engine_of(max_running_requests=1, max_retractions=2)
     add(engine, "low", 0, tokens=60)
     for number in range(5):

@@ -94,7 +94,7 @@ def test_waiting_for_storage_counts_as_waiting(storage):
     assert engine.finish("next").code == "queue_full"
 
 
-def test_prompt_that_storage_does_not_know_goes_straight_to_the_queue(storage):
+def test_storage_miss_queues_prompt_without_prefetch(storage):
     engine = tiered(storage)
     engine.add(make_message("r", [80, 81, 82, 83, 84]))
     engine.run()
@@ -117,7 +117,7 @@ def test_storage_reads_while_a_grammar_is_compiled(storage, overlap):
     engine.assert_nothing_held()
 
 
-def test_after_its_grammar_a_request_waits_for_what_is_still_being_read(storage):
+def test_request_with_grammar_ready_awaits_disk_prefetch(storage):
     grammars, spec = ToyGrammars(hold=True), toy_grammar()
     engine = tiered(storage, grammars=grammars)
     engine.add(make_message("r", PROMPT, grammar=spec))

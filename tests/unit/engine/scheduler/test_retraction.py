@@ -26,7 +26,7 @@ def run_until_retracted(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_newest_is_put_back_first_and_resumes_with_the_same_output(overlap):
+def test_newest_request_is_retracted_first_and_output_is_equal(overlap):
     engine = make_engine(usable_pages=9, enable_overlap=overlap, **TIGHT)
     add_two(engine)
     run_until_retracted(engine)
@@ -43,7 +43,7 @@ def test_less_important_is_put_back_before_the_newer():
     assert [req.rid for req in engine.scheduler.queues.waiting] == ["old"]
 
 
-def test_retracted_request_returns_to_the_head_of_the_queue_past_its_cap():  # [retraction-bounded]
+def test_retracted_request_returns_to_queue_head_beyond_limit():  # [retraction-bounded]
     engine = make_engine(usable_pages=9, max_queued_requests=1, max_running_requests=2, **TIGHT)
     for rid in ("old", "new"):
         engine.add(make_message(rid, [len(rid)] * 4, max_tokens=12))
@@ -69,7 +69,7 @@ def test_several_put_back_in_one_plan_keep_their_order():
     engine.assert_expected()
 
 
-def test_request_that_is_put_back_too_often_fails_instead_of_looping():  # [retraction-bounded]
+def test_request_over_max_retractions_fails_retryable():  # [retraction-bounded]
     engine = make_engine(usable_pages=9, max_retractions=0, **TIGHT)
     add_two(engine)
     engine.run()
@@ -88,7 +88,7 @@ def test_forced_retractions_do_not_count_towards_the_limit():
     engine.assert_expected()
 
 
-def test_last_request_fails_with_an_error_when_even_it_cannot_go_on():  # [last-request-fails]
+def test_last_request_without_pages_fails_retryable():  # [last-request-fails]
     engine = make_engine(usable_pages=8, **TIGHT)
     engine.scheduler.attach(QuietStage(held=engine.memory.reserve_pages(4)))
     engine.add(make_message(prompt=[1, 2, 3, 4], max_tokens=12))
@@ -115,7 +115,7 @@ def test_last_request_waits_while_a_stage_will_give_pages_back():
     engine.assert_expected()
 
 
-def test_last_request_does_not_wait_for_a_stage_that_has_no_pages_to_give_back():  # [last-request-fails]
+def test_last_request_without_pages_does_not_wait_for_idle_stage():  # [last-request-fails]
     engine = make_engine(usable_pages=8, **TIGHT)
     waiting = Request(rid="kept", origin_input_ids=(1,), sampling=SamplingParams(max_tokens=1))
     engine.scheduler.attach(QuietStage(held=engine.memory.reserve_pages(4), kept=[waiting]))
@@ -124,7 +124,7 @@ def test_last_request_does_not_wait_for_a_stage_that_has_no_pages_to_give_back()
     assert engine.finish().code == "out_of_pages"
 
 
-def test_nobody_is_put_back_while_a_request_in_flight_is_about_to_end():  # [finish-before-retract]
+def test_no_retraction_while_request_in_flight_is_finishing():  # [finish-before-retract]
     engine = make_engine(usable_pages=8, enable_overlap=True, **TIGHT)
     engine.add(make_message("ending", [1, 2, 3, 4], max_tokens=5))
     engine.add(make_message("going-on", [5, 6, 7, 8], max_tokens=9))
@@ -182,7 +182,7 @@ def test_no_request_is_put_back_while_its_step_is_in_flight():  # [settle-before
     assert waiting.kv is None
 
 
-def test_retracted_request_finds_its_pages_in_the_cache_if_nobody_took_them():  # [retraction-resumes]
+def test_retracted_request_reuses_its_pages_from_prefix_cache():  # [retraction-resumes]
     engine = make_engine(page_size=4, force_retract_every=4)
     engine.add(make_message(prompt=range(1, 9), max_tokens=6))
     engine.run()

@@ -127,7 +127,7 @@ def test_counts_of_what_came_and_how_it_ended():
     assert (stats.running, stats.waiting, stats.waiting_tokens) == (0, 0, 0)
 
 
-def test_waiting_tokens_count_the_queue_and_the_rest_of_the_chunked_prompt():
+def test_waiting_tokens_are_queued_plus_uncomputed_chunked_ones():
     engine = make_engine(chunked_prefill_size=4, max_prefill_tokens=4)
     engine.add(make_message("chunked", [1] * 10))
     engine.add(make_message("queued", [2] * 7))

@@ -133,7 +133,7 @@ def test_kv_is_committed_up_to_the_newest_token_alone():
     engine.assert_expected()
 
 
-def test_drafts_are_shortened_to_the_pages_there_are_and_retract_nobody():  # [one-memory-check]
+def test_drafts_are_cut_to_free_pages_without_retraction():  # [one-memory-check]
     engine = drafting(page_size=1, usable_pages=16, num_draft_tokens=8, radix=False, init_new_token_ratio=0.1)
     engine.add(make_message("a", [1, 2, 3], max_tokens=4))
     engine.add(make_message("b", [4, 5, 6], max_tokens=9))
@@ -199,14 +199,14 @@ def verified(engine: Engine) -> int:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_right_drafts_go_on_only_where_the_time_of_steps_says_that_they_pay(overlap):
+def test_adaptive_drafting_stops_where_verification_is_slow(overlap):
     cheap = on_a_machine(lambda batch: 1.0 + 0.01 * batch.num_tokens, enable_overlap=overlap)
     assert verified(cheap) >= 200 // 5 - 3
     dear = on_a_machine(lambda batch: 1.0 + (batch.num_tokens > 4) * 9.0, enable_overlap=overlap)
     assert 0 < verified(dear) < 15
 
 
-def test_ranks_choose_the_same_drafts_whatever_their_own_clocks_say():  # [rank-zero-drafts]
+def test_ranks_choose_equal_drafts_despite_different_clocks():  # [rank-zero-drafts]
     shared: list[StepDrafts] = []
 
     def rank(agree: Callable[[StepDrafts], StepDrafts], own_clock: Clock) -> list[tuple[int, ...]]:
@@ -251,7 +251,7 @@ def test_request_that_was_waited_for_in_vain_is_waited_for_less():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_abort_while_drafts_are_verified_ends_the_request_without_them(overlap):  # [abort-before-token]
+def test_abort_during_verification_discards_drafts(overlap):  # [abort-before-token]
     engine = drafting(enable_overlap=overlap)
     engine.add(make_message("r", PROMPT, max_tokens=30))
     engine.step(3)
@@ -272,7 +272,7 @@ def test_proposer_forgets_a_request_before_its_row_is_given_back():  # [row-stat
     assert all(tokens == whole[: len(tokens)] for _, tokens in released)
 
 
-def test_failed_step_with_drafts_is_computed_again_and_loses_no_token():
+def test_failed_verification_step_is_recomputed_without_loss():
     def fail_third(batch):
         if batch.step == 3:
             raise RuntimeError("by chance")

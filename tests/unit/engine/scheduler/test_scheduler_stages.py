@@ -57,14 +57,14 @@ def test_request_to_be_sent_never_decodes_here(overlap):
     pair.prefill.assert_expected("local")
 
 
-def test_chunks_are_announced_in_order_when_their_pages_are_final():  # [settled-only-sent]
+def test_chunks_are_reported_to_stage_in_order_when_committed():  # [settled-only-sent]
     pair = make_pair(chunked_prefill_size=4, enable_overlap=True)
     add(pair, max_tokens=3)
     pair.run()
     assert pair.sender.settled["r"] == [4, 8, 11]
 
 
-def test_kept_request_keeps_its_pages_until_the_stage_releases_it():
+def test_request_kept_by_stage_holds_pages_until_release():
     pair = make_pair(delay=5)
     add(pair, max_tokens=3)
     pair.prefill.step(3)
@@ -74,7 +74,7 @@ def test_kept_request_keeps_its_pages_until_the_stage_releases_it():
     assert pair.prefill.scheduler.audit().requests == 0
 
 
-def test_pages_being_sent_are_not_exchanged_for_equal_ones_of_the_cache():
+def test_pages_in_transfer_are_not_deduplicated_with_cache():
     pair = make_pair(chunked_prefill_size=4, max_prefill_tokens=64, page_size=4)
     pair.prefill.add(make_message("same", range(1, 5), max_tokens=1))
     add(pair, prompt=range(1, 12), max_tokens=3)
@@ -88,7 +88,7 @@ def test_pages_being_sent_are_not_exchanged_for_equal_ones_of_the_cache():
     assert merged(pair) == expected(pair.prefill)
 
 
-def test_settled_chunks_that_are_being_sent_are_shared_when_the_cache_has_nothing_like_them():
+def test_committed_chunks_in_transfer_enter_the_prefix_cache():
     pair = make_pair(chunked_prefill_size=4, max_prefill_tokens=64, page_size=4, delay=9)
     add(pair, prompt=range(1, 12), max_tokens=3)
     pair.prefill.step()
@@ -112,7 +112,7 @@ def cramped(usable_pages: int, chunk: int) -> Engine:
     )
 
 
-def test_half_sent_prompt_keeps_its_pages_and_running_requests_wait_for_it():  # [settled-only-sent]
+def test_partly_sent_prompt_is_not_retracted_for_decode():  # [settled-only-sent]
     engine = cramped(15, chunk=1)
     pair = Pair.of(engine, make_engine(page_size=2))
     engine.add(make_message("running", [1, 2], max_tokens=20))
@@ -141,7 +141,7 @@ def test_when_neither_can_go_on_the_newest_gives_up():  # [last-request-fails]
     engine.assert_nothing_held()
 
 
-def test_request_that_ends_with_its_first_token_is_offered_but_not_kept():
+def test_stage_does_not_keep_request_finished_at_first_token():
     engine = make_engine()
     stage = QuietStage()
     engine.scheduler.attach(stage)
@@ -193,7 +193,7 @@ def test_abort_while_the_first_token_is_in_flight(overlap):
     pair.prefill.assert_nothing_held()
 
 
-def test_prebuilt_request_can_be_retracted_and_is_then_computed_here():
+def test_retracted_prebuilt_request_is_recomputed_on_decode():
     pair = make_pair()
     pair.decode = make_engine(force_retract_every=2)
     pair = Pair.of(make_engine(), pair.decode)
@@ -203,7 +203,7 @@ def test_prebuilt_request_can_be_retracted_and_is_then_computed_here():
     assert merged(pair) == expected(pair.prefill)
 
 
-def test_transfer_report_and_the_handed_over_cache_hit_go_out_with_the_next_output():
+def test_transfer_report_and_cached_tokens_are_sent_once():
     pair = make_pair()
     add(pair, max_tokens=4)
     report = TransferReport(pages=3, bytes=96, pages_reused=0, wait_s=0.5)
@@ -215,7 +215,7 @@ def test_transfer_report_and_the_handed_over_cache_hit_go_out_with_the_next_outp
     assert [output.cached_tokens for output in pair.decode.received["r"].outputs] == [8, None, None]
 
 
-def test_tokens_handed_over_that_already_end_the_output_are_recognised():
+def test_finish_reason_is_found_in_handed_off_tokens():
     pair = make_pair()
     add(pair, max_tokens=4)
     req = pair.receiver.waiting["room-r"]
@@ -239,7 +239,7 @@ def test_stage_can_end_a_request_that_it_keeps():
     assert pair.decode.scheduler.idle
 
 
-def test_spare_pages_leave_room_for_running_requests_and_the_head_of_the_queue():
+def test_spare_pages_exclude_running_requests_and_queue_head():
     engine = make_engine(
         usable_pages=20, page_size=4, max_running_requests=1, init_new_token_ratio=0.5, min_new_token_ratio=0.5
     )

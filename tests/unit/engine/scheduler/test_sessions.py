@@ -66,7 +66,7 @@ def test_only_what_is_new_is_computed():
     assert cached == (len(FIRST) + 5) // 4 * 4  # the last output token was never computed
 
 
-def test_pages_of_a_session_outlive_what_needs_their_place_more_rarely():
+def test_session_pages_survive_eviction_by_other_requests():
     engine = kept(usable_pages=24)
     turn(engine, 0, FIRST)
     for number in range(12):
@@ -76,7 +76,7 @@ def test_pages_of_a_session_outlive_what_needs_their_place_more_rarely():
     assert max(o.cached_tokens or 0 for o in engine.received[second].outputs) == 16
 
 
-def test_request_that_needs_the_pages_gets_them_and_the_session_goes_on():
+def test_session_continues_after_large_request_evicts_its_pages():
     engine = kept(usable_pages=12)
     first = turn(engine, 0, FIRST)
     assert engine.scheduler.sessions.pinned_pages == 4
@@ -146,7 +146,7 @@ def test_session_that_is_not_used_is_forgotten():
     assert "expired" in refusal(engine, turn(engine, 1, SECOND)).error
 
 
-def test_session_that_expired_while_the_engine_slept_is_not_continued():
+def test_session_expired_while_engine_was_idle_is_lost():
     engine = kept(session_ttl=10.0)
     turn(engine, 0, FIRST)
     engine.clock.time += 10.0
@@ -171,7 +171,7 @@ def test_no_more_sessions_are_kept_than_allowed():
     assert engine.finish(turn(engine, 1, SECOND, session="b")).reason is FinishReason.LENGTH
 
 
-def test_whoever_does_not_count_turns_continues_after_what_there_is():
+def test_session_turn_without_number_continues_after_latest():
     engine = kept()
     first = turn(engine, 0, FIRST)
     second = turn(engine, None, SECOND)
@@ -366,7 +366,7 @@ def test_session_expires_beside_one_that_is_busy():
 
 
 @pytest.mark.parametrize("steps", range(4))
-def test_new_beginning_that_is_aborted_leaves_the_session_as_it_was(steps: int):
+def test_aborted_session_restart_keeps_previous_turns(steps: int):
     engine = kept(enable_overlap=True)
     first = turn(engine, 0, FIRST)
     engine.add(make_message("gone", SECOND, session=SessionRef(id="s"), max_tokens=9))

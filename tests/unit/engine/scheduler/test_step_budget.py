@@ -40,7 +40,7 @@ def test_prompts_have_what_running_requests_leave_of_the_budget(budget):
     engine.assert_expected()
 
 
-def test_prompt_progresses_and_every_running_request_gets_a_token_in_each_step():
+def test_mixed_step_advances_prompt_and_every_running_request():
     """The bound with decodes filling the budget: a prompt of n tokens takes no more than n steps."""
     engine = make_engine(
         max_tokens_per_step=9, max_running_requests=8, enable_mixed_chunk=True, usable_pages=200, max_rows=16
@@ -72,7 +72,7 @@ def test_no_step_is_larger_than_the_budget():
     engine.assert_expected()
 
 
-def test_without_a_budget_of_its_own_the_limits_of_both_halves_add_up():
+def test_default_step_budget_is_sum_of_prefill_and_decode_limits():
     engine = make_engine(
         max_running_requests=8, max_prefill_tokens=16, chunked_prefill_size=16, enable_mixed_chunk=True
     )
@@ -83,7 +83,7 @@ def test_without_a_budget_of_its_own_the_limits_of_both_halves_add_up():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_long_prompt_is_cut_while_others_decode_and_a_short_one_is_not(mixed):  # [long-prompt-cut]
+def test_only_prompts_over_threshold_are_chunked_beside_decode(mixed):  # [long-prompt-cut]
     engine = make_engine(
         long_prefill_token_threshold=8, chunked_prefill_size=32, enable_mixed_chunk=mixed, usable_pages=200
     )

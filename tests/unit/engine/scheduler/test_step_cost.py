@@ -48,12 +48,12 @@ def work_of_steps(prompt_len: int, count: int, **config: object) -> int:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_decode_step_does_no_more_python_work_behind_a_long_context(overlap):
+def test_decode_step_bytecodes_do_not_grow_with_context_length(overlap):
     short, long = (work_of_steps(length, 3, enable_overlap=overlap) for length in (SHORT, LONG))
     assert 0 < long <= short
 
 
-def test_python_work_of_a_decode_step_grows_with_requests_as_a_line_does():
+def test_decode_step_bytecodes_grow_linearly_with_requests():
     few, some, many = (work_of_steps(SHORT, count) for count in (2, 4, 8))
     assert many - some <= 2.1 * (some - few)
 

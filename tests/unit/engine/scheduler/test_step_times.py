@@ -116,7 +116,7 @@ def test_step_fit_of_a_changed_worker_follows_it(monkeypatch):
     assert values(serving.report()) == pytest.approx([2 * value for value in values(TRUE)], rel=0.1)
 
 
-def test_step_fit_of_equal_batches_stays_finite_and_predicts_them(monkeypatch):
+def test_step_time_fit_of_equal_batches_stays_finite(monkeypatch):
     """They determine one sum, and no coefficient."""
     monkeypatch.setattr("tandem_engine.scheduler.step_times.HALF_LIFE", 20)
     serving = served()
@@ -129,7 +129,7 @@ def test_step_fit_of_equal_batches_stays_finite_and_predicts_them(monkeypatch):
     assert values(serving.report()) == pytest.approx(values(TRUE), rel=0.1)
 
 
-def test_step_fit_counts_several_tokens_of_a_run_as_so_many_steps():
+def test_step_time_fit_divides_step_by_accepted_run_length():
     serving = served()
     batch = batch_of(4, 4000, 0)
     for _ in range(SAMPLED * MIN_SAMPLES):

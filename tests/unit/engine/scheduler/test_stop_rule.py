@@ -53,7 +53,7 @@ def test_max_tokens_and_context_end_with_length():
     assert cut([A], [B], prompt_len=98).finish.reason is FinishReason.LENGTH
 
 
-def test_stop_string_that_completes_with_the_last_token_wins_over_length():
+def test_stop_string_at_last_token_wins_over_length():
     assert cut([B], [A], max_tokens=2, stop=("ab",)).finish.matched_stop == "ab"
 
 
@@ -114,9 +114,7 @@ def test_decoded_window_does_not_grow_with_the_output():
     min_tokens=st.integers(0, 6),
     max_tokens=st.integers(6, 30),
 )
-def test_output_ends_at_the_same_token_however_it_is_cut_into_runs(
-    tokens, cuts, stop, min_tokens, max_tokens
-):  # [stop-window]
+def test_output_end_is_independent_of_run_boundaries(tokens, cuts, stop, min_tokens, max_tokens):  # [stop-window]
     params = {"stop": tuple(stop), "min_tokens": min_tokens, "max_tokens": max_tokens, "stop_token_ids": (29,)}
     assert ending(tokens, [1] * len(tokens), params) == ending(tokens, cuts, params)
 

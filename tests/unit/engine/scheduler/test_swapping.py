@@ -76,7 +76,7 @@ def test_several_return_in_the_order_in_which_they_came():
     assert order
 
 
-def test_nothing_is_swapped_in_by_a_step_that_takes_pages_from_somebody():  # [swapped-first]
+def test_no_swap_in_during_a_step_that_swaps_out():  # [swapped-first]
     engine = swapping(pages=40, force_retract_every=2, enable_mixed_chunk=True)
     add(engine, "old", 1)
     add(engine, "new", 40)
@@ -164,7 +164,7 @@ def test_auto_tries_swapping_once_to_learn_what_it_costs():
     assert engine.scheduler.tally.swapped_out == 1
 
 
-def test_request_whose_shared_prefix_left_meanwhile_is_computed_again():
+def test_swapped_request_with_evicted_prefix_is_recomputed():
     engine = swapping(pages=14, host_pages=40)
     shared = [*range(1, 9)]
     engine.add(make_message("old", [*shared, 20], max_tokens=26))

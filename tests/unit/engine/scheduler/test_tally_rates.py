@@ -14,13 +14,13 @@ def measured(tally: Tally, *steps: int) -> Tally:
     return tally
 
 
-def test_prefill_rate_is_that_of_further_tokens_whatever_the_steps_were():
+def test_prefill_rate_is_marginal_cost_for_any_step_sizes():
     for steps in ((2000, 1000), (100, 200, 40)):
         tally = measured(Tally(step_base_s=BASE_S), *steps)
         assert tally.prefill_tokens_per_s == pytest.approx(1 / TOKEN_S)
 
 
-def test_few_tokens_say_nothing_about_the_rate_unless_nothing_else_is_known():
+def test_prefill_rate_ignores_short_steps_once_measured():
     tally = measured(Tally(step_base_s=BASE_S), 1000, *(1 for _ in range(2000)))
     assert tally.prefill_tokens_per_s == pytest.approx(1 / TOKEN_S)
     assert measured(Tally(), 1).prefill_tokens_per_s > 0

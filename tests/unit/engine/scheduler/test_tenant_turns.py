@@ -147,7 +147,7 @@ def test_long_prompt_is_computed_beside_a_flood_of_short_ones():
     engine.assert_expected()
 
 
-def test_chunks_are_whole_after_the_last_prompt_of_another_tenant():
+def test_chunks_are_full_after_other_tenants_become_idle():
     engine = engine_of()
     send(engine, "other", "small", 4)
     engine.step(2)

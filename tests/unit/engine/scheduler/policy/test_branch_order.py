@@ -27,7 +27,7 @@ def test_everybody_is_served_once(queue):
 
 
 @given(queues)
-def test_requests_below_one_prefix_run_one_after_the_other_and_those_that_end_there_last(queue):
+def test_requests_of_one_prefix_are_adjacent_exact_match_last(queue):
     order = [each.req.origin_input_ids[: each.cached] for each in HeaviestBranchFirst(page_size=PAGE)(queue)]
     for prefix in {tokens[:end] for tokens in order for end in range(PAGE, len(tokens) + 1, PAGE)}:
         places = [place for place, tokens in enumerate(order) if tokens[: len(prefix)] == prefix]

@@ -60,7 +60,7 @@ def test_prefix_that_many_wait_for_goes_before_a_longer_one():
     assert served(engine) == ["a", "b", "long", "cold"]
 
 
-def test_branches_below_a_shared_prefix_go_depth_first_and_before_their_root():
+def test_branches_of_shared_prefix_run_depth_first_before_root():
     engine = engine_of(DFS)
     root = branch(10, 2)
     warm(engine, [*root, *branch(40)], [*root, *branch(60)], branch(80, 3))

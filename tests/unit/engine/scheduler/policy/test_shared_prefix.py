@@ -58,7 +58,7 @@ def test_others_are_not_held_up_by_those_that_wait():
     assert engine.scheduler.stats().head_waits == "shared_prefix"
 
 
-def test_it_waits_for_the_shared_part_of_a_long_prompt_and_not_for_its_end():
+def test_request_waits_only_for_shared_part_of_long_prompt():
     engine = engine_of(chunked_prefill_size=16, max_prefill_tokens=64)
     engine.add(make_message("long", [*PREFIX, *range(41, 90), *range(1, 60)], max_tokens=2))
     engine.add(make_message("short", [*PREFIX, 90], max_tokens=2))

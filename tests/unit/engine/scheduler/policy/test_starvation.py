@@ -51,7 +51,7 @@ def test_without_its_age_it_would_have_waited_for_all_of_them(policy):
     assert seconds_until_served(policy) >= AGEING - 1
 
 
-def test_priority_that_is_lower_by_n_waits_for_those_of_the_next_n_ageing_times():
+def test_priority_lower_by_n_is_overtaken_for_n_aging_periods():
     engine = make_engine(
         schedule_policy=SchedulePolicy.PRIORITY,
         max_running_requests=1,
@@ -69,7 +69,7 @@ def test_priority_that_is_lower_by_n_waits_for_those_of_the_next_n_ageing_times(
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_overdue_requests_keep_the_order_of_the_queue_under_every_policy_without_priorities(policy):
+def test_overdue_requests_run_fcfs_in_policies_without_priority(policy):
     engine = make_engine(schedule_policy=policy, max_running_requests=1, policy_ageing_seconds=5.0)
     for number, prompt in enumerate([[80] * 20, [1, 2], [70] * 9, [3]]):
         engine.add(make_message(f"r{number}", prompt, max_tokens=1 + 3 * (number == 0)))
