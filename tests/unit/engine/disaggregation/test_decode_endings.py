@@ -70,7 +70,7 @@ def test_abort_after_the_transfer_tells_the_writer_nothing(receiver):
     receiver.side.assert_clean()
 
 
-def test_aborted_request_that_was_refused_at_admission_tells_the_writer(receiver):  # [abort-both-ways]
+def test_rejected_request_sends_abort_to_the_writer(receiver):  # [abort-both-ways]
     receiver.side.engine.scheduler.drain()
     receiver.submit()
     assert [abort.room for abort in receiver.aborts()] == [ROOM]
@@ -87,7 +87,7 @@ def test_transfer_whose_writer_falls_silent_fails_and_drains(receiver):  # [gran
     receiver.side.assert_clean()
 
 
-def test_without_an_ack_pages_are_quarantined_until_the_writers_process_has_ended(receiver):  # [late-write]
+def test_pages_without_ack_are_quarantined_until_writer_exits(receiver):  # [late-write]
     grant = receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.pass_time(DRAIN_TIMEOUT)
@@ -105,7 +105,7 @@ def test_without_an_ack_pages_are_quarantined_until_the_writers_process_has_ende
     receiver.side.assert_clean()
 
 
-def test_silent_writer_is_asked_again_and_its_late_ack_ends_the_quarantine(receiver):  # [ack-per-grant]
+def test_abort_is_repeated_and_late_ack_ends_quarantine(receiver):  # [ack-per-grant]
     receiver.granted()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.turn()
@@ -181,7 +181,7 @@ def test_abort_by_anybody_but_the_writer_is_ignored(receiver):
     assert receiver.side.stage.counters.ignored == 2
 
 
-def test_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver):  # [dead-peer-released]
+def test_exited_writer_fails_its_requests_and_frees_pages(receiver):  # [dead-peer-released]
     receiver.granted()
     receiver.granted("s", range(20, 30))
     receiver.side.stage.peer_ended(WRITER.incarnation)
@@ -191,7 +191,7 @@ def test_dead_writer_fails_its_requests_and_frees_their_pages_at_once(receiver):
     receiver.side.assert_clean()
 
 
-def test_fenced_writer_that_wakes_up_and_acknowledges_frees_its_pages(receiver):  # [late-write]
+def test_late_ack_of_fenced_writer_frees_its_pages(receiver):  # [late-write]
     receiver.granted()
     receiver.side.stage.peer_gone(WRITER.incarnation)
     receiver.turn()
@@ -221,7 +221,7 @@ def test_late_signals_of_a_finished_transfer_are_ignored(receiver):  # [late-sig
     assert receiver.side.stage.counters.ignored == 3
 
 
-def test_writes_of_peers_are_attended_to_only_while_transfers_are_open(receiver):
+def test_transport_expects_writes_only_during_open_transfers(receiver):
     grant = receiver.granted()
     assert receiver.side.transport.expected == 1
     receiver.writer.write(grant)

@@ -94,7 +94,7 @@ def test_writer_that_cannot_be_reached_fails_the_request_at_once(receiver):
     receiver.assert_failed("cannot be reached")
 
 
-def test_room_that_is_in_use_is_refused_and_its_first_transfer_goes_on(receiver):
+def test_room_in_use_is_rejected_and_first_transfer_continues(receiver):
     receiver.transferred()
     end = handoff(HandoffSide.RECEIVE, WRITER, ROOM)
     receiver.side.engine.add(make_message("other", handoff=end))
@@ -159,7 +159,7 @@ def test_policy_says_who_gets_pages_first(policy: SchedulePolicy, first: str):
     assert [grant.room for grant in receiver.writer.got(WriteGrant)] == ["room-holder", f"room-{first}"]
 
 
-def test_pages_that_running_requests_are_expected_to_need_are_not_granted():
+def test_grants_exclude_pages_expected_by_running_requests():
     receiver = Receiver(usable_pages=12, init_new_token_ratio=1.0)
     receiver.side.engine.add(make_message("running", range(50, 54), max_tokens=30))
     receiver.turn()
@@ -169,7 +169,7 @@ def test_pages_that_running_requests_are_expected_to_need_are_not_granted():
     assert len(receiver.writer.got(WriteGrant)) == 1
 
 
-def test_waiting_for_memory_ends_with_a_silent_writer_and_it_is_told():  # [abort-both-ways]
+def test_request_awaiting_memory_fails_when_writer_is_silent():  # [abort-both-ways]
     receiver = Receiver(usable_pages=5)
     receiver.granted()
     receiver.side.engine.clock.time = 4.0
@@ -241,7 +241,7 @@ def test_pages_may_be_written_in_any_order_and_more_than_once(receiver):  # [wri
     receiver.side.engine.assert_expected("r")
 
 
-def test_nothing_is_verified_before_the_record_says_that_it_is_written(receiver):  # [verified-pages]
+def test_no_verification_before_the_handoff_record(receiver):  # [verified-pages]
     grant = receiver.granted()
     receiver.writer.write(grant)
     receiver.turn(5)
@@ -328,7 +328,7 @@ def test_second_request_in_a_room_does_not_end_the_first():
     assert receiver.side.finish() is None
 
 
-def test_requests_that_wait_for_pages_count_against_the_queue_cap():
+def test_requests_awaiting_pages_count_toward_queue_limit():
     receiver = Receiver(usable_pages=5, max_queued_requests=2)
     receiver.granted("first")
     for rid in ("second", "third", "fourth"):
@@ -337,7 +337,7 @@ def test_requests_that_wait_for_pages_count_against_the_queue_cap():
     assert receiver.side.finish("third") is None
 
 
-def test_transfers_under_way_have_their_seat_in_the_running_batch():
+def test_open_transfers_reserve_slots_in_running_batch():
     receiver = Receiver(max_running_requests=2)
     grants = [receiver.granted(rid) for rid in ("r", "s")]
     for number in range(2):
@@ -351,7 +351,7 @@ def test_transfers_under_way_have_their_seat_in_the_running_batch():
     receiver.side.engine.assert_expected()
 
 
-def test_local_request_does_not_wait_for_one_that_has_no_pages_to_give_back():
+def test_local_request_does_not_wait_for_quarantined_pages():
     receiver = Receiver(usable_pages=8, init_new_token_ratio=1.0, min_new_token_ratio=1.0)
     receiver.granted("lost")
     receiver.side.engine.scheduler.abort(RequestId("lost"))

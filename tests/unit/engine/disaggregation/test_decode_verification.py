@@ -24,7 +24,7 @@ def test_corrupt_page_never_reaches_attention_or_the_cache(receiver):  # [verifi
 
 
 @pytest.mark.parametrize("place", [{"room": "room-s"}, {"generation": 2}, {"first": 1}])
-def test_intact_pages_that_were_meant_for_another_place_do_not_verify(receiver, place):  # [page-in-its-place]
+def test_intact_pages_of_another_room_or_position_fail_digest(receiver, place):  # [page-in-its-place]
     grant = receiver.granted()
     receiver.writer.write(grant)
     there = {"room": ROOM, "generation": 1, "first": 0, **place}

@@ -35,7 +35,7 @@ def successor(pair: Pair, dead: Side) -> Side:
 
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("dies", ["prefill", "decode"])
-def test_peer_that_falls_silent_holds_nobody_longer_than_its_leases(turns, dies):
+def test_silent_peer_blocks_requests_at_most_for_its_lease(turns, dies):
     """Nobody says that it is dead. Its pages wait until somebody does: it may still write [late-write]."""
     pair = make_pair(chunked_prefill_size=4)
     pair.submit(max_tokens=60)
@@ -55,7 +55,7 @@ def test_peer_that_falls_silent_holds_nobody_longer_than_its_leases(turns, dies)
 
 
 @pytest.mark.parametrize("turns", range(6))
-def test_prefill_worker_that_came_back_works_on_its_first_request(turns):  # [restart-is-new-peer]
+def test_restarted_prefill_worker_completes_its_first_request(turns):  # [restart-is-new-peer]
     pair = make_pair(chunked_prefill_size=4)
     pair.submit("old")
     pair.turn(turns)
@@ -86,7 +86,7 @@ def test_decode_worker_that_came_back_works_on_its_first_request(turns):  # [res
     pair.assert_clean()
 
 
-def test_next_attempt_in_the_same_room_is_not_disturbed_by_the_last():  # [ack-per-grant]
+def test_retry_in_same_room_is_independent_of_previous_attempt():  # [ack-per-grant]
     """A retry meets the same two engines, with another generation."""
     pair = make_pair(chunked_prefill_size=4)
     pair.submit("first")

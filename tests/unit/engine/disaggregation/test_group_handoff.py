@@ -33,7 +33,7 @@ def test_prompt_is_computed_once():
     assert sum(batch.num_tokens for batch in extends) == len(PROMPT) + 2
 
 
-def test_another_request_does_not_wait_for_a_group_that_is_receiving():
+def test_request_does_not_wait_for_group_in_transfer():
     pair = make_pair()
     first, *_ = choices(pair)
     pair.submit("other", (50, 51, 52), max_tokens=3)
@@ -44,7 +44,7 @@ def test_another_request_does_not_wait_for_a_group_that_is_receiving():
     pair.assert_clean()
 
 
-def test_when_the_first_choice_fails_the_next_one_receives_the_prompt():
+def test_next_choice_receives_prompt_after_abort_of_first():
     pair = make_pair()
     first, second, third = choices(pair)
     pair.turn()

@@ -40,7 +40,7 @@ def test_many_requests_share_both_engines():
     pair.assert_clean()
 
 
-def test_equal_prompts_in_flight_together_do_not_disturb_each_other():
+def test_concurrent_handoffs_of_equal_prompts_are_correct():
     pair = make_pair(chunked_prefill_size=4)
     rids = [pair.submit(f"r{i}", PROMPT) for i in range(4)]
     pair.run()
@@ -60,7 +60,7 @@ def test_second_turn_of_a_conversation_moves_only_what_is_new(pair):
     assert len(grants[1].pages) < -(-len(conversation) // 4)
 
 
-def test_engine_is_prefill_for_one_request_and_decode_for_another(pair):
+def test_engine_acts_as_prefill_and_decode_concurrently(pair):
     pair.submit("there", PROMPT)
     swapped = Pair(fabric=pair.fabric, network=pair.network, prefill=pair.decode, decode=pair.prefill)
     swapped.submit("back", range(30, 44))
@@ -84,7 +84,7 @@ def test_aborting_both_ends_at_any_moment_leaks_nothing(turns):
 
 @pytest.mark.parametrize("turns", range(6))
 @pytest.mark.parametrize("dies", ["prefill", "decode"])
-def test_losing_either_engine_at_any_moment_leaks_nothing_on_the_other(turns, dies):
+def test_peer_exit_at_any_step_leaks_nothing_on_survivor(turns, dies):
     pair = make_pair(chunked_prefill_size=4)
     pair.submit()
     pair.turn(turns)

@@ -39,7 +39,7 @@ def wrote(table: Table, pages: int, *, writer: str = WRITER.incarnation) -> bool
     return table.holds.wrote(ROOM, writer=writer, pages=pages)
 
 
-def test_hold_is_complete_when_every_page_is_written_however_often_that_is_said(table):  # [writes-repeat]
+def test_hold_is_complete_once_all_pages_are_written(table):  # [writes-repeat]
     hold = table.grant()
     assert wrote(table, 1)
     assert not wrote(table, 1)
@@ -86,7 +86,7 @@ def test_drained_pages_stay_held_until_the_writer_acks(table):  # [late-write]
     assert ROOM not in table.holds
 
 
-def test_pages_of_a_live_transfer_belong_to_the_request_not_to_the_hold(table):
+def test_pages_of_live_transfer_are_not_counted_as_held(table):
     table.grant()
     assert [*table.holds.held_pages()] == []
 
@@ -129,7 +129,7 @@ def test_quarantine_ends_with_a_late_ack(table):
     assert table.free == [*PAGES]
 
 
-def test_quarantine_comes_up_again_so_that_the_writer_is_asked_again(table):
+def test_quarantined_hold_becomes_overdue_again(table):
     hold = table.drained()
     table.clock.time = 5.0
     table.holds.quarantine(hold)
@@ -163,7 +163,7 @@ def test_fenced_writer_keeps_its_pages_and_is_not_asked_again(table):  # [late-w
     assert table.holds.overdue() == [hold], "fencing it again puts nothing off"
 
 
-def test_fenced_writer_that_goes_on_and_acknowledges_frees_its_pages(table):
+def test_ack_of_fenced_writer_frees_its_pages(table):
     table.drained()
     table.holds.fence(WRITER.incarnation)
     assert table.holds.acked(ROOM, writer=WRITER.incarnation)

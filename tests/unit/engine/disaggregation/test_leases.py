@@ -103,7 +103,7 @@ def granted(rid: str = "r", generation: int = 1, *, written: int = 0) -> OpenRoo
 # The receiver
 
 
-def test_request_waits_for_memory_for_as_long_as_its_writer_goes_on():
+def test_request_awaits_memory_while_writer_sends_keepalives():
     receiver = crowded_receiver()
     for _ in range(10):
         receiver.pass_time(GRANT_TIMEOUT - 1.0)
@@ -115,7 +115,7 @@ def test_request_waits_for_memory_for_as_long_as_its_writer_goes_on():
     assert receiver.side.link.messages(WriteGrant)[-1].room == "room-r"
 
 
-def test_request_that_waits_for_memory_fails_a_lease_after_its_writers_last_word():  # [abort-both-ways]
+def test_request_awaiting_memory_fails_lease_after_keepalive():  # [abort-both-ways]
     receiver = crowded_receiver()
     receiver.pass_time(5.0)
     receiver.hears(waiting())
@@ -159,7 +159,7 @@ def test_hold_whose_writer_goes_silent_runs_out_on_time():  # [grant-expiry]
     assert receiver.side.finish().retryable
 
 
-def test_grant_that_never_reaches_its_writer_runs_out_though_the_writer_lives():
+def test_undelivered_grant_expires_despite_writer_keepalives():
     receiver = make_receiver()
     receiver.submit()
     for _ in range(8):
@@ -184,7 +184,7 @@ def test_grant_is_repeated_for_a_writer_that_goes_on_without_it():  # [lost-mess
 
 
 @pytest.mark.parametrize("named", [granted(), waiting("other"), waiting(generation=2)])
-def test_no_grant_is_repeated_for_a_room_that_has_one_or_is_another(named):
+def test_grant_is_not_repeated_for_granted_or_other_room(named):
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(PERIOD)
@@ -232,7 +232,7 @@ def test_signs_of_life_about_unknown_rooms_are_not_answered(named):  # [late-sig
     assert receiver.other.got(GrantsRenewed) == []
 
 
-def test_signs_of_life_about_a_closed_room_do_not_put_off_its_ack():  # [ack-per-grant] [late-signal-ignored]
+def test_keepalives_of_closed_room_do_not_delay_quarantine():  # [ack-per-grant] [late-signal-ignored]
     receiver = make_receiver()
     receiver.submit()
     receiver.side.engine.scheduler.abort(RequestId("r"))
@@ -269,7 +269,7 @@ def test_receiver_says_what_waits_for_memory_once_per_period():
     assert len(receiver.signs()) == 2
 
 
-def test_receiver_asks_about_what_it_has_granted_until_it_has_word_of_the_end():
+def test_receiver_queries_granted_rooms_until_handoff_record():
     receiver = make_receiver()
     receiver.submit()
     assert receiver.questions() == []
@@ -300,7 +300,7 @@ def test_receiver_in_which_nothing_moves_lets_go_of_what_waits():
     assert receiver.side.finish() is None
 
 
-def test_receiver_that_is_written_to_has_not_come_to_a_standstill():
+def test_receiver_with_progressing_writes_is_not_stalled():
     receiver = crowded_receiver()
     for written in (1, 2, 3):
         for _ in range(int(CONFIG.stall_timeout / PERIOD) - 1):
@@ -324,7 +324,7 @@ def test_receiver_that_computes_has_not_come_to_a_standstill():
 # The sender
 
 
-def test_computed_prompt_is_kept_for_as_long_as_the_receiver_waits_for_memory():
+def test_sender_keeps_prompt_kv_while_receiver_awaits_memory():
     sender = make_sender()
     sender.submit()
     for _ in range(10):
@@ -337,7 +337,7 @@ def test_computed_prompt_is_kept_for_as_long_as_the_receiver_waits_for_memory():
     sender.side.assert_clean()
 
 
-def test_computed_prompt_is_released_when_the_receiver_falls_silent():
+def test_sender_releases_prompt_kv_of_silent_receiver():
     sender = make_sender()
     sender.submit()
     sender.pass_time(HOLD_TIMEOUT - 1.0)
@@ -371,7 +371,7 @@ def test_prompt_is_not_kept_on_a_strangers_word():
     assert sender.gave_up() == ["room-r"]
 
 
-def test_sender_says_which_rooms_are_open_and_which_of_them_are_granted():
+def test_sender_keepalive_lists_open_and_granted_rooms():
     sender = make_sender(max_running_requests=1, chunked_prefill_size=4)
     sender.other.allow("room-r", PAGES)
     sender.turn()
@@ -416,7 +416,7 @@ def test_endless_renewal_is_not_believed():
     assert expiry(sender) == GRANT_TIMEOUT
 
 
-def test_writer_whose_grant_is_not_renewed_starts_no_push_after_it():  # [grant-expiry]
+def test_no_push_starts_after_grant_expiry():  # [grant-expiry]
     sender = make_sender(chunked_prefill_size=4)
     sender.side.stage.prefill.portions = Portions(push_bytes=64, write_bytes=1 << 20)
     sender.other.allow("room-r", PAGES, valid_s=2.0)
@@ -428,7 +428,7 @@ def test_writer_whose_grant_is_not_renewed_starts_no_push_after_it():  # [grant-
     assert sender.other.tokens_at(PAGES[1:], 6) == [0] * 6
 
 
-def test_renewals_of_closed_unknown_and_strangers_rooms_are_ignored():  # [late-signal-ignored]
+def test_renewals_of_closed_unknown_or_other_rooms_are_ignored():  # [late-signal-ignored]
     sender = slow_sender()
     stranger = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
@@ -497,7 +497,7 @@ def test_messages_name_a_bounded_number_of_rooms(pulse):
         codec.decode(codec.encode(flood))
 
 
-def test_standing_still_counts_from_the_last_move_while_somebody_waits():
+def test_stall_time_counts_from_last_progress_while_waiting():
     clock = ManualClock()
     standstill = Standstill(clock=clock)
     clock.time = 100.0
@@ -509,14 +509,14 @@ def test_standing_still_counts_from_the_last_move_while_somebody_waits():
     assert standstill.seconds(8, waiting=True) == 20.0
 
 
-def test_three_signs_of_life_may_be_lost_within_the_shorter_lease():
+def test_renewal_period_is_quarter_of_shortest_lease():
     assert DisaggConfig(grant_timeout=8.0, hold_timeout=4.0).renewal_period == 1.0
 
 
 # Both sides
 
 
-def test_prompt_that_is_queued_for_longer_than_the_lease_is_handed_over():
+def test_prompt_queued_longer_than_lease_is_handed_off():
     pair = make_pair(prefill={"max_prefill_tokens": 4, "chunked_prefill_size": 4})
     pair.prefill.engine.add(make_message("ahead", range(1, 90), max_tokens=1))
     pair.submit("r", OTHER_PROMPT)
@@ -528,7 +528,7 @@ def test_prompt_that_is_queued_for_longer_than_the_lease_is_handed_over():
 
 
 @pytest.mark.parametrize("kinds", [(WriteGrant,), (Hello, WriteGrant)], ids=["grant", "greeting and grant"])
-def test_grant_that_was_lost_with_its_connection_costs_no_request(kinds):  # [lost-message-repeated]
+def test_lost_grant_is_resent_and_request_succeeds(kinds):  # [lost-message-repeated]
     pair = make_pair()
     gone: set[type[PeerMessage]] = set()
 
@@ -558,7 +558,7 @@ def lose_first(pair, kind: type[PeerMessage]) -> list[PeerMessage]:
     return gone
 
 
-def test_handoff_record_that_was_lost_comes_again_and_costs_no_attempt():  # [lost-message-repeated]
+def test_lost_handoff_record_is_resent_without_retry():  # [lost-message-repeated]
     pair = make_pair()
     gone = lose_first(pair, HandoffRecord)
     pair.submit()
@@ -569,7 +569,7 @@ def test_handoff_record_that_was_lost_comes_again_and_costs_no_attempt():  # [lo
     pair.assert_clean()
 
 
-def test_word_that_the_writer_gave_up_comes_again_when_it_was_lost():  # [abort-both-ways]
+def test_lost_transfer_abort_is_resent_by_sender():  # [abort-both-ways]
     pair = make_pair()
     gone = lose_first(pair, TransferAborted)
     pair.fabric.fates = lambda _push: Fate(fail=True)
@@ -582,7 +582,7 @@ def test_word_that_the_writer_gave_up_comes_again_when_it_was_lost():  # [abort-
 
 
 @pytest.mark.parametrize("named", [granted("unknown"), granted(generation=2)])
-def test_question_about_a_room_that_was_never_there_is_not_answered(named):  # [late-signal-ignored]
+def test_query_of_unknown_room_gets_no_reply(named):  # [late-signal-ignored]
     sender = make_sender()
     sender.submit()
     sender.hears(named)
@@ -590,7 +590,7 @@ def test_question_about_a_room_that_was_never_there_is_not_answered(named):  # [
     assert sender.other.got(HandoffRecord) == []
 
 
-def test_prompt_that_waits_for_the_receivers_memory_longer_than_the_lease_is_handed_over():
+def test_handoff_succeeds_after_memory_wait_longer_than_lease():
     pair = make_pair(decode={"usable_pages": 15, "init_new_token_ratio": 1.0})
     pair.decode.engine.add(make_message("ahead", OTHER_PROMPT, max_tokens=40))
     pair.decode.step(2)

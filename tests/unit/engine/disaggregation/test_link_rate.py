@@ -31,7 +31,7 @@ def test_small_push_says_little_about_the_bytes_per_second():
 
 
 @pytest.mark.parametrize("factor", [0.1, 10.0])
-def test_link_that_changes_is_known_after_its_fading_bytes_or_seconds(factor):
+def test_link_rate_follows_a_change_within_fade_bytes_or_time(factor):
     rate = LinkRate()
     rate.measured(size=16 * MIB, seconds=0.016, latency_s=0.0, now=0.0)
     speed = rate.bytes_per_s * factor

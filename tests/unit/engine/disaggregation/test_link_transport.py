@@ -82,7 +82,7 @@ def test_best_that_both_can_use_is_named_and_nothing_is_guessed(here, there, exp
         (LinkTransport.UNKNOWN, RDMA, ""),
     ],
 )
-def test_only_a_link_known_to_be_slower_than_expected_is_a_condition(got, expected, condition):
+def test_only_transport_slower_than_expected_sets_condition(got, expected, condition):
     assert condition_of(got, expected) == condition
 
 

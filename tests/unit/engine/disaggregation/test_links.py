@@ -73,14 +73,14 @@ def test_rate_is_that_of_the_largest_write_without_its_latency():
     assert link(pair.prefill).bytes_per_s == pytest.approx(expected, rel=0.01)
 
 
-def test_nobody_measures_before_the_worker_service_has_named_the_peers():
+def test_links_are_not_measured_before_peers_are_set():
     pair = measured_pair()
     settle(pair, seconds=REPEAT_S * 2)
     assert pair.prefill.stage.links.reports() == ()
     assert not pair.prefill.link.sent
 
 
-def test_self_test_takes_few_of_the_free_pages_and_gives_them_back():
+def test_link_test_uses_few_free_pages_and_releases_them():
     pair = measured_pair(lambda _push: Fate(delay=3, seconds=PAGE_S))
     free = {id(side): side.engine.memory.allocator.available for side in (pair.prefill, pair.decode)}
     pair.prefill.stage.links.meet([pair.decode.peer])
@@ -105,7 +105,7 @@ def test_self_test_waits_while_memory_is_short():
     pair.assert_clean()
 
 
-def test_links_are_measured_where_the_prefix_cache_has_grown_over_all_memory():
+def test_links_are_measured_with_prefix_cache_filling_memory():
     """Every worker's has in time: its links, and those to it from a worker that has just started, had no figure."""
     pair = measured_pair()
     for number in range(20):
@@ -122,7 +122,7 @@ def test_links_are_measured_where_the_prefix_cache_has_grown_over_all_memory():
     pair.assert_clean()
 
 
-def test_peer_that_greeted_before_it_was_named_is_known_by_its_transport():
+def test_transport_of_peer_is_kept_from_hello_before_set_peers():
     """It greets once, with its first grant: that may be before this worker's service has seen it in the registry."""
     pair = measured_pair()
     for side in (pair.prefill, pair.decode):
@@ -150,7 +150,7 @@ def test_records_of_greeting_peers_are_bounded_and_removed():
     assert newest not in links._transports
 
 
-def test_requests_go_on_during_a_self_test_with_the_output_they_have_without():
+def test_requests_during_link_test_have_correct_output():
     pair = measured_pair(lambda push: Fate(delay=1, seconds=PAGE_S * push.key.count))
     meet(pair)
     rids = []
@@ -188,7 +188,7 @@ def test_link_in_use_is_not_tested_again_and_a_silent_one_is():
     assert len(pair.prefill.link.messages(ProbeRequest)) == 2
 
 
-def test_peer_that_cannot_be_reached_makes_a_broken_link_until_it_can():
+def test_unreachable_peer_marks_link_broken_until_recovery():
     pair = measured_pair(lambda _push: Fate(lose_peer=True))
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair)
@@ -212,7 +212,7 @@ def test_peer_that_does_not_answer_is_no_broken_link():  # it may be of a releas
     pair.assert_clean()
 
 
-def test_pages_of_a_self_test_are_not_free_before_the_writer_says_so():  # [late-write]
+def test_link_test_pages_stay_held_until_writer_ack():  # [late-write]
     pair = measured_pair()
     pair.network.lost = lambda message: isinstance(message, DrainAck)
     pair.prefill.stage.links.meet([pair.decode.peer])
@@ -247,7 +247,7 @@ def test_dead_receiver_ends_the_self_test_and_its_link():
     pair.prefill.assert_clean()
 
 
-def test_receiver_that_takes_its_pages_back_gets_them_after_the_last_write():  # [late-write] [ack-per-grant]
+def test_receiver_reclaims_link_test_pages_after_last_write():  # [late-write] [ack-per-grant]
     pair = measured_pair(lambda push: Fate(delay=0 if push.key.count == 1 else 40, seconds=PAGE_S))
     pair.prefill.stage.links.meet([pair.decode.peer])
     settle(pair, turns=12)
@@ -258,7 +258,7 @@ def test_receiver_that_takes_its_pages_back_gets_them_after_the_last_write():  #
     pair.assert_clean()
 
 
-def test_link_slower_than_expected_is_a_condition_and_one_line_in_the_log(caplog):
+def test_link_slower_than_expected_sets_condition_and_logs_once(caplog):
     pair = measured_pair(config=dataclasses.replace(CONFIG, expect_transport=LinkTransport.RDMA))
     facts = {"machine": "m1", "transports": (LinkTransport.TCP,)}
     for side in (pair.prefill, pair.decode):

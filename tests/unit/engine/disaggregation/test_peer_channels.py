@@ -138,7 +138,7 @@ def test_engine_with_kv_of_another_shape_is_not_listened_to(context, decode):
     alien.close()
 
 
-def test_end_of_a_transfer_is_heard_after_a_peer_has_loaded_other_weights(prefill, decode):  # [ack-per-grant]
+def test_transfer_end_is_accepted_after_weights_of_peer_change(prefill, decode):  # [ack-per-grant]
     decode.send(prefill.me, grant(decode, "p@1"))
     assert receive(prefill) == [grant(decode, "p@1")]
     prefill.me = msgspec.structs.replace(prefill.me, compat_hash="other-weights")
@@ -200,7 +200,7 @@ def test_messages_arrive_at_each_endpoint_of_a_peer(context, prefill, decode):
     proxy.close()
 
 
-def test_sender_with_a_number_of_thousands_of_digits_is_not_listened_to(prefill, decode):  # [wire-refused]
+def test_sender_with_overlong_incarnation_is_rejected(prefill, decode):  # [wire-refused]
     forged = Peer(worker_id="p", incarnation="p@" + "9" * 5000, endpoint="", compat_hash=COMPAT)
     prefill.send(decode.me, DrainAck(room="room", generation=1, sender=forged))
     assert refuse(decode) == []
@@ -224,7 +224,7 @@ def test_undecodable_message_is_counted_and_the_next_one_read(context, prefill, 
     raw.close()
 
 
-def test_newer_incarnation_is_reported_before_its_message_and_the_older_silenced(context, prefill, decode):
+def test_newer_incarnation_is_reported_first_and_fences_older(context, prefill, decode):
     prefill.send(decode.me, ack(prefill))
     receive(decode)
     restarted = open_channels(context, "p", 2)

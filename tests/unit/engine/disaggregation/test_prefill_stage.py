@@ -110,7 +110,7 @@ def test_pages_written_during_a_step_are_handed_off_in_it(sender):
     sender.side.assert_clean()
 
 
-def test_only_a_prompt_that_waits_for_its_last_pushes_is_looked_at_during_a_step(sender):
+def test_stage_polls_during_step_only_for_last_pushes(sender):
     stage = sender.side.stage
     assert not stage.meanwhile()
     sender.hold_back()
@@ -141,7 +141,7 @@ def test_other_transport_events_in_a_step_apply_after_it(sender):
     assert not stage.prefill.rooms
 
 
-def test_several_ranks_hear_of_pushes_together_and_so_between_steps(sender, monkeypatch):
+def test_pushes_of_several_ranks_complete_between_steps(sender, monkeypatch):
     sender.allow()
     sender.submit()
     sender.turn()
@@ -271,7 +271,7 @@ def test_chunk_of_few_bytes_waits_for_its_end():
     assert {push.progress for push in pushed} == {None}
 
 
-def test_chunk_of_many_bytes_goes_with_as_many_layers_as_are_worth_a_write():
+def test_push_batches_layers_up_to_write_bytes():
     sender = Sender(num_layers=4, enable_overlap=True)
     sender.side.stage.prefill.portions = Portions(push_bytes=1 << 20, write_bytes=3 * 64 * 2)
     pushed = []
@@ -413,7 +413,7 @@ def test_doubtful_grant_that_nobody_confirms_is_given_up(sender):  # [late-write
     sender.side.assert_clean()
 
 
-def test_push_that_outlasts_its_grant_does_not_hold_the_pages_for_ever(sender):
+def test_push_outlasting_its_grant_releases_the_pages(sender):
     sender.hold_back(ticks=1000)
     sender.submit()
     sender.allow(valid_s=2.0)
@@ -511,7 +511,7 @@ def test_request_refused_at_admission_tells_the_receiver(sender):  # [abort-both
     assert len(sender.aborts()) == 2
 
 
-def test_receivers_abort_is_acked_at_once_when_nothing_is_outstanding(sender):  # [ack-per-grant]
+def test_receiver_abort_is_acked_without_outstanding_push(sender):  # [ack-per-grant]
     sender.submit()
     sender.turn(2)
     sender.receiver.abort(HandoffSide.RECEIVE, ROOM)

@@ -199,7 +199,7 @@ def test_nobody_waits_longer_than_the_engine_allows():
     assert pair.prefill.finish() is not None
 
 
-def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # [late-write]
+def test_late_fetch_pages_land_in_held_pages():  # [late-write]
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=12)
     ask(pair)
@@ -213,7 +213,7 @@ def test_pages_that_come_after_the_time_is_up_land_in_nobodys_memory():  # [late
 
 
 @pytest.mark.parametrize("known", [False, True], ids=["asker's clock unknown", "asker's clock known"])
-def test_lender_that_was_stopped_while_questions_lay_unread_writes_nothing(known):  # [late-write]
+def test_resumed_source_does_not_write_for_expired_fetches(known):  # [late-write]
     """Half a minute later it is fenced, and the pages that it was granted are somebody else's."""
     pair = make_warm_pair()
     if known:
@@ -303,7 +303,7 @@ def test_when_the_request_is_aborted_both_ends_let_go():
     pair.assert_clean()
 
 
-def test_draining_engine_turns_away_who_waits_and_gives_the_fetch_up():
+def test_drain_rejects_waiting_request_and_cancels_fetch():
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=6)
     ask(pair)
@@ -499,7 +499,7 @@ def test_prefix_is_fetched_during_grammar_compilation():
 
 
 @pytest.mark.parametrize("end", ["prefill", "decode"])
-def test_when_the_cache_is_emptied_at_one_end_the_fetch_is_given_up(end):
+def test_cache_reset_at_either_end_cancels_fetch(end):
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=4)
     ask(pair)

@@ -55,7 +55,7 @@ def test_one_missed_group_of_slots_is_seen(group):
 
 
 @pytest.mark.parametrize("used", [1, 5, 16, 17, 63])
-def test_page_that_never_came_is_seen_though_the_unused_rest_is_as_empty_as_before(used):
+def test_sampled_digest_detects_unwritten_page_with_unused_tail(used):
     pool = digest_pool(64)
     pool.data[PAGE, :, :, :, used:].zero_()
     assert all_notice(pool, lambda page: page.zero_(), tail=used)
@@ -68,7 +68,7 @@ def test_unused_slots_do_not_affect_sampled_digest():
     assert digest(pool, 1, tail=20) == before
 
 
-def test_page_is_read_in_the_last_used_slot_of_every_layer_and_group():
+def test_sampled_digest_reads_last_used_slot_of_each_layer():
     layout = PageLayout(layers=2, heads=3, slots=160, row_bytes=8)
     layer = 2 * 3 * 160
     assert sampled_rows(layout, 160).tolist() == [63, 127, 159, layer + 63, layer + 127, layer + 159]

@@ -66,7 +66,7 @@ def test_whole_settled_pages_go_once():  # [settled-only-sent]
     assert [push.source for push in pushes(room)] == [ids(2)]
 
 
-def test_partial_page_waits_until_the_request_is_kept_for_its_transfer():
+def test_partial_page_is_pushed_once_request_is_kept():
     room = make_room(settled=10)
     assert [push.source for push in pushes(room)] == [ids(1, 2)]
     room.keep_until = 6.0
@@ -107,7 +107,7 @@ def test_nothing_goes_without_a_grant_or_without_kv(lacking):
     assert pushes(room) == []
 
 
-def test_digests_stand_in_the_order_of_the_pages_whatever_order_pushes_end_in():
+def test_digests_follow_page_order_for_any_push_order():
     room = make_room(settled=10)
     room.keep_until = 6.0
     for push in reversed(pushes(room, max_pages=1)):
@@ -167,13 +167,13 @@ def test_partial_page_goes_with_the_step_that_ends_the_prompt():
     assert [push.source for push in early(room, 10)] == [ids(3)]
 
 
-def test_grant_that_came_late_finds_earlier_steps_in_the_next_push():
+def test_late_grant_includes_earlier_steps_in_next_push():
     room = make_room(settled=4)
     (push,) = early(room, 10)
     assert push.source == ids(1, 2, 3)
 
 
-def test_nothing_is_pushed_again_while_a_void_push_may_still_write():  # [late-write]
+def test_pages_are_not_repushed_while_void_push_is_outstanding():  # [late-write]
     room = make_room(settled=4)
     (push,) = early(room, 10)
     fail_step(room)
@@ -216,7 +216,7 @@ def test_settled_push_that_fails_is_not_tried_again():
 
 
 @given(st.data())
-def test_whatever_fails_every_page_ends_with_one_digest_of_what_was_computed_last(data):
+def test_each_page_has_digest_of_its_last_computation(data):
     """Computations of a page are numbered; the digest that counts is the number of the last one."""
     room = make_room(settled=0)
     computed = [0, 0, 0]

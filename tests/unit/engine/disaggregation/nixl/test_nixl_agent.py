@@ -82,7 +82,7 @@ def refusing(monkeypatch) -> NixlAgent:
     return NixlAgent("w@1", REGION, Interfaces(frozenset({"lo"})))
 
 
-def test_peer_is_connected_to_only_after_a_fresh_look_at_the_interfaces(refusing, monkeypatch):
+def test_add_peer_checks_network_interfaces_first(refusing, monkeypatch):
     """The last one was a moment ago, and found nothing wrong."""
     refusing.add_peer("p@1", b"p@1")
     monkeypatch.setattr(socket, "if_nametoindex", lambda _: 77)
@@ -114,9 +114,7 @@ def test_agent_goes_though_its_memory_is_not_deregistered(refusing, error):
 
 
 @pytest.mark.parametrize(("users", "seen"), [(None, "eth0,mlx5_0:1"), ("eth9", "eth9")], ids=["nobody", "the user"])
-def test_ucx_is_told_its_devices_unless_the_user_has_and_processes_started_later_are_not(
-    refusing, monkeypatch, users, seen
-):
+def test_ucx_devices_are_set_during_start_unless_user_set_them(refusing, monkeypatch, users, seen):
     if users is None:
         monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     else:

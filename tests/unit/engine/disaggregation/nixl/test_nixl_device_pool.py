@@ -113,7 +113,7 @@ def peer(name: str) -> Peer:
     return Peer(worker_id=name, incarnation=f"{name}@1", endpoint="tcp://127.0.0.1:1", compat_hash="h")
 
 
-def test_pages_on_a_device_are_registered_written_and_digested_where_they_are(agent):
+def test_device_pages_are_written_and_digested_on_the_device(agent):
     transport = NixlTransport(me=peer("here"), pool=DevicePool(), clock=MonotonicClock())
     hello = transport.hello()
     assert (hello.device, hello.device_id, hello.pool_address) == ("VRAM", 1, ADDRESS)

@@ -78,7 +78,7 @@ def addresses(monkeypatch) -> dict[str, str]:
     ],
     ids=["a pod's", "of one machine", "another node's", "a name"],
 )
-def test_kv_goes_over_the_interface_with_this_engines_address_and_rdma(addresses, tmp_path, endpoint, devices):
+def test_ucx_devices_are_rdma_and_interface_of_the_endpoint(addresses, tmp_path, endpoint, devices):
     assert own_devices(endpoint, ("mlx5_0:1", "mlx5_1:1"), tmp_path) == devices
 
 

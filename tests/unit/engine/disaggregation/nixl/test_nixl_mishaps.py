@@ -180,7 +180,7 @@ def test_completed_write_is_reported_although_release_fails():
 
 
 @pytest.mark.parametrize("call", ["release", f"remove {THERE.incarnation}"])
-def test_peer_that_is_forgotten_takes_its_pushes_along_whatever_fails(call):
+def test_forgotten_peer_fails_its_pushes_despite_nixl_errors(call):
     one = push("one")
     nixl = ran(StartPush(one), Forget(THERE.incarnation), StartPush(push("late")), ends_at=FOR_EVER, fails={call})
     gone, late = nixl.heard()
@@ -247,7 +247,7 @@ def test_peer_that_could_not_be_added_is_a_stranger():
     assert f"remove {THERE.incarnation}" in nixl.happened, "NIXL may know it"
 
 
-def test_same_mishap_is_logged_once_in_a_while_and_counted_each_time(caplog):
+def test_repeated_unexpected_error_is_counted_and_rate_limited(caplog):
     mishaps = Mishaps(clock=(clock := ManualClock()))
 
     def happen(during: str) -> None:

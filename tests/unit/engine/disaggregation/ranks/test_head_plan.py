@@ -52,7 +52,7 @@ def region(pool: KvPool, address: int) -> Region:
     moves=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 5)), min_size=1, max_size=4, unique_by=lambda m: m[1]),
     data=st.data(),
 )
-def test_every_byte_of_the_target_is_written_once_with_what_the_head_holds(
+def test_head_plan_writes_every_target_byte_once_and_correctly(
     kv_heads, senders, receivers, layers, page_size, value_width, moves, data
 ):
     """(page, layer, part, head, slot) each once, whatever ranges of layers it goes by."""
@@ -93,7 +93,7 @@ def test_equally_many_ranks_send_whole_pages_straight_across(kv_heads, size):
     assert all(len(one.part.source) == len(heads_on(kv_heads, rank=0, size=size)) for one in slices)
 
 
-def test_receivers_of_a_head_that_several_ranks_hold_are_shared_out_among_them():
+def test_receivers_of_replicated_head_are_split_among_senders():
     slices = head_slices(1, senders=4, receivers=2)
     assert [(one.sender, one.receiver) for one in slices] == [(0, 0), (2, 1)]
 

@@ -62,7 +62,7 @@ class Link:
 @pytest.mark.parametrize(("kind", "tail"), [(DigestKind.SAMPLED, 0), (DigestKind.SAMPLED, 3), (DigestKind.FULL, 0)])
 @pytest.mark.parametrize("kv_heads", [1, 2, 4])
 @pytest.mark.parametrize(("senders", "receivers"), [*product((1, 2, 4), repeat=2)])
-def test_every_rank_gets_its_heads_and_the_proof_of_both_sides_is_the_same(senders, receivers, kv_heads, kind, tail):
+def test_ranks_receive_their_heads_and_digests_agree(senders, receivers, kv_heads, kind, tail):
     link = Link(senders, receivers, kv_heads=kv_heads)
     link.push(digest=kind, tail=tail)
     link.fabric.advance()
@@ -163,7 +163,7 @@ def test_peer_whose_heads_lie_elsewhere_is_refused_by_name():
         ({"ranks": 3}, "3 ranks cannot share its 4 KV heads"),
     ],
 )
-def test_peer_that_does_not_fit_the_plan_is_refused_with_the_reason(change, reason):
+def test_peer_incompatible_with_head_plan_fails_with_reason(change, reason):
     link = Link(1, 2)
     hello = link.there.ranks[0].hello()
     if "ranks" in change:
@@ -196,7 +196,7 @@ def test_between_engines_that_are_alone_nothing_is_renamed():
     assert [(push.key, push.peer, push.heads) for push in started] == [(KEY, "d@1", None)]
 
 
-def test_rank_0_looks_again_soon_after_something_has_happened_on_it():
+def test_rank_0_awaits_other_ranks_briefly_after_an_event():
     link = Link(2, 2)
     first = link.here.ranks[0]
     assert not first.awaits_ranks
@@ -222,7 +222,7 @@ def test_each_rank_has_an_agent_of_its_own():
 @pytest.mark.parametrize(
     ("machines", "is_first"), [(("a", "a"), True), (("a", "b"), False), (("a", ""), False), (("", "b"), False)]
 )
-def test_ranks_on_several_machines_are_on_none_that_a_peer_could_be_on(machines, is_first):
+def test_ranks_on_several_machines_report_no_peer_machine(machines, is_first):
     facts = [
         {"machine": machines[0], "transports": (LinkTransport.TCP, LinkTransport.RDMA, LinkTransport.SHM)},
         {"machine": machines[1], "transports": (LinkTransport.TCP, LinkTransport.SHM)},
