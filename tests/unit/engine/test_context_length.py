@@ -15,7 +15,7 @@ from tandem_services.cli.flags import bundled_model
         (5000, "is over the model's 4096 positions"),
     ],
 )
-def test_context_without_room_for_a_request_is_refused_by_its_flag(asked, sentence) -> None:
+def test_context_length_too_small_is_rejected_by_flag_name(asked, sentence) -> None:
     """One of a single token ended in the self-test, by a traceback."""
     config = EngineConfig(model_path=str(bundled_model()), cache=CacheConfig(), context_length=asked)
     with pytest.raises(ConfigError, match=f"--context-length .*{sentence}"):

@@ -28,7 +28,7 @@ def test_invalid_cpu_list_is_rejected(text):
 
 
 @needs_affinity
-def test_forwards_stay_on_their_cores_and_everything_else_goes_where_it_did():
+def test_forward_thread_affinity_leaves_other_threads_unchanged():
     before, one = allowed_cpus(), min(allowed_cpus())
     executor = ForwardThread(lambda batch: batch, threads=1, cpus=(one,))
     try:

@@ -44,7 +44,7 @@ def test_requests_run_to_their_end_in_the_order_asked(engine) -> None:
     assert {o.finish.reason for o in outputs} == {FinishReason.LENGTH}
 
 
-def test_repeated_prompt_is_found_in_the_cache_and_gives_the_same_tokens(engine) -> None:
+def test_repeated_prompt_hits_prefix_cache_with_equal_output(engine) -> None:
     first, second = (engine.generate([request(rid)])[0] for rid in ("a", "b"))
     assert second.token_ids == first.token_ids
     assert (first.cached_tokens, second.cached_tokens) == (0, 32)
@@ -134,7 +134,7 @@ def test_self_test_measures_and_leaves_no_trace(engine) -> None:
     assert engine.audit().free == engine.total_pages - 1
 
 
-def test_engine_that_has_decoded_nothing_yet_says_what_a_step_takes_all_the_same(loaded) -> None:
+def test_self_test_sets_decode_step_time_before_first_decode(loaded) -> None:
     """Without it a router that gave it all sequences of a burst would still have found it free."""
     config = replace(loaded.config, cache=CacheConfig(page_size=16, num_pages=50))
     with Engine.build(loaded, config) as engine:
@@ -166,7 +166,7 @@ def test_how_many_ranks_share_the_heads_is_no_part_of_the_hash(engine) -> None:
     assert compat_hash(shared, shared.num_kv_heads) != engine.compat_hash
 
 
-def test_engines_of_two_peer_groups_have_different_hashes_for_the_same_weights(loaded, engine) -> None:
+def test_peer_group_changes_compat_hash(loaded, engine) -> None:
     """Two releases of an image compute the same KV only as far as anybody knows: no request is shared between them."""
     config = replace(loaded.config, cache=CacheConfig(page_size=16, num_pages=50))
     hashes = {engine.compat_hash}

@@ -12,6 +12,6 @@ exit_now(3)
 """
 
 
-def test_engine_exits_with_its_status_and_last_words_but_without_destructors():
+def test_engine_exit_keeps_status_and_output_skips_destructors():
     done = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (3, "last words\n")

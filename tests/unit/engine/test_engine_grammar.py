@@ -82,7 +82,7 @@ def test_output_that_is_cut_says_so(engine, loaded):
     assert output.finish.reason is FinishReason.LENGTH
 
 
-def test_those_without_a_grammar_in_the_same_batch_say_what_they_would_alone(engine, loaded):
+def test_grammar_rows_do_not_change_output_of_other_rows(engine, loaded):
     alone = engine.generate([request(loaded.text, "alone", None, max_tokens=30, ignore_eos=True)])[0]
     mixed = engine.generate(
         [
@@ -103,7 +103,7 @@ def test_bomb_ends_as_a_bad_request_while_others_are_served(engine, loaded):
     assert again.finish.code == "invalid_request"
 
 
-def test_bad_words_of_another_kind_do_not_help_a_grammar_that_ends(engine, loaded):
+def test_grammar_end_stops_output_before_min_tokens(engine, loaded):
     grammar = GrammarSpec(kind=GrammarKind.CHOICE, source='["yes"]')
     (output,) = engine.generate([request(loaded.text, "yes", grammar, ignore_eos=True, min_tokens=20)])
     assert (text_of(loaded, output), output.finish.reason) == ("yes", FinishReason.STOP)
@@ -131,7 +131,7 @@ def test_engine_that_cannot_follow_grammars_refuses_them(loaded, without):
     assert len(served.token_ids) <= 2
 
 
-def test_tokenizer_is_built_with_the_first_grammar_and_then_shared(loaded):
+def test_grammar_vocabulary_is_built_once_and_shared(loaded):
     vocabulary = replace(loaded.vocabulary, _built=None)
     model = replace(loaded, vocabulary=vocabulary)
     with Engine.build(model, loaded.config) as first:

@@ -133,7 +133,7 @@ def test_defaults_are_not_passed_on() -> None:
     assert engine_argv(parse()) == []
 
 
-def test_every_scheduler_setting_has_a_flag_or_is_internal_on_purpose() -> None:
+def test_scheduler_settings_have_a_flag_or_are_listed_internal() -> None:
     settable = {
         name
         for name, value in (
@@ -310,7 +310,7 @@ def test_flags_of_the_tiers_reach_the_config() -> None:
     )
 
 
-def test_speculation_is_off_by_default_and_its_flags_reach_the_config() -> None:
+def test_speculation_defaults_to_off_and_flags_set_its_config() -> None:
     assert engine_config(parse()).speculative.algorithm is None
     args = parse(
         *(

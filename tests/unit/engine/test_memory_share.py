@@ -34,6 +34,6 @@ def test_large_weights_count(monkeypatch, checkpoint):
     assert share_of_worker(checkpoint, 1) is not None
 
 
-def test_container_smaller_than_the_services_leaves_a_share_above_zero(monkeypatch, checkpoint):
+def test_worker_memory_share_is_positive_in_small_container(monkeypatch, checkpoint):
     monkeypatch.setattr(memory_share, "memory_limit", lambda: SERVICES_BYTES // 2)
     assert share_of_worker(checkpoint, 1) == 0.01

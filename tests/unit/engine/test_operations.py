@@ -140,7 +140,7 @@ def test_all_requests_are_aborted_at_once(desk):
     assert {desk.finish(rid).reason for rid in "ab"} == {FinishReason.ABORT}
 
 
-def test_pause_flush_resume_gives_the_output_that_would_have_been(desk):
+def test_pause_flush_resume_keeps_the_output(desk):
     desk.engine.add(request("whole"))
     desk.run()
     desk.engine.add(request("paused"))
@@ -158,7 +158,7 @@ def test_pause_flush_resume_gives_the_output_that_would_have_been(desk):
     assert desk.tokens("paused") == desk.tokens("whole")
 
 
-def test_other_weights_serve_from_the_next_step_and_peers_hear_of_it(desk, checkpoints):
+def test_reloaded_weights_serve_next_and_hash_is_announced(desk, checkpoints):
     before = desk.engine.compat_hash
     desk.engine.add(request("old"))
     desk.run()
@@ -327,7 +327,7 @@ def test_running_requests_end_with_the_adapter_that_was_replaced(open_desk):
     assert [*open_desk.engine._parts.shelf.table.slots] == [bytes.fromhex(str(again.figures["digest"]))]
 
 
-def test_unloaded_adapter_is_gone_when_its_last_request_has_ended(open_desk):
+def test_unloaded_adapter_is_freed_after_its_last_request(open_desk):
     done = load_adapter(open_desk, "a", "one")
     open_desk.engine.add(of_adapter("running", done, max_tokens=30))
     open_desk.turn(3)

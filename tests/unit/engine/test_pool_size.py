@@ -55,7 +55,7 @@ def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, ...]
     return plan_pool(config, footprint, parallel).pages
 
 
-def test_every_rank_has_as_many_pages_as_the_one_with_the_fewest_and_one_line_says_so(caplog):
+def test_ranks_use_minimum_page_count_and_log_it_once(caplog):
     cache = CacheConfig(mem_fraction_static=0.7)
     with caplog.at_level(logging.INFO, logger=memory_profile.__name__):
         # For two ranks: 350 MiB each, of which process, step and compiled products leave 70.

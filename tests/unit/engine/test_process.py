@@ -29,7 +29,7 @@ def outlive_the_parent(monkeypatch) -> None:
     monkeypatch.setattr(serving, "die_with_parent", lambda: None)
 
 
-def test_unexpected_error_is_logged_and_the_process_exits_for_a_restart(monkeypatch, caplog, config):
+def test_unexpected_error_is_logged_and_sets_exit_status(monkeypatch, caplog, config):
     def broken(*_: object) -> None:
         raise AssertionError("page 7 given back while free")
 

@@ -63,7 +63,7 @@ def test_answer_says_what_serves_and_whom_it_cost():
     rank.reload.close()
 
 
-def test_whatever_goes_wrong_while_loading_is_an_answer_and_no_end_of_the_engine():
+def test_reload_error_is_returned_as_checkpoint_error():
     def fail() -> None:
         raise MemoryError("2 GiB")
 

@@ -117,7 +117,7 @@ def test_output_goes_on_from_any_of_its_tokens(engines, loaded, kind):
     assert_same(whole, continued(second, asked, tuple(whole.token_ids)))
 
 
-def test_bad_words_that_began_before_the_break_are_forbidden_after_it(engines, loaded):
+def test_bad_word_across_resume_boundary_is_forbidden(engines, loaded):
     first, second = engines
     (free,) = first.generate([request(loaded, "free", {})])
     pairs = tuple(tuple(free.token_ids[at : at + 2]) for at in (3, 8, 15))
@@ -127,7 +127,7 @@ def test_bad_words_that_began_before_the_break_are_forbidden_after_it(engines, l
     assert_same(whole, continued(second, asked, tuple(whole.token_ids)))
 
 
-def test_stop_string_over_the_break_ends_the_output_where_it_would_have(engines, loaded):  # [stop-strings]
+def test_stop_string_across_resume_boundary_ends_output(engines, loaded):  # [stop-strings]
     first, second = engines
     (free,) = first.generate([request(loaded, "free", {})])
     text = loaded.text.decode(free.token_ids, skip_special_tokens=True)

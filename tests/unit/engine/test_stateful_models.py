@@ -153,7 +153,7 @@ def test_error_without_state_memory_names_pages_alone():
         shares(pages=1024, running=64, num_pages=1024)
 
 
-def test_states_leave_pages_for_one_request_of_the_context_length():
+def test_states_leave_pages_for_one_full_context_request():
     """Four requests of a usual length have room, but one of 2,100 pages would not fit next to four states."""
     heavy = replace(SLOT, channels=0, heads=100, key_size=16, value_size=16)
     assert heavy.slot_bytes == 100 * PAGE_BYTES

@@ -47,13 +47,13 @@ def test_watchdog_closed_does_not_start_its_timer(watchdog):
     assert signal.getitimer(signal.ITIMER_REAL) == (0.0, 0.0)
 
 
-def test_scheduler_that_does_not_turn_is_written_down_by_the_timer(tmp_path):
+def test_stalled_scheduler_stack_is_written_by_watchdog(tmp_path):
     dog = Watchdog(timeout=0.01, folder=tmp_path, name="w@2", describe=lambda: "")
     dog.progressed()
     while dog.path.stat().st_size == 0:
         pass
     dog.close()
-    assert "test_scheduler_that_does_not_turn_is_written_down_by_the_timer" in dog.path.read_text()
+    assert "test_stalled_scheduler_stack_is_written_by_watchdog" in dog.path.read_text()
     assert dog.path.exists()
 
 

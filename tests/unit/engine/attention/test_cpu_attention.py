@@ -71,7 +71,7 @@ def test_kernels_read_every_code_of_float8_as_torch_does(dtype):
     torch.testing.assert_close(torch.from_numpy(found), codes.float(), rtol=0, atol=0, equal_nan=True)
 
 
-def test_token_and_its_drafts_attend_to_the_bit_as_tokens_that_come_one_by_one():
+def test_attention_of_drafts_equals_single_token_steps_bitwise():
     drafts = MAX_DRAFT_TOKENS
     pools = [make_pool() for _ in range(2)]
     pages = PageDealer(pool=pools[0]).seq(40 + 1 + drafts, 1 + drafts).pages

@@ -138,7 +138,7 @@ lengths = st.integers(1, 3 * CHUNK + 5)
     page_size=st.sampled_from([16, 48]),
     window=st.sampled_from([None, 700]),
 )
-def test_every_task_is_in_one_group_whose_members_have_the_same_pages(ends, page_size, window):
+def test_each_attention_task_is_in_one_group_of_equal_pages(ends, page_size, window):
     """`ends`: length, whose pages the sequence has first, and for how many tokens."""
     width = -(-(3 * CHUNK + 5) // page_size)
     pool = make_pool(page_size=page_size, num_pages=2)

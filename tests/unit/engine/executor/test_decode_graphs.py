@@ -52,7 +52,7 @@ def test_sizes(config, most, sizes):
     assert graph_sizes(config, most=most) == sizes
 
 
-def test_no_graph_is_larger_than_a_few_hundred_rows_unless_asked_for():
+def test_decode_graphs_default_to_256_rows_at_most():
     assert graph_sizes(GraphConfig(), most=4096)[-1] == 256
     assert graph_sizes(GraphConfig(max_rows=512), most=4096)[-3:] == (448, 480, 512)
 

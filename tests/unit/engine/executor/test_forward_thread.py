@@ -42,7 +42,7 @@ def test_batches_run_in_launch_order_under_inference_mode(start):
     assert not torch.is_inference_mode_enabled()
 
 
-def test_failed_forward_is_told_by_its_future_and_the_next_one_runs(start):
+def test_failed_forward_fails_its_future_and_next_one_runs(start):
     def fail_first(batch: ForwardBatch) -> ForwardResult:
         if batch.step == 0:
             raise ValueError("step 0 is broken")
@@ -109,7 +109,7 @@ def test_abandoning_a_hung_forward_drops_queued_tasks():
     executor.shutdown()
 
 
-def test_forward_that_leaves_by_system_exit_is_reported_and_the_thread_goes_on():
+def test_system_exit_in_forward_is_reported_and_thread_continues():
     def leave(batch: ForwardBatch) -> ForwardResult:
         if batch.step == 0:
             raise SystemExit(3)
@@ -143,7 +143,7 @@ def test_copies_run_in_launch_order_with_batches(make):
 
 
 @pytest.mark.parametrize("make", [ForwardThread, InlineExecutor])
-def test_copy_that_fails_says_so_to_who_asks_and_hurts_nobody_else(make):
+def test_failed_copy_fails_its_future_and_next_step_runs(make):
     executor = make(echo)
     failed = executor.copy(PageCopy(kind=CopyKind.DEVICE_TO_HOST, source=[1], target=[1]))
     with pytest.raises(AssertionError, match="has no copier"):

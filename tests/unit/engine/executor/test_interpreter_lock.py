@@ -68,7 +68,7 @@ def bystander() -> Iterator[Bystander]:
 
 
 @torch.inference_mode()
-def test_nobody_else_gets_the_lock_between_a_batch_and_its_layers(bystander):
+def test_forward_keeps_interpreter_lock_until_first_layer(bystander):
     pool = make_pool()
     toy = ToyModel.random()
     model = WatchedModel(embedding=toy.embedding, position=toy.position, head=toy.head)

@@ -70,7 +70,7 @@ def test_peak_is_found_even_when_nothing_of_it_remains():
     assert grown > size // 2
 
 
-def test_without_a_way_to_reset_the_peak_that_of_the_whole_life_counts(machine):
+def test_peak_growth_without_reset_uses_process_lifetime_peak(machine):
     (machine / "proc/self/clear_refs").mkdir()
     assert meter(machine).peak_growth(lambda: None) > 0
 

@@ -71,7 +71,7 @@ def test_chunks_of_a_prompt_generate_what_the_whole_does(runner, chunks):
 
 
 @torch.inference_mode()
-def test_tokens_resolved_on_the_device_are_those_the_host_would_send(runner):  # [device-history]
+def test_tokens_resolved_on_device_equal_tokens_of_host(runner):  # [device-history]
     assert generate(runner, [19], 12) == generate(runner, [19], 12, known=True)
 
 
@@ -121,7 +121,7 @@ def scored(runner: ModelRunner, seqs: list[Seq], *wanted: PromptPositions):
 
 @torch.inference_mode()
 @pytest.mark.parametrize("max_rows", [1, 3, 18, 256])
-def test_prompt_logprobs_are_those_of_the_whole_prompt_however_it_is_projected(runner, monkeypatch, max_rows):
+def test_prompt_logprobs_are_equal_for_any_projection_size(runner, monkeypatch, max_rows):
     every = [
         runner.logits(make_batch([replace(extend(0, stop), seq_len=stop)]))[0].log_softmax(0) for stop in range(1, 19)
     ]
@@ -186,7 +186,7 @@ def _penalised_by_hand(runner: ModelRunner, params: SamplingParams) -> list[int]
 
 
 @torch.inference_mode()
-def test_whoever_follows_a_step_hears_of_each_layer_when_its_kv_is_there(runner):  # [settled-only-sent]
+def test_kv_progress_reports_each_layer_after_its_kv_is_written(runner):  # [settled-only-sent]
     told: list[tuple[int, bool]] = []
 
     class Listener(KvProgress):

@@ -45,7 +45,7 @@ class Step:
         return Queued(self.arrived, self.finish)
 
 
-def test_future_is_done_when_its_step_has_arrived_and_finished_once_when_asked():
+def test_stream_future_is_done_on_arrival_and_finishes_once():
     step, seen = Step(), []
     future = StreamFuture(step.queued)
     future.add_done_callback(lambda done: seen.append(done.result().step))

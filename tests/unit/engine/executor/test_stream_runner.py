@@ -58,7 +58,7 @@ def test_prompt_and_its_decodes(graph_sizes):
     assert both.platform.replays == (4 if graph_sizes else 0)
 
 
-def test_prompts_beside_decodes_with_everything_that_can_be_asked():
+def test_mixed_step_with_all_sampling_options_equals_host():
     both = Beside()
     on_both(both, make_batch([prompt()]))
     sampling = make_sampling(
@@ -117,7 +117,7 @@ def masks_for(rows: tuple[int, ...], *allowed: int) -> TokenMasks:
 
 
 @torch.inference_mode()
-def test_step_with_a_grammar_is_launched_before_its_masks_are_filled():  # [masks-after-settling]
+def test_stream_step_with_grammar_launches_before_masks_fill():  # [masks-after-settling]
     both = Beside()
     masks = masks_for((0,), 7, 33)
     batch = make_batch([prompt()], sampling=make_sampling(temperature=[0.0], all_greedy=True, masks=masks))
@@ -180,7 +180,7 @@ class MixingModel(ToyModel):
 
 
 @pytest.mark.parametrize(("kind", "error"), [(WaitingModel, HostWaitError), (MixingModel, MixedDevicesError)])
-def test_launch_that_looks_at_the_device_or_mixes_it_with_the_host_fails(kind, error):  # [no-device-wait]
+def test_launch_that_syncs_or_mixes_devices_raises(kind, error):  # [no-device-wait]
     toy = ToyModel.random()
     both = Beside(model=kind(embedding=toy.embedding, position=toy.position, head=toy.head))
     with pytest.raises(error), torch.inference_mode():
@@ -188,7 +188,7 @@ def test_launch_that_looks_at_the_device_or_mixes_it_with_the_host_fails(kind, e
 
 
 @torch.inference_mode()
-def test_text_that_is_measured_has_the_logits_of_a_prompt_on_both():
+def test_chunked_text_logits_equal_prompt_logits_on_both_runners():
     """`tandem accuracy` takes them so: every token of a chunk, on the KV of those before it."""
     both, text = Beside(), torch.tensor(PROMPT)
     whole = lone_batch(text, PAGES, 16, extend_len=len(text), every_token=True)

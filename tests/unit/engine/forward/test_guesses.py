@@ -22,7 +22,7 @@ class Proposal:
         ]
 
 
-def test_runs_get_their_guesses_on_the_device_and_nobody_reads_them():
+def test_draft_ids_are_filled_on_device_without_host_read():
     proposal = Proposal()
     ids = GuessedIds.of(proposal.guesses, proposal.chains, first=2)
     input_ids = torch.tensor([7, 7, 1, 0, 0, 2, 0, 3, 4, 0, 0])
@@ -32,7 +32,7 @@ def test_runs_get_their_guesses_on_the_device_and_nobody_reads_them():
     assert dict(ids.known()) == {3: 10, 4: 11, 6: 20, 9: 30, 10: 31}
 
 
-def test_chain_that_was_cut_for_want_of_pages_leaves_the_others_theirs():
+def test_draft_chain_cut_for_lack_of_pages_keeps_other_chains():
     proposal = Proposal()
     ids = GuessedIds.of(proposal.guesses, ((0,), (1,), (), (2, 4)), first=0)
     input_ids = torch.zeros(8, dtype=torch.int64)

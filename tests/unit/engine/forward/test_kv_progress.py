@@ -68,7 +68,7 @@ def test_step_that_never_runs_is_void():
 
 
 @pytest.mark.parametrize("asked_first", [True, False])
-def test_whoever_waits_is_woken_whether_the_step_ends_before_or_after(asked_first):
+def test_kv_progress_callback_runs_if_set_before_or_after_end(asked_first):
     progress, woken = KvProgress(ManualClock()), []
     steps = [lambda: progress.on_end(lambda: woken.append(progress.layers)), lambda: progress.ended(over())]
     for step in steps if asked_first else reversed(steps):

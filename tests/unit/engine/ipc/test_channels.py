@@ -104,7 +104,7 @@ async def test_no_reply_is_missed_while_requests_are_sent(context) -> None:
     router.close()
 
 
-async def test_messages_for_which_nobody_waits_do_not_keep_the_event_loop_busy(context, monkeypatch) -> None:
+async def test_unread_messages_do_not_spin_the_event_loop(context, monkeypatch) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
     assert dealer.send(Ping(nonce=0))
@@ -209,7 +209,7 @@ async def test_yielding_receiver_holds_no_message(context, monkeypatch) -> None:
     dealer.close()
 
 
-async def test_endpoint_where_nobody_listens_any_more_is_noticed_at_once(context) -> None:
+async def test_dealer_detects_closed_endpoint_immediately(context) -> None:
     router = open_router(context)
     router.close()
     dealer = open_dealer(context, router.endpoint)
@@ -296,7 +296,7 @@ def test_curve_library_is_there() -> None:
     assert zmq.has("curve")
 
 
-async def test_order_that_does_not_decode_is_dropped_and_the_next_one_read(tmp_path, keys) -> None:  # [wire-refused]
+async def test_undecodable_control_message_is_dropped_and_counted(tmp_path, keys) -> None:  # [wire-refused]
     context = IpcContext(keys)
     endpoint = f"ipc://{tmp_path}/control"
     service: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(

@@ -34,7 +34,7 @@ def open_files() -> set[str]:
     return set(os.listdir("/proc/self/fd"))
 
 
-def test_it_is_this_users_alone_and_removed_with_all_that_is_in_it(temporary):
+def test_own_folder_is_private_and_removed_with_its_contents(temporary):
     with own_folder(PREFIX) as folder:
         assert folder.stat().st_mode & 0o777 == 0o700
         assert (folder / MARKER).stat().st_mode & 0o777 == 0o600
@@ -65,7 +65,7 @@ def test_folder_of_the_users_own_with_such_a_name_is_left_alone(suffix, temporar
     assert (users / "core.1").read_text() == "kept"
 
 
-def test_folder_with_a_marker_is_left_alone_when_its_name_or_mode_is_not_ours(temporary):
+def test_marked_folder_of_other_name_or_mode_is_kept(temporary):
     left(temporary / f"{PREFIX}longer_than_eight")
     left(temporary / f"{PREFIX}Capitals")
     left(temporary / f"{PREFIX}readable").chmod(0o755)
@@ -184,14 +184,14 @@ def test_folders_that_all_vanish_are_an_error_that_names_tmpdir(monkeypatch):
     assert len(made) == ATTEMPTS
 
 
-def test_temporary_folder_that_is_not_there_is_an_error_that_names_tmpdir(temporary, monkeypatch):
+def test_missing_temporary_folder_raises_error_naming_tmpdir(temporary, monkeypatch):
     monkeypatch.setattr(tempfile, "tempdir", str(temporary / "no"))
     with pytest.raises(ConfigError, match="TMPDIR"), own_folder(PREFIX):
         pass
 
 
 @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK])
-def test_file_system_without_locks_costs_no_start_and_no_descriptor(number, temporary, monkeypatch):
+def test_file_system_without_locks_does_not_prevent_start(number, temporary, monkeypatch):
     """It ended the worker, or let it try for ever."""
     abandoned = left(temporary / f"{PREFIX}killed_1")
 
@@ -242,7 +242,7 @@ def an_hour_passes(monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("step", ["made", "about to be locked", "locked"])
-def test_folder_whose_maker_was_killed_before_it_had_marked_it_goes_after_a_while(step, temporary, monkeypatch):
+def test_unmarked_folder_of_killed_process_is_removed_once_old(step, temporary, monkeypatch):
     """It stayed for ever."""
     killed_while_making(step)
     (folder,) = temporary.iterdir()
@@ -255,7 +255,7 @@ def test_folder_whose_maker_was_killed_before_it_had_marked_it_goes_after_a_whil
     assert open_files() <= opened
 
 
-def test_old_folder_without_a_marker_that_may_be_somebody_elses_is_left_alone(temporary, monkeypatch):
+def test_old_unmarked_folder_of_other_origin_is_kept(temporary, monkeypatch):
     for name, entries in {
         f"{PREFIX}longer_than_eight": (),
         f"{PREFIX}somelogs": ("core.1",),
@@ -276,7 +276,7 @@ def test_old_folder_without_a_marker_that_may_be_somebody_elses_is_left_alone(te
     assert {*temporary.rglob("*")} == before
 
 
-def test_old_folder_whose_marker_is_just_being_locked_is_left_alone(temporary, monkeypatch):
+def test_old_folder_with_locked_marker_is_kept(temporary, monkeypatch):
     folder = temporary / f"{PREFIX}sleepy_1"
     folder.mkdir(mode=0o700)
     an_hour_passes(monkeypatch)

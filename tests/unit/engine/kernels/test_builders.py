@@ -92,7 +92,7 @@ def call(kernel: kept.Callback, number: int) -> int:
     return int(ctypes.CFUNCTYPE(ctypes.c_int64, ctypes.c_int64)(kernel.address)(number))
 
 
-def test_two_processes_need_the_same_kernels_and_each_is_compiled_once(kernels, tmp_path):
+def test_kernels_needed_by_two_processes_are_compiled_once(kernels, tmp_path):
     plan = [kernels.build.spec(number) for number in (1, 2, 3)]
     some, others = Builders(plan, TWO_PLACES), Builders(plan[::-1], TWO_PLACES)
     try:
@@ -109,7 +109,7 @@ def test_two_processes_need_the_same_kernels_and_each_is_compiled_once(kernels, 
     assert not Builders(plan, TWO_PLACES).start(), "nothing is missing"
 
 
-def test_builders_compile_for_a_level_and_this_process_for_its_cpu(kernels):
+def test_builders_target_cpu_level_and_process_its_own_cpu(kernels):
     """The environment of a program that has njit functions of its own stays as it was."""
     before = registry.cpu_target.target_context.codegen().magic_tuple()
     builders = Builders([kernels.build.spec(1)], BYTES_OF_BUILDER)

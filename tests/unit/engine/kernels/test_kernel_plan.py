@@ -77,7 +77,7 @@ def test_plan_has_what_a_model_of_its_kind_calls(flags, fields, step, others):
     assert functions(config_of(*flags), small_config(**fields)) == (step, sorted(others))
 
 
-def test_plan_of_several_ranks_has_their_heads_and_no_fused_steps():
+def test_kernel_plan_of_several_ranks_has_no_fused_steps():
     config = replace(config_of(), parallel=ParallelConfig(tp_size=2))
     facts = small_config(num_heads=8, num_kv_heads=2)
     assert functions(config, facts) == ([], sorted([*STEPS, *TRANSFERS, *ATTENTION]))

@@ -167,7 +167,7 @@ async def test_pause_changes_no_token(llm, mode):
     assert (await last(generator)).outputs[0].token_ids == expected
 
 
-async def test_other_weights_end_what_has_begun_with_an_error_that_can_be_retried(slow):
+async def test_reload_fails_running_requests_as_retryable(slow):
     expected = (await last(slow.generate("The fox", GREEDY))).outputs[0].token_ids
     generator = slow.generate("The fox", ENDLESS)
     await anext(generator)

@@ -20,7 +20,7 @@ def llm():
         yield llm
 
 
-def test_vectors_come_in_the_order_of_prompts_and_have_length_one(llm):
+def test_embeddings_follow_prompt_order_and_are_normalized(llm):
     outputs = llm.embed(PROMPTS, use_tqdm=False)
     assert [output.prompt for output in outputs] == PROMPTS
     for output in outputs:

@@ -123,7 +123,7 @@ def test_two_prompts_of_one_call_cannot_continue_one_session(llm):
         llm.generate(["a", "b"], GREEDY, session=[session, session], use_tqdm=False)
 
 
-def test_no_max_tokens_means_what_the_conversation_leaves_of_the_context(llm):
+def test_session_default_max_tokens_is_remaining_context(llm):
     session = llm.open_session()
     tokens(llm, [7] * 480, session=session)
     assert len(tokens(llm, [8] * 4, replace(GREEDY, max_tokens=None), session=session)) == 512 - 480 - 10 - 4

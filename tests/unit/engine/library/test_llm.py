@@ -44,7 +44,7 @@ def test_progress_of_another_type_is_refused_by_name(progress):
         LLM(MODEL, progress=progress)
 
 
-def test_outputs_come_in_the_order_of_prompts_and_say_what_was_asked(llm):
+def test_outputs_follow_prompt_order_and_carry_the_prompt(llm):
     prompts = ["Once upon a time", "The fox", "A river"]
     outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
     assert [output.prompt for output in outputs] == prompts
@@ -97,7 +97,7 @@ def test_each_prompt_may_have_parameters_of_its_own(llm):
     assert [len(output.outputs[0].token_ids) for output in outputs] == [3, 7]
 
 
-def test_more_prompts_than_the_queue_takes_are_fed_as_there_is_room(llm):
+def test_prompts_beyond_queue_limit_are_fed_incrementally(llm):
     prompts = [[5 + i, 6, 7] for i in range(40)]
     params = SamplingParams(temperature=0.0, max_tokens=3, ignore_eos=True)
     outputs = llm.generate(prompts, params, use_tqdm=False)
@@ -293,7 +293,7 @@ def test_unservable_prompt_is_rejected_before_generation(llm, prompts, params, t
     assert llm.stats().output_tokens_total == before
 
 
-def test_more_choices_than_the_queue_holds_are_refused_with_the_fix(llm):
+def test_choices_beyond_queue_limit_raise_config_error(llm):
     with pytest.raises(ConfigError, match=r"20 outputs, more than max_queued_requests=8"):
         llm.generate("The fox", SamplingParams(n=20), use_tqdm=False)
 

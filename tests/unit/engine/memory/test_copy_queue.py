@@ -102,7 +102,7 @@ def test_stream_may_have_what_is_fenced_at_once(copies):  # [page-fence]
     assert len(fence) == 0
 
 
-def test_copy_is_acked_when_it_is_done_on_every_rank_and_counts_as_the_slowest():  # [copy-acked]
+def test_copy_is_acked_after_all_ranks_at_slowest_rate():  # [copy-acked]
     def work(parallel: Parallel) -> list[tuple[int, float | None]]:
         executor = Executor()
         copies = CopyQueue(submit=executor, least=Agreement(parallel.schedule).least)

@@ -51,7 +51,7 @@ def test_second_turn_computes_only_its_new_tokens(memory: KvMemory) -> None:
     assert_conserved(memory, [second])
 
 
-def test_prompt_that_is_cached_whole_still_computes_its_last_token(memory: KvMemory) -> None:  # [one-token-computed]
+def test_fully_cached_prompt_recomputes_its_last_page(memory: KvMemory) -> None:  # [one-token-computed]
     prompt = PROMPT[:8]
     finish(memory, start_request(memory, prompt), prompt)
     kv = memory.begin(prompt, space=BASE_SPACE, max_match=len(prompt) - 1)
@@ -167,7 +167,7 @@ def test_commit_only_moves_forward_within_what_is_allocated(memory: KvMemory, le
         memory.commit(kv, length)
 
 
-def test_checkpoint_shares_whole_settled_pages_and_keeps_the_rest_private(memory: KvMemory) -> None:
+def test_caching_shares_full_committed_pages_only(memory: KvMemory) -> None:
     kv = start_request(memory, PROMPT)
     memory.checkpoint(kv, PROMPT)
     assert kv.cache_protected_len == 8
@@ -214,7 +214,7 @@ def test_later_of_two_equal_prompts_adopts_cached_pages(memory: KvMemory) -> Non
     assert_conserved(memory, [first, second])
 
 
-def test_replaced_duplicate_waits_for_the_step_that_still_reads_it(memory: KvMemory) -> None:  # [page-fence]
+def test_deduplicated_page_is_fenced_until_its_step_completes(memory: KvMemory) -> None:  # [page-fence]
     first, second = start_request(memory, PROMPT), start_request(memory, PROMPT)
     memory.checkpoint(first, PROMPT)
     memory.checkpoint(second, PROMPT, after_step=7)
@@ -224,7 +224,7 @@ def test_replaced_duplicate_waits_for_the_step_that_still_reads_it(memory: KvMem
     assert memory.allocator.fenced_pages == 0
 
 
-def test_release_with_a_checkpoint_keeps_whole_pages_and_frees_the_partial_one(memory: KvMemory) -> None:
+def test_release_caches_full_pages_and_frees_partial_page(memory: KvMemory) -> None:
     finish(memory, start_request(memory, PROMPT), PROMPT)
     report = assert_conserved(memory)
     assert (report.tree, report.free) == (2, 14)

@@ -76,7 +76,7 @@ def test_late_write_cannot_reach_a_page_of_another_request(allocator: PageAlloca
     assert {*allocator.alloc(2)} == {*written_by_step_3}
 
 
-def test_fenced_pages_count_apart_and_are_still_free_for_the_audit(allocator: PageAllocator) -> None:
+def test_fenced_pages_are_unavailable_but_free_in_the_audit(allocator: PageAllocator) -> None:
     allocator.free_after(3, allocator.alloc(2))
     assert (allocator.available, allocator.fenced_pages) == (3, 2)
     assert sorted(allocator.free_page_ids()) == [1, 2, 3, 4, 5]
@@ -88,7 +88,7 @@ def test_step_that_settled_does_not_fence(allocator: PageAllocator) -> None:
     assert (allocator.available, allocator.fenced_pages) == (5, 0)
 
 
-def test_page_that_a_copy_still_reads_goes_to_the_stream_but_not_to_a_peer() -> None:  # [copy-acked] [page-fence]
+def test_page_read_by_a_copy_is_not_allocated_to_a_peer() -> None:  # [copy-acked] [page-fence]
     done: Future[CopyReport] = Future()
     copies = CopyQueue(submit=lambda _copy: done)
     allocator = PageAllocator(3, copies)

@@ -250,7 +250,7 @@ def test_clear_keeps_only_what_is_locked(cache: RadixCache, size: int) -> None:
     cache.unlock(match.lock)
 
 
-def test_evicting_a_page_does_the_same_work_in_a_small_and_a_large_tree() -> None:  # [evict-without-scan]
+def test_eviction_work_does_not_grow_with_tree_size() -> None:  # [evict-without-scan]
     def work(leaves: int) -> int:
         cache = RadixCache(4)
         for block in range(leaves):
@@ -282,7 +282,7 @@ def test_node_that_others_have_locked_does_not_grow(cache: RadixCache, size: int
     assert cache.audit([other]) == []
 
 
-def test_extending_changes_over_to_pages_that_another_request_stored(cache: RadixCache, size: int) -> None:
+def test_extend_switches_to_pages_stored_by_another_request(cache: RadixCache, size: int) -> None:
     mine = cache.insert(run(size, 1), [PageId(1)]).lock
     store(cache, run(size, 1, 2, 3), [PageId(1), *pages(2, 2)])
     result = cache.extend(mine, run(size, 2, 4), pages(8, 2))
@@ -310,9 +310,7 @@ def test_extending_a_long_path_does_the_same_work_as_a_short_one() -> None:
     assert 0 < work(500) <= work(5)
 
 
-def test_blocks_are_announced_as_they_were_stored_whatever_happened_to_their_node_since(
-    cache: RadixCache, size: int
-) -> None:
+def test_stored_events_are_kept_across_split_and_eviction(cache: RadixCache, size: int) -> None:
     chain = chain_hashes(run(size, 1, 2, 3, 4), size, parent=chain_seed(""))
     lock = cache.insert(run(size, 1, 2), pages(1, 2)).lock
     lock = cache.extend(lock, run(size, 3, 4), pages(3, 2)).lock
@@ -326,7 +324,7 @@ def test_blocks_are_announced_as_they_were_stored_whatever_happened_to_their_nod
     ]
 
 
-def test_blocks_are_announced_with_the_shared_chain_parents_first(cache: RadixCache, size: int) -> None:
+def test_stored_events_use_chained_hashes_parents_first(cache: RadixCache, size: int) -> None:
     tokens = run(size, 1, 2, 3)
     chain = chain_hashes(tokens, size, parent=chain_seed("tenant"))
     store(cache, tokens[: 2 * size], pages(1, 2), space=CacheSpace("tenant"))
@@ -396,7 +394,7 @@ def test_shared_part_of_a_spent_path_stays(cache: RadixCache, size: int) -> None
     assert cache.audit([]) == []
 
 
-def test_spent_path_that_somebody_holds_is_as_young_as_its_last_use(cache: RadixCache, size: int) -> None:
+def test_spent_path_with_another_lock_keeps_its_recency(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     store(cache, run(size, 7), pages(7, 1))
     held = cache.match(run(size, 1, 2)).lock

@@ -36,7 +36,7 @@ def test_shared_blocks_counts_whole_equal_blocks(prefix: bytes, one: bytes, othe
     assert shared_blocks(one, other, size) == expected
 
 
-def test_split_keeps_pages_with_their_blocks_and_locks_with_the_path() -> None:
+def test_node_split_divides_pages_and_copies_lock_count() -> None:
     root = make_root()
     lower = make_leaf(root, TOKENS)
     lower.lock_count = 2
@@ -51,7 +51,7 @@ def test_split_keeps_pages_with_their_blocks_and_locks_with_the_path() -> None:
 
 
 @pytest.mark.parametrize("split_first", [True, False])
-def test_hashes_are_the_shared_chain_whether_asked_before_or_after_a_split(split_first: bool) -> None:
+def test_block_hashes_are_equal_before_and_after_split(split_first: bool) -> None:
     root = make_root(CacheSpace("tenant"))
     lower = make_leaf(root, TOKENS)
     if not split_first:

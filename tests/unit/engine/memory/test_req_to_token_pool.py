@@ -27,13 +27,13 @@ def test_padding_row_is_never_given_out(rows: ReqToTokenPool) -> None:  # [dummy
     assert rows.table[PADDING_ROW].tolist() == [0, 0, 0, 0]
 
 
-def test_table_is_int32_on_the_cpu_with_one_row_more_than_requests(rows: ReqToTokenPool) -> None:
+def test_page_table_is_int32_on_cpu_with_one_extra_row(rows: ReqToTokenPool) -> None:
     assert rows.table.shape == (3, 4)
     assert rows.table.dtype == torch.int32
     assert rows.table.device.type == "cpu"
 
 
-def test_written_pages_show_in_the_table_and_the_rest_is_the_dummy_page(rows: ReqToTokenPool) -> None:
+def test_page_table_row_has_written_pages_then_dummy_page(rows: ReqToTokenPool) -> None:
     row = alloc(rows)
     rows.write(row, 0, pages(7, 8))
     rows.write(row, 2, pages(9))

@@ -24,7 +24,7 @@ def host(*, ratio: float = 2.0, size: int = 0, swap: int = 0, cache: bool = True
     return HostConfig(enable_cache=cache, ratio=ratio, size_bytes=size, swap_bytes=swap)
 
 
-def test_pages_get_what_the_share_leaves_after_weights_and_the_largest_step():
+def test_kv_pages_get_share_minus_weights_and_activations():
     made = plan(CacheConfig(mem_fraction_static=0.5), facts())
     assert made.pages == 5 * 1024 - 2 * 1024 - 1024
 
@@ -92,7 +92,7 @@ def test_one_line_says_what_went_where():
         (0.98, facts(used=9 * GIB), "free memory of this machine, or serve a smaller model"),
     ],
 )
-def test_share_without_room_for_one_request_is_refused_with_what_would_fit(fraction, measured, advice):
+def test_share_too_small_for_one_request_names_what_fits(fraction, measured, advice):
     with pytest.raises(ConfigError) as refused:
         plan(CacheConfig(mem_fraction_static=fraction), measured)
     text = str(refused.value)
@@ -160,7 +160,7 @@ def test_given_size_is_taken_as_it_is():
         ),
     ],
 )
-def test_host_memory_that_does_not_fit_beside_the_pool_is_refused_with_what_would(cache, text, fitting):
+def test_host_memory_too_large_for_pool_names_what_fits(cache, text, fitting):
     with pytest.raises(ConfigError, match=text):
         plan(cache, facts())
     for accepted in fitting:
@@ -191,7 +191,7 @@ def test_default_pool_with_room_keeps_its_size():
     assert plan(CacheConfig(), replace(facts(), kept=160 * MIB)).pages == 512
 
 
-def test_default_pool_without_room_for_a_request_names_the_context():
+def test_default_pool_too_small_names_fitting_context_length():
     short = replace(facts(available=400 * MIB, total=GIB, activations=100 * MIB), kept=160 * MIB)
     with pytest.raises(ConfigError) as raised:
         plan(CacheConfig(), short)

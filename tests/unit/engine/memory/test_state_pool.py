@@ -125,7 +125,7 @@ def test_step_writes_the_slots_of_its_rows_alone(pool):
     assert whole.tolist() == [False, False, True, False, True]
 
 
-def test_running_requests_of_a_step_with_drafts_change_no_state_yet(pool):
+def test_verify_step_leaves_states_of_running_requests(pool):
     made = step([1, 2, 3, 4], [5, 3, 3, 1], [5, 40, 9, 20], num_extend=4)
     sampling = {"sample_index": torch.tensor([1, 2, 3]), "draft_lens": (0, 2, 0)}
     states = StepStates.of(pool, replace(made, mode=ForwardMode.TARGET_VERIFY, **sampling))

@@ -117,7 +117,7 @@ def test_second_of_two_that_want_all_of_the_card_is_refused(monkeypatch):
         second.start(monkeypatch)
 
 
-def test_pool_that_another_process_took_the_memory_of_says_what_to_do(monkeypatch):
+def test_kv_pool_out_of_memory_names_mem_fraction_static(monkeypatch):
     """Both measured before either took its pool."""
 
     def none_left(*_, **__):

@@ -47,7 +47,7 @@ def test_anything_else_is_refused(codec, data) -> None:
         codec.decode(data)
 
 
-def test_message_over_the_size_limit_is_refused_before_it_is_parsed(codec) -> None:
+def test_message_over_size_limit_is_rejected_before_parsing(codec) -> None:
     with pytest.raises(WireError, match="over the limit"):
         codec.decode(bytes(MAX_MESSAGE_BYTES + 1))
 

@@ -207,7 +207,7 @@ def test_yarn_infers_its_factor_from_the_two_lengths(parse):
         ),
     ],
 )
-def test_rotary_parameters_that_are_unknown_or_out_of_bounds_are_refused(refusal, changes, name):
+def test_unknown_or_out_of_bounds_rope_parameters_are_rejected(refusal, changes, name):
     assert name in refusal(**changes)
 
 
@@ -233,5 +233,5 @@ def test_sliding_window_that_never_binds_costs_nothing(parse, changes):
 
 
 @pytest.mark.parametrize("kinds", [["linear_attention"] * 2, ["full_attention"], [3, 4], "sliding_attention"])
-def test_kinds_of_layers_that_are_unknown_or_miscounted_are_refused(refusal, kinds):
+def test_unknown_or_miscounted_layer_types_are_rejected(refusal, kinds):
     assert "layer_types" in refusal(**QWEN3, layer_types=kinds)

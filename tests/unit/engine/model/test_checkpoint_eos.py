@@ -21,7 +21,7 @@ def eos(tmp_path):
     return eos_of
 
 
-def test_config_decides_when_generation_config_is_absent_or_silent(eos):
+def test_eos_is_from_config_if_generation_config_has_none(eos):
     assert eos(config=3) == (3,)
     assert eos(config=[3, 5]) == (3, 5)
     assert eos(config=3, generation={"temperature": 0.6}) == (3,)

@@ -19,7 +19,7 @@ def fingerprint(directory) -> str:
     return read_model_config(directory).fingerprint
 
 
-def test_same_weights_have_the_same_fingerprint_wherever_they_lie(tmp_path):
+def test_fingerprint_of_equal_weights_is_path_independent(tmp_path):
     for name in ("first", "second"):
         (tmp_path / name).mkdir()
         write_checkpoint(tmp_path / name)

@@ -41,7 +41,7 @@ def stacked(tensors):
 
 
 @pytest.mark.parametrize("naming", [published, stacked])
-def test_every_naming_gives_the_same_tensors_and_the_same_fingerprint(tmp_path, ours, naming):
+def test_expert_naming_does_not_change_tensors_or_fingerprint(tmp_path, ours, naming):
     fingerprint = read_model_config(tmp_path).fingerprint
     (tmp_path / "model.safetensors").unlink()
     renamed = naming(ours)

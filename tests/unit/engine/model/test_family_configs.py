@@ -47,7 +47,7 @@ def test_mistral_slides_in_every_layer(parse):
     assert parse(**MISTRAL, sliding_window=64).windows == ()
 
 
-def test_for_mistral_an_absent_window_is_the_default_and_null_is_none(parse):
+def test_mistral_window_defaults_if_absent_and_null_disables(parse):
     assert parse(**MISTRAL, **LONG).windows == (4096, 4096)
     assert parse(**MISTRAL, **LONG, sliding_window=None).windows == ()
 
@@ -66,7 +66,7 @@ def test_qwen3_moe_reads_both_spellings_of_the_number_of_experts(parse):
     assert parse(**QWEN3_MOE, norm_topk_prob=True).moe.normalise
 
 
-def test_qwen3_moe_keeps_the_layers_dense_that_its_config_exempts(parse):
+def test_qwen3_moe_config_selects_dense_layers(parse):
     assert parse(**QWEN3_MOE, mlp_only_layers=[1]).moe.dense_layers == (1,)
     assert parse(**QWEN3_MOE, decoder_sparse_step=2, num_hidden_layers=4).moe.dense_layers == (0, 2)
 
@@ -123,7 +123,7 @@ def test_gemma2_alternates_and_caps_unless_told_otherwise(parse):
     assert (uncapped.attention_soft_cap, uncapped.logit_soft_cap) == (None, None)
 
 
-def test_gemma_scales_embeddings_and_scores_and_norms_in_its_own_way(parse):
+def test_gemma2_config_sets_scales_activation_and_norms(parse):
     config = parse(**GEMMA2, query_pre_attn_scalar=144)
     assert config.embedding_scale == 4.0
     assert config.attention_scale == pytest.approx(1 / 12)
@@ -149,7 +149,7 @@ def test_gemma3_window_layers_rotate_alike_when_no_window_binds(parse):
     assert config.second_layers == (0, 1, 2, 3, 4, 6)
 
 
-def test_gemma3_rotary_parameters_mean_the_same_in_both_spellings(parse):
+def test_gemma3_rope_is_equal_in_old_and_new_config_format(parse):
     published = parse(
         **GEMMA3, rope_theta=5e5, rope_local_base_freq=2e4, rope_scaling={"rope_type": "linear", "factor": 8.0}
     )

@@ -77,7 +77,7 @@ def test_numbers_that_are_none_stay_in_their_row(dtype):
     assert multiply(x, pack(weight), None).isnan().all(dim=1).tolist() == [row == 2 for row in range(9)]
 
 
-def test_pairs_are_multiplied_alike_without_an_instruction_for_them(monkeypatch):
+def test_bfloat16_product_is_correct_without_pair_instruction(monkeypatch):
     monkeypatch.setattr(vectors, "MULTIPLIES_PAIRS", False)
     x, weight = operands(7, 300, OUTPUTS, torch.bfloat16)
     packed, sums = pack(weight), np.empty((7, OUTPUTS), np.float32)

@@ -215,7 +215,7 @@ def test_model_of_other_numbers_keeps_its_layers(fields, dtype):
     assert build(small_config(**fields), dtype).fused is None
 
 
-def test_large_model_whose_weights_would_be_there_twice_keeps_its_layers(monkeypatch):
+def test_fused_stack_is_disabled_if_weight_copies_exceed_limit(monkeypatch):
     monkeypatch.setattr(arrays, "MAX_COPIED_BYTES", 4 * 2 * (64 * 128 + 64 * 64 + 64 * 192 + 64 * 96))
     assert build(small_config()).fused is not None
     monkeypatch.setattr(arrays, "MAX_COPIED_BYTES", arrays.MAX_COPIED_BYTES - 1)
@@ -307,7 +307,7 @@ def test_any_number_of_threads_computes_the_same_bits(dtype, monkeypatch):
             assert torch.equal(data, results[0][1])
 
 
-def test_whoever_sends_pages_is_told_of_each_layer_once_it_is_written():
+def test_fused_stack_reports_each_layer_once_kv_is_written():
     model = build(small_config(num_layers=3))
     dealer, pool = dealer_of(model), filled_pool(model.config)
     before = pool.data.clone()
@@ -324,7 +324,7 @@ def test_whoever_sends_pages_is_told_of_each_layer_once_it_is_written():
     assert told == [(0, [True, False, False]), (1, [True, True, False]), (2, [True, True, True])]
 
 
-def test_attention_that_is_not_planned_for_a_cpu_takes_the_layers_one_by_one():
+def test_fused_stack_requires_cpu_attention_plan():
     model = build(small_config())
     assert model.fused is not None
     assert model.fused.step_of(DenseAttend(specs=model.attention, extend_lens=[1]), 1) is None

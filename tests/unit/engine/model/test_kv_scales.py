@@ -74,7 +74,7 @@ def test_scale_of_a_layer_that_is_not_there_is_refused(tmp_path):
         scales(tmp_path, {"model.layers.2.self_attn.k_scale": torch.tensor(1.0)})
 
 
-def test_scales_are_no_part_of_the_identity_of_the_weights_and_have_their_own(tmp_path):
+def test_kv_scales_have_own_digest_apart_from_fingerprint(tmp_path):
     plain, scaled = tmp_path / "plain", tmp_path / "scaled"
     for directory in (plain, scaled):
         directory.mkdir()

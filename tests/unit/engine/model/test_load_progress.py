@@ -21,7 +21,7 @@ def lines(caplog):
     return lambda: [record.getMessage() for record in caplog.records]
 
 
-def test_load_without_a_terminal_tells_its_size_and_then_once_a_period_how_far_it_is(lines) -> None:
+def test_load_progress_without_terminal_is_logged_periodically(lines) -> None:
     clock = SetClock()
     with load_progress(8 * GIB, shown=True, clock=clock) as advance:
         assert lines() == ["loading weights: 8.00 GiB"]

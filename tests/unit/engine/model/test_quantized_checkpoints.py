@@ -60,7 +60,7 @@ def test_engine_generates_what_it_does_with_the_plain_numbers(tmp_path, kind):
     assert generated(quantized) == generated(plain)
 
 
-def test_kv_is_never_exchanged_between_readings_of_the_same_bytes(tmp_path):
+def test_gptq_format_version_changes_the_fingerprint(tmp_path):
     """gptq and gptq_v2 differ by one in every zero point, and in nothing that the files hold."""
     write_quantized(tmp_path, "gptq")
     first = read_model_config(tmp_path).fingerprint
@@ -127,7 +127,7 @@ def test_schemes_of_compressed_tensors_are_refused_by_field(tmp_path, weights, n
 
 
 @pytest.mark.parametrize("block", [None, [128], [0, 128], "128x128"])
-def test_blocks_of_compressed_tensors_are_refused_unless_they_are_two_sizes(tmp_path, block):
+def test_invalid_block_structure_is_rejected_by_name(tmp_path, block):
     write_quantized(tmp_path, "float-quantized, blocks")
     group = KINDS["float-quantized, blocks"][1]["config_groups"]["group_0"]
     change(tmp_path, config_groups={"group_0": group | {"weights": group["weights"] | {"block_structure": block}}})

@@ -56,7 +56,7 @@ def test_stacked_projections_are_split_one_by_one(tensors, tmp_path):
     assert torch.equal(second, torch.cat((tensors[GATE][12:], tensors[UP][12:])))
 
 
-def test_with_fewer_kv_heads_than_ranks_neighbours_hold_the_same_head(tensors, tmp_path):
+def test_kv_heads_are_replicated_if_fewer_than_ranks(tensors, tmp_path):
     ranks = parts(tmp_path, Q, K, split=Split(dim=0, unit=HEAD_DIM), size=4)
     for rank, part in enumerate(ranks):
         query, kv = tensors[Q][rank * 4 : rank * 4 + 4], tensors[K][rank // 2 * 4 : rank // 2 * 4 + 4]
@@ -70,7 +70,7 @@ def test_vocabulary_that_does_not_divide_ends_in_zero_rows(tensors, tmp_path):
     assert not whole[20:].any()
 
 
-def test_rank_whose_token_ids_are_all_padding_is_no_damaged_checkpoint(tmp_path):
+def test_rank_with_only_padding_vocabulary_loads(tmp_path):
     write_checkpoint(tmp_path, vocab_size=5)
     assert [len(part) for part in parts(tmp_path, TABLE, split=VOCABULARY, size=4)] == [2, 2, 2, 2]
 
@@ -100,7 +100,7 @@ def test_partial_products_of_all_ranks_add_up():
     assert all(torch.equal(first, other) for other in others)
 
 
-def test_lookup_and_scores_of_a_padded_vocabulary_are_those_of_the_whole_table():
+def test_padded_vocabulary_shards_match_whole_table():
     table, ids, hidden = torch.randn(7, 4), torch.tensor([6, 0, 3, 3, 4]), torch.randn(3, 4)
     padded = torch.cat((table, torch.zeros(2, 4)))
 
@@ -155,7 +155,7 @@ def test_model_of_transformers_is_not_shared(tmp_path):
         require_shareable(model, 2)
 
 
-def test_kv_heads_that_can_be_neither_divided_nor_repeated_are_refused(tmp_path):
+def test_kv_heads_incompatible_with_tp_size_are_rejected(tmp_path):
     model = dataclasses.replace(config(tmp_path), num_heads=12, num_kv_heads=6)
     with pytest.raises(ConfigError, match="is not a divisor or a multiple of the 6 KV heads; it can be 1, 2, 3, 6, 12"):
         require_shareable(model, 4)

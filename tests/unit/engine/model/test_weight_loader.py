@@ -117,7 +117,7 @@ def test_tensor_with_no_place_in_the_model_is_refused_by_name(tmp_path, name):
         read_model_config(tmp_path)
 
 
-def test_shape_that_contradicts_the_config_is_refused_before_loading(tmp_path):
+def test_weight_shape_unlike_config_is_rejected_before_loading(tmp_path):
     write_checkpoint(tmp_path, **COMPUTED)
     write_config(tmp_path, **COMPUTED, vocab_size=21)
     with pytest.raises(CheckpointError, match=r"embed_tokens\.weight has shape \[20, 16\]; config\.json implies \[21"):

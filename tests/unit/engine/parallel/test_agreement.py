@@ -33,7 +33,7 @@ def test_prompt_longer_than_the_first_message_arrives_whole():
     assert first.inputs == (Add(message=message, client=b""),)
 
 
-def test_turns_of_different_sizes_leave_nothing_behind_for_one_another():
+def test_agreed_inputs_of_varying_sizes_do_not_mix():
     sizes = (INLINE_BYTES * 2, 0, 100, INLINE_BYTES - 40, 1)
 
     def work(parallel: Parallel) -> list[int]:

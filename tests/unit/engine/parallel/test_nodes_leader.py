@@ -90,7 +90,7 @@ def test_it_begins_when_all_are_here_at_the_same_time(leader, time):
         ({"unheard_of": "1"}, "unheard_of is 1 there and nothing on node 0"),
     ],
 )
-def test_node_that_would_compute_something_else_is_refused_before_anything_is_loaded(leader, settings, clause):
+def test_node_with_other_settings_is_rejected_at_join(leader, settings, clause):
     answer = join(leader, 1, **settings)
     assert clause in answer.refused
     assert (answer.begin, leader.missing()) == (False, [1, 2])
@@ -101,7 +101,7 @@ def test_node_that_the_engine_does_not_have_is_refused(leader, node_rank):
     assert "the other nodes are 1 to 2, not" in join(leader, node_rank).refused
 
 
-def test_node_that_starts_again_before_all_are_here_takes_its_own_place(leader):
+def test_restarted_node_replaces_itself_before_start(leader):
     join(leader, 1, member="first")
     assert not join(leader, 1, member="second").refused
     assert join(leader, 2).begin
@@ -142,7 +142,7 @@ def test_words_of_a_lost_node_are_told_to_the_others(running):
     assert running.everybody_told
 
 
-def test_node_of_another_start_of_the_leader_is_told_that_its_engine_is_over(running):
+def test_node_of_previous_leader_session_is_ended(running):
     assert beat(running, 1, session="another").ended
     call = StoreCall(session="another", nonce=7, action=StoreAction.SET, keys=("k",), value=b"v")
     answer = running.answer(call)
@@ -157,7 +157,7 @@ def test_node_serves_when_all_of_its_ranks_follow(running):
     assert (beat(running, 1).serving, beat(running, 2).serving) == (True, False)
 
 
-def test_node_that_is_to_leave_has_the_engine_drained_and_not_ended(running):
+def test_leaving_node_drains_engine_before_it_ends(running):
     assert not beat(running, 1, leaving=True).ended
     assert running.departure.reason == "node 1 is to leave"
     running.over.set()

@@ -169,7 +169,7 @@ def become(monkeypatch, program: str) -> None:
     monkeypatch.setattr(rank_processes, "COMMAND", (sys.executable, "-c", program))
 
 
-def test_ranks_are_told_where_to_meet_and_one_that_ends_is_named_on_both_nodes(monkeypatch, desk, config, keys, capfd):
+def test_exit_of_rank_is_reported_on_both_nodes(monkeypatch, desk, config, keys, capfd):
     become(monkeypatch, "import sys; print(sys.stdin.readline(), file=sys.stderr, flush=True); sys.exit(5)")
     with pytest.raises(RankLostError, match="rank 1 ended with status 5"):
         follow(config, keys).follow()
@@ -203,7 +203,7 @@ def test_refusal_is_final_and_told(desk, config, keys):
         follow(replace(config, cache=replace(config.cache, page_size=64)), keys).follow()
 
 
-def test_leader_that_does_not_come_is_waited_for_no_longer_than_the_timeout(config, keys):
+def test_follower_without_leader_fails_after_init_timeout(config, keys):
     hasty = replace(config, parallel=replace(config.parallel, init_timeout=0.2))
     with pytest.raises(RankLostError, match=r"node 1 waited 0.2 s for node 0 at .*, which does not answer"):
         follow(hasty, keys).follow()

@@ -66,7 +66,7 @@ def test_last_words_that_were_cut_off_are_reported_as_they_are(monkeypatch):
         pass
 
 
-def test_rank_that_has_ended_before_it_is_told_anything_is_reported(monkeypatch):
+def test_rank_killed_before_its_first_message_is_reported(monkeypatch):
     """Its order could not be written, and closing the pipe failed over it: the engine waited for ever."""
     become(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     start_process = subprocess.Popen

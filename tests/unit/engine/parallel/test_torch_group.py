@@ -53,7 +53,7 @@ def test_rank_that_left_is_noticed_inside_a_collective():
         on_ranks(2, work)
 
 
-def test_rank_that_does_not_come_is_waited_for_no_longer_than_the_timeout():
+def test_missing_rank_raises_rank_lost_after_timeout():
     store = torch.distributed.HashStore()
     with pytest.raises(RankLostError, match="rank 0 of 2 did not meet the others"):
         join_ranks(store, rank=0, size=2, device=torch.device("cpu"), timeout_s=0.2)

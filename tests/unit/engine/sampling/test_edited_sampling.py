@@ -70,7 +70,7 @@ def draw(params: SamplingParams, count: int = DRAWS) -> torch.Tensor:
 
 @pytest.mark.parametrize("filters", FILTERS.values(), ids=FILTERS)
 @pytest.mark.parametrize("edits", EDITS.values(), ids=EDITS)
-def test_tokens_are_drawn_as_often_as_edits_and_filters_make_them_likely(edits, filters):
+def test_sample_frequencies_match_edited_filtered_distribution(edits, filters):
     params = SamplingParams(max_tokens=9, **edits, **filters)
     expected = distribution(params) * DRAWS
     seen = torch.bincount(draw(params), minlength=len(LOGITS))

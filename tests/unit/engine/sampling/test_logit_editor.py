@@ -125,7 +125,7 @@ def test_bias_counts_among_allowed_tokens():
     assert edited[[3, 5]].tolist() == [0.0, 2.0]
 
 
-def test_only_the_last_token_of_a_bad_word_is_forbidden_and_only_after_the_others():
+def test_bad_word_forbids_last_token_after_its_prefix():
     words = SamplingParams(max_tokens=9, bad_words=((1, 2, 3), (2, 4), (9,)))
     assert forbidden(edit_one(words)) == {9}
     assert forbidden(edit_one(words, outputs=(2,))) == {9, 4}

@@ -60,7 +60,7 @@ def test_each_penalty_does_what_its_formula_says(params):
     torch.testing.assert_close(applied(loaded((PROMPT, OUTPUTS)), params=params), expected(OUTPUTS, params=params))
 
 
-def test_repetition_counts_prompt_and_output_the_others_output_alone():
+def test_repetition_penalty_counts_prompt_others_only_output():
     changed = (applied(loaded((PROMPT, OUTPUTS))) != logits()[0]).nonzero().flatten().tolist()
     assert changed == sorted({*PROMPT, *OUTPUTS})
     output_only = SamplingParams(max_tokens=1, presence_penalty=1.0, frequency_penalty=1.0)
@@ -109,7 +109,7 @@ def test_next_owner_of_a_slot_finds_nothing_of_the_last():
     torch.testing.assert_close(applied(rows), expected((2,), prompt=(1,)))
 
 
-def test_tables_grow_with_the_slots_in_use_and_keep_what_they_know():
+def test_penalty_tables_grow_with_slots_and_keep_counts():
     rows = loaded((PROMPT, OUTPUTS))
     assert rows.capacity == 1
     before = applied(rows)
@@ -154,7 +154,7 @@ def test_rows_are_the_same_however_many_are_penalised_at_a_time(monkeypatch, blo
     ),
     runs=st.lists(st.lists(st.lists(st.integers(-1, VOCAB - 1), min_size=3, max_size=3), min_size=5, max_size=5)),
 )
-def test_listing_what_was_seen_gives_the_bits_of_the_whole_vocabulary(histories, runs):
+def test_sparse_penalties_equal_dense_penalties_bitwise(histories, runs):
     rows, count = loaded(*histories), len(histories)
     counts, in_prompt = torch.zeros(count, VOCAB, dtype=torch.int32), torch.zeros(count, VOCAB, dtype=torch.bool)
     for slot, (prompt, outputs) in enumerate(histories):

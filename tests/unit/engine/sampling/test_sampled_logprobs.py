@@ -47,7 +47,7 @@ def test_logprobs_are_those_of_the_model_not_of_the_filters():
 
 
 @pytest.mark.parametrize("queued", [False, True])
-def test_tokens_that_a_row_names_come_in_its_order_and_instead_of_the_likeliest(queued):
+def test_requested_logprob_ids_replace_top_logprobs_in_order(queued):
     logits, token_ids = LOGITS.expand(4, -1), torch.tensor([1, 1, 1, 4])
     wanted, named = (2, 0, -1, 1), torch.tensor([[4, 0, 4], [3, -1, -1], [-1, -1, -1], [-1, -1, -1]])
     if queued:

@@ -155,7 +155,7 @@ def test_logits_are_left_as_they_are():
     assert torch.equal(logits, before)
 
 
-def test_row_with_a_mask_draws_only_what_it_allows_and_others_draw_as_ever():  # [mask-per-row]
+def test_masked_row_draws_allowed_tokens_others_unchanged():  # [mask-per-row]
     logits = LOGITS.expand(3, -1)
     allowed = {2: {3, 4}, 0: {5}}
     draws = [

@@ -18,7 +18,7 @@ from tandem_testing.forward_builders import Seq, make_batch, make_sampling
         ((), [], ()),
     ],
 )
-def test_drafts_are_accepted_up_to_the_first_that_was_not_sampled(chains, sampled, accepted):
+def test_drafts_are_accepted_up_to_first_mismatch(chains, sampled, accepted):
     assert ChainVerifier().verify(DraftTokens(chains), sampled).accept_lens == accepted
 
 

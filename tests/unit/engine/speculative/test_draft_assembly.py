@@ -45,7 +45,7 @@ def test_memory_beside_each_page_is_counted(target, facts, tmp_path):
     assert head.page_bytes(16, torch.bfloat16) == (per_layer + facts.hidden_size) * 16 * 2
 
 
-def test_memory_of_weights_is_that_of_the_files_but_for_a_model_that_drafts_for_itself(target, facts, tmp_path):
+def test_draft_weight_memory_is_file_size_or_zero_for_target(target, facts, tmp_path):
     head = write_tiny_head(target, tmp_path / "head")
     other = write_tiny_checkpoint("qwen3", tmp_path / "other", seed=7)
     specs = {

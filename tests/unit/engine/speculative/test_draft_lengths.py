@@ -65,7 +65,7 @@ class Machine:
         return self.tokens / len(self.right) * self.plain_s / self.seconds
 
 
-def test_first_steps_are_plain_for_there_must_be_something_to_compare_with():
+def test_first_steps_run_without_drafts_as_baseline():
     chosen = Machine([4]).run(FIRST_PLAIN_STEPS + 1)
     assert chosen == [[0]] * FIRST_PLAIN_STEPS + [[4]]
 
@@ -88,7 +88,7 @@ def test_drafts_that_are_never_right_cost_next_to_nothing():
     assert machine.speed() > 0.97
 
 
-def test_drafts_that_are_accepted_but_cost_more_than_they_save_end():
+def test_accepted_drafts_that_cost_more_than_they_save_stop():
     # Five tokens per run, and yet a step of eight such runs takes longer than five plain steps.
     machine = Machine([4] * 8, fixed_s=2.0, draft_s=4.0 / 32)
     chosen = machine.run(3000)
@@ -96,7 +96,7 @@ def test_drafts_that_are_accepted_but_cost_more_than_they_save_end():
     assert machine.speed() > 0.97
 
 
-def test_fixed_cost_makes_one_stream_not_worth_it_where_eight_are():
+def test_fixed_cost_disables_drafts_for_one_stream_not_eight():
     cheap_together = {"fixed_s": 1.9, "draft_s": 0.01}
     alone, all_of_them = Machine([4, *[0] * 7], **cheap_together), Machine([4] * 8, **cheap_together)
     assert not any(map(any, alone.run(300)[-100:-60]))
@@ -117,7 +117,7 @@ def test_stream_that_begins_to_please_is_found_out():
     assert machine.step() == [4, 4]
 
 
-def test_stream_that_begins_to_please_beside_one_that_does_is_found_out_too():
+def test_stream_becoming_predictable_starts_drafting():
     machine = Machine([4, 0])
     machine.run(200)
     machine.right = [4, 4]
@@ -156,7 +156,7 @@ def test_limits_of_requests_hold():
 
 
 @pytest.mark.parametrize("batch", [1, 16])
-def test_nobody_is_asked_where_the_best_acceptance_of_all_would_not_pay(batch):
+def test_drafting_is_closed_if_best_acceptance_does_not_pay(batch):
     machine = Machine([4] * batch, draft_s=2.0)
     machine.run(100)
     acceptances = [Acceptance(rate=0.1), Acceptance(rate=0.99)]

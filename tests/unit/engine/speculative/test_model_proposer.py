@@ -37,7 +37,7 @@ def test_guesses_continue_the_text():
     assert drafts.computed == [len(PROMPT)]
 
 
-def test_accepted_guesses_are_not_computed_again_and_rejected_ones_are():
+def test_draft_kv_is_reused_for_accepted_tokens_only():
     bench = DraftBench()
     drafts = drafts_for(bench)
     request = bench.request(PROMPT, limit=4)
@@ -48,7 +48,7 @@ def test_accepted_guesses_are_not_computed_again_and_rejected_ones_are():
     assert drafts.computed == [len(PROMPT), 1]
 
 
-def test_run_that_was_right_to_its_end_leaves_two_tokens_to_compute():
+def test_fully_accepted_run_leaves_two_tokens_to_draft_kv():
     bench = DraftBench()
     drafts = drafts_for(bench)
     request = bench.request(PROMPT, limit=3)
@@ -76,7 +76,7 @@ def test_text_that_was_not_offered_for_a_while_is_caught_up_with():
     assert drafts.proposer.propose([bench.request(text, kv=request.kv)]).chains == (right(text, 4),)
 
 
-def test_long_text_is_computed_over_several_proposals_and_then_drafted_for():
+def test_long_text_draft_kv_is_computed_over_several_proposals():
     bench = DraftBench()
     drafts = drafts_for(bench, max_text=5)
     first, second = bench.request(PROMPT), bench.request([60, 61, 62, 63])
@@ -85,7 +85,7 @@ def test_long_text_is_computed_over_several_proposals_and_then_drafted_for():
     assert drafts.computed[:3] == [5, 5, 5]
 
 
-def test_pages_of_a_finished_request_serve_the_next_with_its_prefix():
+def test_draft_kv_of_cached_prefix_serves_next_request():
     bench = DraftBench()
     drafts = drafts_for(bench)
     first = bench.request(PROMPT)
@@ -99,7 +99,7 @@ def test_pages_of_a_finished_request_serve_the_next_with_its_prefix():
     assert drafts.computed == [len(PROMPT), 3]
 
 
-def test_cached_prefix_that_the_draft_model_never_saw_is_computed():
+def test_cached_prefix_without_draft_kv_is_computed_by_draft():
     bench = DraftBench()
     drafts = drafts_for(bench)
     first = bench.request(PROMPT)

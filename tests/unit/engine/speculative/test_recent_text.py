@@ -15,7 +15,7 @@ def test_text_that_was_computed_here_is_read_from_its_start():
     assert history_of(bench).of(bench.request(TEXT)).window == 0
 
 
-def test_long_text_is_read_from_the_page_of_the_last_tokens_that_matter():
+def test_long_text_window_starts_at_page_of_last_tokens():
     bench = DraftBench()
     assert history_of(bench, longest=10).of(bench.request(TEXT)).window == 28
 
@@ -50,7 +50,7 @@ def test_text_that_was_handed_over_is_read_from_the_next_page_on():
     assert history.of(longer).covered == 40
 
 
-def test_states_of_another_text_on_the_same_page_are_not_taken_for_its_own():
+def test_hidden_states_of_other_text_on_page_are_not_used():
     bench = DraftBench()
     history = history_of(bench)
     first = bench.request(TEXT)

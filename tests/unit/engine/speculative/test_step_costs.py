@@ -41,7 +41,7 @@ def test_drafted_step_without_drafts_has_a_price():
     assert prices.draft == 0.0
 
 
-def test_one_step_during_which_the_machine_was_busy_changes_little():
+def test_one_outlier_step_changes_step_costs_little():
     costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
     costs.plain(2, 1000.0)
     costs.drafted(2, 8, 1000.0)
@@ -50,7 +50,7 @@ def test_one_step_during_which_the_machine_was_busy_changes_little():
     assert prices.fixed + 8 * prices.draft <= 2.0 * (1.0 + LEAST_WEIGHT * OUTLIER)
 
 
-def test_machine_that_is_slower_for_a_while_makes_neither_kind_of_step_look_cheap():
+def test_slower_machine_scales_plain_and_draft_costs_equally():
     costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
     for _ in range(100):
         costs.drafted(2, 8, 6.0)

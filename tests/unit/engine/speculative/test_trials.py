@@ -35,7 +35,7 @@ def test_at_first_steps_are_plain():
     assert trials.plain_left == 0
 
 
-def test_plain_steps_are_seen_again_while_drafts_pay_but_ever_less_often():
+def test_plain_steps_are_remeasured_at_growing_intervals():
     trials, stretches, steps = Trials(plain_left=0), [], 0
     while len(stretches) < 8:
         if trials.plain_left:
@@ -72,7 +72,7 @@ def test_trial_in_which_nobody_had_drafts_is_over_too():
     assert (trials.trial_left, trials.until_trial) == (0, FIRST_REST)
 
 
-def test_drafts_that_pay_again_make_trials_quick_again_once_they_have_for_long():
+def test_lasting_draft_success_resets_trial_interval():
     trials = Trials()
     trial_steps(trials, 3000)
     while trials.trial_left:

@@ -44,13 +44,13 @@ def test_proposing_counts_for_the_step_that_has_the_drafts():
     assert turns.turn(DRAFTED, 6.0) == pytest.approx(6.0 + 1.0)
 
 
-def test_plain_step_that_was_settled_early_for_drafts_is_no_measure():
+def test_plain_step_completed_early_for_drafts_is_not_measured():
     turns = Turns()
     assert turns.turn(PLAIN, 5.0, propose_s=1.0) is None
     assert turns.turn(PLAIN, 3.0) == 3.0
 
 
-def test_first_drafts_of_a_network_are_no_measure_of_those_that_follow():
+def test_first_step_of_draft_model_is_not_measured():
     turns = Turns(catches_up=True)
     assert turns.turn(PLAIN, 3.0) == 3.0
     assert turns.turn(DRAFTED, 9.0) is None
@@ -58,7 +58,7 @@ def test_first_drafts_of_a_network_are_no_measure_of_those_that_follow():
     assert Turns(catches_up=False).turn(DRAFTED, 4.0) == 5.0
 
 
-def test_first_plain_step_behind_drafts_is_no_measure_for_nothing_of_it_was_hidden():
+def test_first_plain_step_after_drafts_is_not_measured():
     turns = Turns()
     turns.turn(DRAFTED, 4.0)
     assert turns.turn(PLAIN, 3.5) is None

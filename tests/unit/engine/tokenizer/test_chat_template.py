@@ -30,7 +30,7 @@ def test_templates_find_what_hugging_face_gives_them(template, expected):
     assert render(template) == expected
 
 
-def test_variables_of_the_request_reach_the_template_but_replace_nothing_of_ours():
+def test_template_kwargs_do_not_override_built_in_variables():
     assert render("{{ enable_thinking }} {{ messages | length }}", enable_thinking=False, messages=[]) == "False 1"
 
 

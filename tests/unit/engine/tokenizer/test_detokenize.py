@@ -24,14 +24,14 @@ def test_no_piece_holds_half_a_character(tokenizer):  # [whole-characters]
     assert not any("\ufffd" in piece for piece in pieces)
 
 
-def test_bytes_that_never_become_a_character_are_replaced_at_the_end(tokenizer):
+def test_incomplete_utf8_bytes_are_replaced_at_flush(tokenizer):
     first_byte = tokenizer.encode("é")[:1]
     detokenizer = Detokenizer(tokenizer.vocabulary)
     assert detokenizer.push(first_byte[0]) == ""
     assert detokenizer.flush() == "\ufffd" == tokenizer.decode(first_byte)
 
 
-def test_special_token_that_is_asked_for_is_shown_and_others_are_not(tokenizer):
+def test_only_requested_special_tokens_are_shown(tokenizer):
     end, start = (tokenizer.vocabulary.token_bytes.index(text) for text in (b"<|im_end|>", b"<|im_start|>"))
     detokenizer = Detokenizer(tokenizer.vocabulary, visible=frozenset({start}))
     assert [detokenizer.push(start), detokenizer.push(end)] == ["<|im_start|>", ""]
@@ -92,7 +92,7 @@ def test_cut_does_not_depend_on_the_pieces(pieces, stops):  # [stop-window]
 
 
 @given(pieces=st.lists(st.text(alphabet="abc", max_size=5)), stop=st.text(alphabet="abc", min_size=1, max_size=4))
-def test_shown_text_never_holds_the_stop_string_nor_loses_other_text(pieces, stop):
+def test_shown_text_excludes_stop_string_and_loses_nothing(pieces, stop):
     text = "".join(pieces)
     shown, matched = cut(pieces, (stop,))
     assert shown == (text.split(stop)[0] if matched else text)
@@ -118,7 +118,7 @@ def test_stop_string_within_min_tokens_is_ordinary_text(tokenizer):
     assert "".join(piece.text for piece in cuts) == "a.b"
 
 
-def test_stop_string_that_begins_within_min_tokens_and_ends_after_counts(tokenizer):
+def test_stop_string_spanning_min_tokens_boundary_matches(tokenizer):
     ids = tokenizer.encode("xyz")
     assert len(ids) == 3
     output = OutputText(tokenizer.vocabulary, SamplingParams(max_tokens=9, min_tokens=2, stop=("yz", "y")))

@@ -52,7 +52,7 @@ def test_final_message_is_continued_where_it_ends(tokenizer):
     assert ids.count(IM_END) == 1, "the literal in the message is text, and nothing ends it"
 
 
-def test_template_that_drops_the_final_message_cannot_continue_it(tmp_path):
+def test_template_dropping_final_message_rejects_continuation(tmp_path):
     dropping = TextTokenizer.load(write_tokenizer(tmp_path, chat_template="{{ messages[0].content }}"))
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the"}]
     with pytest.raises(InvalidRequestError, match="cannot be continued"):
@@ -62,7 +62,7 @@ def test_template_that_drops_the_final_message_cannot_continue_it(tmp_path):
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("tokens", [1, 2, 5, 100])
 @pytest.mark.parametrize("special", [False, True])
-def test_cut_text_keeps_what_stands_around_it_as_the_reference_does(tmp_path, side, tokens, special):
+def test_truncation_keeps_special_tokens_like_the_reference(tmp_path, side, tokens, special):
     text = "the quick brown fox jumps over the lazy dog"
     document = json.loads(tokenizer_document())
     document["post_processor"] = {
@@ -97,7 +97,7 @@ def test_messages_cannot_forge_the_templates_control_tokens(content, tmp_path_fa
 
 
 @given(text=st.lists(st.sampled_from([*SPECIALS, "x", "<|im_", "start|>", "<", ">"])).map("".join))
-def test_tools_cannot_forge_control_tokens_not_even_in_names_of_properties(text, tmp_path_factory):  # CVE-2026-44222
+def test_tool_schemas_cannot_forge_control_tokens(text, tmp_path_factory):  # CVE-2026-44222
     tools = [{"function": {"name": "f", "description": text, "parameters": {"properties": {text: {"enum": [text]}}}}}]
     tokenizer = shared(tmp_path_factory, chat_template=TOOL_CHATML)
     honest = tokenizer.encode_chat([{"role": "user", "content": "hi"}], tools=[{"function": {"name": "f"}}])
@@ -201,7 +201,7 @@ def test_broken_tokenizer_is_named(tmp_path, content):  # [checkpoint-named]
         TextTokenizer.load(tmp_path)
 
 
-def test_tokenizer_that_cannot_spell_a_literal_as_text_is_refused(tmp_path):
+def test_tokenizer_unable_to_encode_special_text_is_rejected(tmp_path):
     words = {"type": "WordLevel", "vocab": {"<s>": 0, "?": 1}, "unk_token": "?"}
     content = edited(model=words, pre_tokenizer=None, added_tokens=[added_token(0, "<s>")])
     (tmp_path / "tokenizer.json").write_text(content, "utf-8")

@@ -58,7 +58,7 @@ def test_block_of_which_the_device_has_a_copy_can_be_evicted(blocks):  # [mirror
     assert evicted(blocks) == ["a"]
 
 
-def test_dropped_block_cannot_be_found_and_gives_its_page_with_the_last_pin(blocks):
+def test_dropped_block_is_not_found_and_frees_page_at_last_unpin(blocks):
     (a,) = add(blocks, "a")
     blocks.pin(a)
     blocks.pin(a)

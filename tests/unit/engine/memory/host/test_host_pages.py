@@ -41,7 +41,7 @@ def test_page_freed_twice_is_named():
         pages.free_cached(page)
 
 
-def test_more_memory_than_the_machine_has_is_refused_with_both_figures():
+def test_host_pool_beyond_machine_memory_names_both_sizes():
     with pytest.raises(ConfigError, match=r"ask for \d+.*this machine has"):
         HostPool(num_pages=1 << 40, page_bytes=1 << 20)
 

@@ -13,7 +13,7 @@ OTHER = [*range(50, 63)]
 OUT, BACK = CopyKind.DEVICE_TO_HOST, CopyKind.HOST_TO_DEVICE
 
 
-def test_write_through_backs_up_what_enters_the_cache_with_the_next_turn():  # [backup-queued]
+def test_write_through_copies_new_blocks_at_next_iteration():  # [backup-queued]
     tiers = make_tiers(WritePolicy.WRITE_THROUGH)
     tiers.serve(PROMPT)
     assert tiers.device.pages(OUT) == 0
@@ -80,7 +80,7 @@ def test_evicted_block_is_backed_up_if_policy_requires_it(policy):
     tiers.check()
 
 
-def test_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  # [copy-acked] [page-fence]
+def test_evicted_page_is_free_for_peer_writes_after_its_copy():  # [copy-acked] [page-fence]
     tiers = make_tiers()
     tiers.serve(PROMPT)
     kv = tiers.memory.begin([9], space=BASE_SPACE, max_match=0)
@@ -92,7 +92,7 @@ def test_evicted_page_is_the_streams_at_once_and_a_peers_after_the_copy():  # [c
     assert tiers.memory.reserve_pages(1, Writer.PEER) is not None
 
 
-def test_match_goes_on_in_host_memory_and_is_loaded_into_the_tree():
+def test_prefix_match_continues_in_host_tier_and_is_loaded():
     tiers = make_tiers()
     tiers.serve(PROMPT)
     tiers.evict_device()
@@ -137,7 +137,7 @@ def test_salt_finds_nothing_of_another():
     assert tiers.matched(PROMPT, at_most=12, space=CacheSpace("b")) == 0
 
 
-def test_blocks_of_a_match_are_not_evicted_by_what_makes_room_for_them():  # [pinned-host-block]
+def test_matched_host_blocks_survive_device_eviction_for_them():  # [pinned-host-block]
     tiers = make_tiers(device_pages=4, host_pages=3)
     tiers.serve(PROMPT)
     tiers.evict_device()
@@ -162,7 +162,7 @@ def test_without_room_a_block_is_lost_and_said_to_be():  # [backup-result]
     tiers.check()
 
 
-def test_host_pool_below_the_device_pool_keeps_taking_in_new_blocks():  # [mirror-reclaimable]
+def test_host_pool_smaller_than_device_pool_accepts_new_blocks():  # [mirror-reclaimable]
     tiers = make_tiers(WritePolicy.WRITE_THROUGH, device_pages=16, host_pages=3)
     for start in range(0, 80, 20):
         tiers.serve([*range(start, start + 9)])
@@ -198,7 +198,7 @@ def test_clearing_leaves_nothing_to_be_found():
     assert tiers.host.tier.pages.available == 16
 
 
-def test_storage_gets_what_host_memory_has_and_gives_it_back_after_both_lost_it():
+def test_storage_restores_blocks_lost_on_device_and_host():
     storage = MemoryStorage()
     tiers = make_tiers(WritePolicy.WRITE_BACK, host_pages=4, storage=storage)
     tiers.serve(PROMPT)
@@ -244,7 +244,7 @@ def test_block_that_storage_lost_is_no_match():
     assert tiers.host.tier.pages.available == 14
 
 
-def test_reading_waits_for_nobody_and_nobody_matches_what_is_being_read():
+def test_blocks_being_read_from_storage_do_not_match():
     storage = stored_before(PROMPT)
     storage.at_once = False
     tiers = make_tiers(storage=storage)

@@ -34,7 +34,7 @@ def test_refusal_is_remembered_with_its_reason():
     assert refusal.value.param == "grammar"
 
 
-def test_any_number_of_refusals_pushes_out_no_grammar_and_is_bounded():
+def test_cached_rejections_are_bounded_and_evict_no_grammar():
     cache = GrammarCache(3)
     good = compiled()
     cache.keep(spec(0), good)

@@ -54,7 +54,7 @@ def readable(compiler: GrammarCompiler, timeout: float) -> bool:
     return bool(select.select([compiler.fileno()], [], [], timeout)[0])
 
 
-def test_idle_loop_is_woken_when_a_grammar_is_done_and_not_before(compiler, backend):
+def test_compiled_grammar_wakes_the_idle_loop(compiler, backend):
     spec = toy_grammar()
     future = compiler.compile(spec)
     assert not readable(compiler, 0.0)

@@ -148,7 +148,7 @@ KINDS.append(
 
 
 @pytest.mark.parametrize(("grammar", "good", "bad"), KINDS, ids=lambda value: str(value)[:50])
-def test_each_kind_lets_through_what_it_describes_and_nothing_else(backend, tokenizer, grammar, good, bad):
+def test_each_grammar_kind_accepts_only_matching_texts(backend, tokenizer, grammar, good, bad):
     assert [text for text in good if not matches(backend, tokenizer, grammar, text)] == []
     assert [text for text in bad if matches(backend, tokenizer, grammar, text)] == []
 
@@ -156,12 +156,12 @@ def test_each_kind_lets_through_what_it_describes_and_nothing_else(backend, toke
 @pytest.mark.parametrize(
     ("between", "fits"), [("", True), (" ", True), ("\n" + " " * 32, True), ("  ", False), ("\n\n", False)]
 )
-def test_whitespace_in_json_is_what_people_write_and_comes_to_an_end(backend, tokenizer, between, fits):
+def test_json_grammar_bounds_whitespace(backend, tokenizer, between, fits):
     text = f'{{{between}"a"{between}:{between}1{between}}}'
     assert matches(backend, tokenizer, spec(GrammarKind.JSON_OBJECT), text) is fits
 
 
-def test_trigger_that_is_a_control_token_is_that_token_and_not_its_text(backend):
+def test_control_token_trigger_matches_the_token_not_text(backend):
     tags = {"structures": [{"begin": "<|im_start|>", "schema": {"type": "object"}}], "triggers": ["<|im_start|>"]}
     matcher = backend.compile(spec(GrammarKind.STRUCTURAL_TAG, tags)).matcher()
     assert IM_START in allowed(matcher)
@@ -275,7 +275,7 @@ def test_satisfiable_grammar_that_resembles_a_bomb_works(backend, tokenizer, nam
     assert matcher.problem is None
 
 
-def test_grammar_that_gets_out_of_hand_while_it_is_followed_ends_with_a_problem(backend, tokenizer):
+def test_ambiguous_grammar_over_item_limit_reports_problem(backend, tokenizer):
     ambiguous = 'start: a\na: a a a | a a | "x" | "y" | /[a-z]/'
     matcher = backend.compile(spec(GrammarKind.LARK, ambiguous)).matcher()
     (x,) = tokenizer.encode("x").ids
@@ -288,7 +288,7 @@ def test_grammar_that_gets_out_of_hand_while_it_is_followed_ends_with_a_problem(
     assert not matcher.ended
 
 
-def test_token_that_leads_to_where_a_grammar_is_too_large_is_told_from_one_that_does_not_fit(backend, tokenizer):
+def test_grammar_over_limit_error_differs_from_mismatch_error(backend, tokenizer):
     """Six hundred optional properties: after the brace any of them may come, more than llguidance follows at once."""
     schema = {"type": "object", "properties": {f"k{i}": {"type": "string"} for i in range(600)}}
     compiled = backend.compile(spec(GrammarKind.JSON_SCHEMA, schema))
@@ -311,7 +311,7 @@ def choice(backend, tokenizer) -> tuple[Matcher, int, int]:
     return backend.compile(spec(GrammarKind.CHOICE, ["a", "ab"])).matcher(), a, b
 
 
-def test_it_ends_at_once_where_nothing_may_follow_and_by_eos_elsewhere(choice):
+def test_matcher_ends_at_sole_completion_and_otherwise_by_eos(choice):
     matcher, a, b = choice
     assert matcher.accept((a,)) == 1
     assert not matcher.ended
@@ -394,7 +394,7 @@ def test_logits_may_be_wider_or_narrower_than_the_tokenizer(vocab_size):
     backend.close()
 
 
-def test_tokenizer_that_llguidance_does_not_know_is_the_models_fault_and_says_so(tmp_path):
+def test_tokenizer_unsupported_by_llguidance_is_named_in_error(tmp_path):
     file = tmp_path / "tokenizer.json"
     Tokenizer(models.WordLevel({"a": 0, "b": 1, "[UNK]": 2}, unk_token="[UNK]")).save(str(file))
     backend = make_backend(3, file)
