@@ -65,7 +65,7 @@ class _Once(BaseHTTPRequestHandler):
     [(["chat"], ["--api-key", SECRET]), (["bench", "serve", "--json"], [f"--api-key={SECRET}"])],
     ids=["chat", "bench"],
 )
-def test_key_on_the_command_line_is_sent_and_in_no_list_of_processes_or_output(command, form):
+def test_api_key_is_sent_but_hidden_in_process_list_and_output(command, form):
     handler = type("Handler", (_Once,), {"asked": threading.Event(), "answer": threading.Event()})
     with HTTPServer(("127.0.0.1", 0), handler) as server:
         serving = threading.Thread(target=server.handle_request)

@@ -375,7 +375,7 @@ def test_description_is_wrapped_and_examples_are_not(monkeypatch, capsys) -> Non
     assert "--tokens-per-minute 200000 --file keys.json\n" in examples
 
 
-def test_chat_turn_keeps_text_usage_and_id_and_raises_on_an_error_event() -> None:
+def test_chat_turn_collects_text_usage_id_and_raises_on_error() -> None:
     turn = Turn()
     assert turn.take({"id": "x", "choices": [{"delta": {"role": "assistant", "content": ""}}]}).content == ""
     assert turn.first_token is None

@@ -65,7 +65,7 @@ def test_each_worker_has_cores_of_its_own(claimed):
         ["--device", "cuda"],
     ],
 )
-def test_workers_that_need_not_or_cannot_share_the_cores_are_not_bound(argv, claimed):
+def test_workers_without_a_core_split_are_not_pinned(argv, claimed):
     none = claimed(*argv)
     assert none.of_worker == ()
     assert none.flag(0) is None

@@ -34,7 +34,7 @@ def test_keys_are_added_to_a_file_that_a_gateway_takes(tmp_path, capsys) -> None
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_file_keeps_its_mode_and_its_entries_when_a_name_is_there_already(tmp_path, capsys) -> None:
+def test_key_file_keeps_mode_and_entries_on_duplicate_name(tmp_path, capsys) -> None:
     path = tmp_path / "keys.json"
     assert create("search", "--file", str(path)) == 0
     path.chmod(0o640)

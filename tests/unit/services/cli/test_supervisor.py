@@ -45,7 +45,7 @@ def test_flag_that_a_child_refuses_is_wrong_usage(tmp_path) -> None:
     supervisor.stop(grace=1)
 
 
-def test_dead_child_is_restarted_after_its_pause_and_stopped_at_the_end(tmp_path) -> None:
+def test_exited_child_is_restarted_after_backoff_and_stopped(tmp_path) -> None:
     supervisor = Supervisor()
     child = Child(name="sleeper", argv=[sys.executable, "-c", "import time; time.sleep(60)"], log=tmp_path / "log")
     supervisor.start(child)

@@ -84,7 +84,7 @@ def test_commit_is_that_of_the_checkout_and_marks_changes(tmp_path):
     assert version.commit_of(file) == f"{commit}+"
 
 
-def test_commit_of_a_repository_around_an_environment_is_not_shown(tmp_path, monkeypatch):
+def test_version_ignores_repository_around_the_environment(tmp_path, monkeypatch):
     file = tmp_path / ".venv/lib/site-packages/tandem_services/cli/version.py"
     git(tmp_path, "init", "-q")
     git(tmp_path, "commit", "-qm", "another version", "--allow-empty")

@@ -14,7 +14,7 @@ def test_port_is_found_below_those_of_outgoing_connections():
     assert sockets.PORTS.stop <= 32_768
 
 
-def test_no_port_is_given_twice_though_nobody_listens_on_the_first_yet(monkeypatch):
+def test_free_port_is_not_returned_twice(monkeypatch):
     """Two processes of a fleet were told to listen on the same port, and one of them did not start."""
     first = sockets.free_port()
     monkeypatch.setattr(sockets.random, "sample", lambda *_: [first])

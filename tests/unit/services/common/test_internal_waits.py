@@ -142,14 +142,14 @@ def test_no_wait_is_longer_than_ten_seconds():
     assert longer == set(LONGER), longer ^ set(LONGER)
 
 
-def test_writer_that_wakes_after_it_was_fenced_has_no_grant_any_more():  # [late-write] [grant-expiry]
+def test_grants_and_leases_expire_before_fencing():  # [late-write] [grant-expiry]
     """Its pages are given to others when it is fenced; until then every lease it may hold has run out."""
     leases = DisaggConfig()
     assert max(leases.grant_timeout, leases.hold_timeout) < FENCE_AFTER_MS / 1000
     assert LEASE_MS < FENCE_AFTER_MS
 
 
-def test_everything_of_a_silent_worker_is_gone_within_twelve_seconds():  # [dead-peer-released]
+def test_silent_worker_is_removed_within_12_seconds():  # [dead-peer-released]
     """Silence is noticed by a sweep, which somebody's heartbeat sets off, and told with the next heartbeat."""
     assert (FENCE_AFTER_MS + SWEEP_EVERY_MS) / 1000 + HEARTBEAT_S <= 12.0
     # A write is given up, and its receiver may use the pages again, when one that stands still has been fenced

@@ -45,7 +45,7 @@ def test_help_text_can_be_read_alone(metric):
     assert not re.match(r"(Of (it|them)|Their|Those|The same)\b", metric.documentation)
 
 
-def test_labels_are_few_and_not_those_of_clients_or_of_prometheus(metric):
+def test_metric_labels_are_few_bounded_and_not_reserved(metric):
     assert metric.samples, "not exercised, so its labels are not known"
     labels = set().union(*(sample.labels for sample in metric.samples)) - (
         {"le"} if metric.type == "histogram" else set()

@@ -152,7 +152,7 @@ def test_complaints_are_rare_and_counted(clock, caplog):
     assert "4 similar" in caplog.records[-1].getMessage()
 
 
-async def test_transport_that_closes_under_a_command_is_redis_unavailable(monkeypatch):  # [redis-is-optional]
+async def test_transport_closed_during_command_is_redis_unavailable(monkeypatch):  # [redis-is-optional]
     """uvloop raises RuntimeError, which is no error of redis-py's; a gateway runs on it and answered 500."""
     client = RedisClient(RedisAddress(url="redis://127.0.0.1:1/0"), timeout_s=1.0)
 

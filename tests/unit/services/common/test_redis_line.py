@@ -124,7 +124,7 @@ async def answered(line: RedisLine, wire: ScriptedWire, name: object) -> object:
     return await asked
 
 
-async def test_many_commands_share_a_connection_and_are_answered_in_order(line, wires):
+async def test_commands_share_a_connection_and_keep_reply_order(line, wires):
     wire = wires.next
     asked = [ask(line, "GET", number) for number in range(50)]
     await wire.has_sent(50)
@@ -309,7 +309,7 @@ async def test_server_that_loads_its_data_is_left(line, wires):
     assert await answered(line, wires.next, "later") == "later"
 
 
-async def test_broken_connection_fails_all_who_wait_and_the_next_command_opens_another(line, wires):
+async def test_broken_connection_fails_pending_and_next_reconnects(line, wires):
     wire = wires.next
     asked = [ask(line, "GET", number) for number in range(3)]
     await wire.has_sent(3)
@@ -330,7 +330,7 @@ async def test_idle_connection_that_breaks_costs_no_command(line, wires):
     assert await answered(line, wires.next, 1) == 1
 
 
-async def test_after_somebody_waited_too_long_who_comes_later_has_another_connection(line, wires):
+async def test_command_after_a_timeout_uses_a_new_connection(line, wires):
     slow = wires.next
     patient = ask(line, "GET", "patient")
     await slow.has_sent(1)
@@ -342,7 +342,7 @@ async def test_after_somebody_waited_too_long_who_comes_later_has_another_connec
     assert len(wires.all) == 2
 
 
-async def test_reply_that_is_there_is_read_however_late_the_event_loop_looks(line, wires):
+async def test_reply_received_in_time_is_read_despite_late_event_loop(line, wires):
     """A busy loop finds its timers run out before it has read what came in time."""
     wire = wires.next
     assert await answered(line, wire, 0) == 0
@@ -355,7 +355,7 @@ async def test_reply_that_is_there_is_read_however_late_the_event_loop_looks(lin
     assert wires.all == [wire]
 
 
-async def test_late_time_outs_on_an_old_connection_leave_the_new_one_alone(line, wires):
+async def test_late_timeouts_of_old_connection_keep_the_new_one(line, wires):
     slow = wires.next
     asked = [ask(line, "GET", number, within_s=15.0) for number in range(3)]
     await slow.has_sent(3)
@@ -373,7 +373,7 @@ async def test_late_time_outs_on_an_old_connection_leave_the_new_one_alone(line,
     assert len(wires.all) == 2
 
 
-async def test_connection_that_opens_more_slowly_than_a_command_waits_is_there_for_the_next(line, wires):
+async def test_slow_connect_is_reused_after_commands_time_out(line, wires):
     wire = wires.next
     wire.opens.clear()
     for number in range(3):

@@ -67,7 +67,7 @@ def test_unlike_variable_is_reported_with_all_names():
     assert "TANDEM_CURVE_KEYS" in warning
 
 
-def test_variables_that_kubernetes_adds_for_services_are_no_misspellings():
+def test_kubernetes_service_variables_cause_no_warnings():
     settings = read_settings(
         {
             "TANDEM_GATEWAY_SERVICE_HOST": "10.0.0.1",

@@ -23,7 +23,7 @@ def test_mooncake_line_gives_seconds_lengths_and_blocks(tmp_path):
     assert (row.at, row.prompt_tokens, row.output_tokens, row.blocks) == (1.5, 600, 7, (3, 4))
 
 
-def test_azure_prompts_share_no_block_and_have_as_many_as_they_need(tmp_path):
+def test_azure_trace_prompts_have_distinct_blocks(tmp_path):
     text = AZURE + "2023-11-16 18:15:46.6805900,1025,44\n2023-11-16 18:15:47.6805900,512,1\n"
     first, second = read_trace(write(tmp_path, "t.csv", text))
     assert first.blocks == (0, 1, 2)

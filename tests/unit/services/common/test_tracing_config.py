@@ -37,7 +37,7 @@ def test_endpoint_that_is_none_is_named_by_its_flag(endpoint):
         TracingConfig(endpoint=endpoint)
 
 
-def test_protocol_that_is_not_spoken_is_named_with_the_one_that_is():
+def test_unsupported_otlp_protocol_error_names_supported_one():
     with pytest.raises(ConfigError, match="OTEL_EXPORTER_OTLP_PROTOCOL 'grpc' is not spoken here: set it to http/prot"):
         TracingConfig(endpoint="http://h:4317", protocol="grpc")
 
@@ -77,7 +77,7 @@ def test_queue_is_bounded_by_the_standards_variable():
 
 
 @pytest.mark.parametrize("command", [GATEWAY, ["worker", "--redis-url", "redis://h"], ["up"]])
-def test_every_command_that_serves_has_the_flags_and_is_off_without_them(command, monkeypatch):
+def test_tracing_flags_of_serving_commands_default_to_off(command, monkeypatch):
     for name in ("OTEL_EXPORTER_OTLP_ENDPOINT", "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_SDK_DISABLED"):
         monkeypatch.delenv(name, raising=False)
     assert tracing_of(build_parser().parse_args(command)) is None
@@ -90,7 +90,7 @@ def test_every_command_that_serves_has_the_flags_and_is_off_without_them(command
     assert tracing_of(args) is None
 
 
-def test_without_the_packages_the_flag_is_refused_with_what_to_install(monkeypatch):
+def test_otlp_flag_without_packages_names_what_to_install(monkeypatch):
     real = builtins.__import__
 
     def without_sdk(name: str, *rest: object) -> object:

@@ -59,7 +59,7 @@ async def test_stream_has_one_id_one_finish_per_choice_and_usage_last(gateway, e
 
 
 @pytest.mark.parametrize("fields", [{}, {"n": 2}, {"prompt": ["one", "two"], "n": 2}, {"echo": True}], ids=str)
-async def test_streamed_completions_at_temperature_zero_equal_whole_ones(gateway, fields):
+async def test_greedy_streamed_completion_equals_non_streamed(gateway, fields):
     fields = {"prompt": "hi", "temperature": 0, "seed": 1, "max_tokens": 6, **fields}
     whole = (await gateway.complete(**fields)).json()["choices"]
     chunks = events(await gateway.complete(stream=True, **fields))
@@ -332,7 +332,7 @@ async def test_n_and_best_of(gateway, rack, fields, status):
 
 
 @pytest.mark.parametrize(("path", "prefix"), [(CHAT, "chatcmpl-"), (COMPLETIONS, "cmpl-"), ("/v1/responses", "resp_")])
-async def test_answers_id_has_the_prefix_of_its_kind_and_our_request_id(gateway, path, prefix):
+async def test_response_id_has_endpoint_prefix_and_request_id(gateway, path, prefix):
     answer = await gateway.http.post(path, json=POSTS[path])
     assert answer.json()["id"] == prefix + answer.headers["x-request-id"]
     missing = await gateway.http.post(path, json={})

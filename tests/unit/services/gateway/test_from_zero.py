@@ -46,7 +46,7 @@ async def test_request_above_context_is_rejected_without_worker(rack, tokenizer,
         assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
 
 
-async def test_otherwise_a_gateway_without_workers_is_not_ready_and_refuses(rack, tokenizer):
+async def test_gateway_without_workers_or_scale_to_zero_returns_503(rack, tokenizer):
     async with live_gateway(rack.context, tokenizer, []) as gateway:
         assert (await gateway.http.get("/ready")).status_code == 503
         assert (await gateway.complete("hi")).status_code == 503

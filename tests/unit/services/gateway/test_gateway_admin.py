@@ -93,7 +93,7 @@ def test_every_route_is_listed_with_its_class(ports):
     assert found == set().union(*ROUTES.values())
 
 
-async def test_probes_and_metrics_need_no_key_and_the_rest_an_administrators(ports):
+async def test_admin_port_requires_admin_key_except_probes_metrics(ports):
     for method, path in ROUTES["probe"] | ROUTES["metrics"]:
         assert (await ports.admin.request(method, path)).status_code in (200, 503), path
     for method, path in ROUTES["admin"] | ROUTES["adapters"] | {("GET", "/nope"), ("GET", "/v1/models")}:

@@ -39,7 +39,7 @@ def chat_text(chunks: list[dict], index: int = 0) -> str:
 # [stream-shape]: streams
 
 
-async def test_chat_stream_opens_with_the_role_and_ends_with_one_finish_and_usage(gateway):
+async def test_chat_stream_has_role_first_one_finish_and_usage_last(gateway):
     chunks = events(await gateway.chat(max_tokens=6, stream=True, stream_options=USAGE))
     assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": "", "refusal": None}
     assert not any("role" in choice["delta"] for chunk in chunks[1:] for choice in chunk["choices"])
@@ -151,7 +151,7 @@ async def test_token_id_prompts_are_taken_as_they_are(gateway, rack):  # [token-
 # [logprobs-fields]: logprobs
 
 
-async def test_completion_logprobs_have_equal_lengths_and_character_offsets(says):
+async def test_completion_logprobs_have_equal_lengths_and_offsets(says):
     gateway = await says("fox quick")
     choice = (await gateway.complete(max_tokens=20, logprobs=2)).json()["choices"][0]
     logprobs = choice["logprobs"]
@@ -168,7 +168,7 @@ async def test_completion_logprobs_zero_name_the_sampled_token(says):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_chat_logprobs_have_tokens_bytes_and_as_many_alternatives_as_asked(says, stream):
+async def test_chat_logprobs_have_bytes_and_requested_top_logprobs(says, stream):
     gateway = await says("né fox")
     answer = await gateway.chat(max_tokens=20, logprobs=True, top_logprobs=2, stream=stream)
     choices = [c for chunk in events(answer) for c in chunk["choices"]] if stream else answer.json()["choices"]
@@ -305,7 +305,7 @@ async def test_model_goes_on_with_the_final_message(gateway, rack, tokenizer, fi
     assert (await gateway.http.post("/tokenize", json=body)).json()["tokens"] == list(prompt)
 
 
-async def test_template_with_a_place_for_them_gets_documents_and_effort(rack, tmp_path):  # [known-fields]
+async def test_chat_template_receives_documents_and_reasoning_effort(rack, tmp_path):  # [known-fields]
     template = "{{ reasoning_effort }}:{% for d in documents %}{{ d.text }};{% endfor %}" + CHATML
     knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=template))
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
@@ -351,7 +351,7 @@ async def test_null_means_absent_for_every_field(gateway):
     assert (await gateway.chat(max_tokens=1, **dict.fromkeys(names))).status_code == 200
 
 
-async def test_parts_of_type_text_are_joined_and_developers_are_the_system(gateway, rack, tokenizer):
+async def test_text_parts_are_joined_and_developer_becomes_system(gateway, rack, tokenizer):
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": "be"}, {"role": "user", "content": parts}]
     body = {"model": "mock", "messages": messages, "max_tokens": 1}

@@ -122,7 +122,7 @@ async def test_without_workers(rack, tokenizer):
     assert (await failed(rack, tokenizer)).startswith("no worker can serve it")
 
 
-async def test_workers_of_other_weights_or_layouts_fail_it_and_are_named(rack, tokenizer):
+async def test_workers_of_other_weights_fail_canary_and_are_named(rack, tokenizer):
     """What of a version skew reaches a condition of the ModelService [same-kind-paired]."""
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d", healthy(), Role.DECODE)

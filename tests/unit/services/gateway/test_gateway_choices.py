@@ -4,7 +4,7 @@ from tandem_testing.gateway_builders import events
 from tandem_testing.waiting import until
 
 
-async def test_choices_of_one_prompt_are_sent_as_one_group_to_one_place(gateway, rack):
+async def test_choices_of_one_prompt_share_one_group(gateway, rack):
     await gateway.complete(["one", "two"], n=3, max_tokens=4)
     groups = [request.group for engine in rack.engines for request in engine.received if request.input_ids]
     assert {groups.count(group) for group in groups} == {3}
@@ -43,7 +43,7 @@ async def test_best_of_ranks_each_prompt_by_itself(gateway):
     assert [choice["text"][:3] for choice in answer["choices"]] == ["one", "two"]
 
 
-async def test_every_generated_token_is_counted_and_logprobs_stay_hidden(gateway):
+async def test_best_of_usage_counts_all_tokens_and_hides_logprobs(gateway):
     answer = (await gateway.complete(best_of=3, max_tokens=4, ignore_eos=True)).json()
     assert answer["usage"]["completion_tokens"] == 12
     assert answer["choices"][0]["logprobs"] is None

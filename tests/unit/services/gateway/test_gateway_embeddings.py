@@ -103,7 +103,7 @@ async def test_bad_request_is_refused_by_name_and_reaches_no_engine(gateway, rac
     assert not rack.engines[0].received
 
 
-async def test_dimensions_that_no_message_can_carry_are_a_400_not_a_500(gateway, rack):
+async def test_oversized_embedding_dimensions_return_400(gateway, rack):
     answer = await gateway.http.post(PATH, json={"model": "mock", "input": "hi", "dimensions": 10**30})
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "dimensions")
     assert not rack.engines[0].received

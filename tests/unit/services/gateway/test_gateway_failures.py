@@ -92,7 +92,7 @@ async def test_tokens_of_both_workers_are_put_in_order(rack, faulty, reference, 
     assert answer["usage"]["completion_tokens"] == usage["completion_tokens"]
 
 
-async def test_cache_hit_is_reported_though_the_prefill_worker_is_heard_too_late(rack, faulty):
+async def test_cached_tokens_are_reported_despite_late_prefill_reply(rack, faulty):
     gate = threading.Event()
     rack.add("p", healthy(first_token_gate=gate), Role.PREFILL)
     rack.add("d", healthy(awaits_handoff=False), Role.DECODE)
@@ -181,7 +181,7 @@ async def test_explain_tells_when_each_attempt_began_and_ended(rack, faulty):
     assert 0.0 <= first["began_s"] <= first["ended_s"] <= second["began_s"] <= second["ended_s"] <= record["e2e_s"]
 
 
-async def test_worker_that_was_told_to_reload_may_go_on_with_its_new_weights(rack, faulty):
+async def test_reloaded_worker_may_resume_with_new_weights(rack, faulty):
     ended = Finish(reason=FinishReason.ERROR, code="reloaded", retryable=True)
     worker = rack.add("only", healthy(step_s=0.05, fail_after=(4, ended)))
     async with faulty() as gateway:
@@ -193,7 +193,7 @@ async def test_worker_that_was_told_to_reload_may_go_on_with_its_new_weights(rac
     assert {query.compat_hash for query in gateway.chooser.queries} == {None}
 
 
-async def test_prefill_worker_that_dies_before_the_first_token_is_replaced(rack, faulty, reference):
+async def test_prefill_worker_exit_before_first_token_is_retried(rack, faulty, reference):
     rack.add("p1", healthy(die_after=0), Role.PREFILL)
     rack.add("p2", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(first_token_gate=None), Role.DECODE)
@@ -208,7 +208,7 @@ async def test_prefill_worker_that_dies_before_the_first_token_is_replaced(rack,
     assert decode.aborted == [decode.received[0].rid]
 
 
-async def test_prefill_worker_that_dies_after_the_handoff_disturbs_nobody(rack, faulty, reference):
+async def test_prefill_worker_exit_after_handoff_keeps_stream(rack, faulty, reference):
     prefill = rack.add("p", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(), Role.DECODE)
     async with (
@@ -322,7 +322,7 @@ async def test_worker_that_answers_nothing_is_given_up(rack, faulty, reference):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_workers_frozen_one_after_the_other_share_one_allowance_of_silence(rack, faulty, stream):
+async def test_silence_timeout_is_shared_across_attempts(rack, faulty, stream):
     rack.add("dead", healthy(die_after=2))
     for name in ("a", "b", "c"):
         rack.add(name, healthy(deaf=True))
@@ -358,7 +358,7 @@ async def test_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty, r
     assert gateway.chooser.dead == {"broken@1"}
 
 
-async def test_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rack, faulty, reference):
+async def test_cut_idle_connection_does_not_mark_worker_dead(rack, faulty, reference):
     """Every worker's connection at once: nobody else could take the next request."""
     worker = rack.add("only", healthy())
     address = worker.view.request_endpoint.removeprefix("tcp://").split(":")
@@ -379,7 +379,7 @@ async def test_idle_connection_that_is_cut_is_not_the_death_of_its_worker(rack, 
         await proxy.close()
 
 
-async def test_worker_that_dies_idle_is_known_to_be_dead_before_the_next_request(rack, faulty):
+async def test_idle_worker_exit_is_detected_before_next_request(rack, faulty):
     worker = rack.add("only", healthy())
     async with faulty() as gateway:
         assert (await gateway.complete(max_tokens=3, seed=1)).status_code == 200

@@ -35,7 +35,7 @@ async def test_fetch_of_a_pair_is_sent_to_the_prefill_worker(rack, gateway):
     assert receive.fetch is None
 
 
-async def test_worker_that_computes_alone_is_told_and_explain_tells_the_client(rack, gateway):
+async def test_aggregated_worker_gets_fetch_plan_and_explain_shows_it(rack, gateway):
     alone = rack.add("solo", healthy())
     async with gateway() as live:
         live.chooser.fetch = PLANNED

@@ -28,7 +28,7 @@ async def outcomes(gateway, answer_id: str) -> list[str]:
     return [attempt["outcome"] for attempt in record["choices"][0]["attempts"]]
 
 
-async def test_worker_that_asks_to_be_left_sends_what_it_has_to_the_next(rack, gateway):
+async def test_draining_worker_migrates_its_request_with_kv(rack, gateway):
     leaver = rack.add("d1", leaving(6), Role.DECODE)
     taker = rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:

@@ -111,7 +111,7 @@ async def test_explain_tells_where_cached_tokens_were(rack, tokenizer):
     assert choice["unusable_tokens"] == 48
 
 
-async def test_worker_of_an_older_release_does_not_say_where_cached_tokens_were(gateway):
+async def test_explain_without_cache_tiers_reports_cached_tokens_only(gateway):
     answer = (await gateway.complete(max_tokens=1)).json()
     [choice] = (await gateway.http.get(f"/v1/requests/{answer['id']}/explain")).json()["choices"]
     assert (choice["cached_tokens"], choice["cache_hits"]) == (4, None)
@@ -277,7 +277,7 @@ def test_route_decision_is_counted_by_what_spoke_for_the_workers(reason, source,
     assert registry.get_sample_value("tandem_gateway_route_decisions_total", labels) == 1
 
 
-async def test_gateway_serves_every_metric_that_is_checked_for_conventions(rack, tokenizer, tmp_path):
+async def test_gateway_serves_all_metrics_checked_for_conventions(rack, tokenizer, tmp_path):
     keys = write_keys(tmp_path, root={"admin": True})
     spans = SpanExport(TracingConfig(endpoint="http://127.0.0.1:1"), service="g", instance="g1")
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans, api_keys=keys) as gateway:

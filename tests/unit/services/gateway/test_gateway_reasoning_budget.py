@@ -92,7 +92,7 @@ async def test_bad_budget_is_named(says, rack, fields, param):
     assert not rack.engines[0].received
 
 
-async def test_token_that_stops_and_ends_the_reasoning_is_refused_with_min_tokens(says, thinking):
+async def test_reasoning_end_as_stop_token_with_min_tokens_is_400(says, thinking):
     ids = thinking.encode("</think>", add_special_tokens=False)[-1:]
     async with says("ok") as gateway:
         fields = {FIELD: 7, "stop_token_ids": [*ids]}

@@ -36,7 +36,7 @@ async def metric(gateway, name: str) -> float:
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_request_that_killed_two_workers_is_refused_and_the_others_live(rack, serving, stream):
+async def test_request_that_crashed_two_workers_is_quarantined(rack, serving, stream):
     for name in ("a", "b", "c"):
         rack.add(name, healthy(dies_of=POISON))
     async with serving() as gateway:
@@ -118,7 +118,7 @@ async def test_requests_in_a_crowd_outlive_workers_out_of_memory(rack, serving):
     assert [answer.json()["usage"]["completion_tokens"] for answer in done] == [9] * 3
 
 
-async def test_stream_outlives_any_number_of_workers_that_bring_it_further(rack, serving):
+async def test_stream_resumes_on_many_workers_while_progressing(rack, serving):
     for nth in range(5):
         rack.add(f"w{nth}", healthy(die_after=20))
     rack.add("last", healthy())
@@ -188,7 +188,7 @@ async def test_only_so_many_wait_and_only_so_long(rack, serving):  # [streams-wa
             assert answer.headers["retry-after"] == "2"
 
 
-async def test_stream_that_has_begun_waits_until_its_deadline_and_then_says_so(rack, serving):  # [streams-wait]
+async def test_started_stream_without_workers_ends_with_timeout_error(rack, serving):  # [streams-wait]
     rack.add("only", healthy(die_after=3))
     body = {"model": "mock", "prompt": [7, 8], "max_tokens": 30, "stream": True}
     async with (
@@ -233,7 +233,7 @@ async def test_unless_that_is_not_wanted(rack, serving):  # [decode-computes-pro
     assert not decode.received
 
 
-async def test_workers_that_send_a_request_away_for_now_are_asked_again_in_a_while(rack, serving):
+async def test_paused_workers_are_retried_after_an_interval(rack, serving):
     paused = Finish(reason=FinishReason.ERROR, code="paused", retryable=True)
     workers = [rack.add(name, healthy(fail_after=(0, paused))) for name in ("a", "b")]
     async with serving(recovery_s=10.0) as gateway:

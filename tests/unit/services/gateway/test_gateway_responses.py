@@ -279,7 +279,7 @@ async def test_neutral_values_are_accepted(says, fields):
         assert (await respond(gateway, **fields)).status_code == 200
 
 
-async def test_response_goes_on_at_another_worker_as_if_nothing_had_happened(thinking):  # [resume-from-tokens]
+async def test_response_with_tool_call_resumes_on_another_worker(thinking):  # [resume-from-tokens]
     ids = script(thinking, f"<think>\nRain?\n</think>\n{CALL}", eos=EOS)
     with EngineRack() as rack:
         rack.add("a", MockBehaviour(token=scripted_tokens(ids), eos=EOS, die_after=len(ids) - 12))

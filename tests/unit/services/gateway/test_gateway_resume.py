@@ -104,7 +104,7 @@ async def assert_unbroken(reaper: Reaper, ask: Ask, *, tokens: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-async def test_death_after_any_token_changes_nothing_that_the_client_is_told(reaper, kind):
+async def test_output_is_unchanged_by_worker_exit_after_any_token(reaper, kind):
     await assert_unbroken(reaper, KINDS[kind], tokens=LENGTH)
 
 

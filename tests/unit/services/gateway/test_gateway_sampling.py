@@ -58,7 +58,7 @@ async def test_absent_fields_edit_no_logits(gateway, rack):
     assert not (await sent(gateway, rack, **neutral)).edits_logits
 
 
-async def test_bad_words_are_forbidden_at_the_beginning_and_after_a_space(gateway, rack, tokenizer):
+async def test_bad_words_are_encoded_with_and_without_leading_space(gateway, rack, tokenizer):
     sampling = await sent(gateway, rack, bad_words=["quick", " dog", "quick"])
     expected = [tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("quick", " quick", "dog", " dog")]
     assert sampling.bad_words == tuple(dict.fromkeys(expected))
@@ -201,7 +201,7 @@ async def test_scored_prompt_has_no_output(gateway, rack):
     assert answer["usage"]["completion_tokens"] == 0
 
 
-async def test_echo_and_prompt_logprobs_each_get_as_many_alternatives_as_they_asked_for(gateway):
+async def test_echo_and_prompt_logprobs_have_own_top_counts(gateway):
     answer = await gateway.complete([5, 6], max_tokens=1, echo=True, logprobs=1, prompt_logprobs=3)
     [choice] = answer.json()["choices"]
     assert len(choice["prompt_logprobs"][1]) == 3
@@ -216,7 +216,7 @@ def faulty(rack, tokenizer):
     return lambda **config: live_gateway(rack.context, tokenizer, rack.engines, **config)
 
 
-async def test_tokens_of_the_decode_worker_wait_for_the_prompts_logprobs(rack, faulty):  # [position-once]
+async def test_decode_tokens_wait_for_prompt_logprobs(rack, faulty):  # [position-once]
     gate = threading.Event()
     rack.add("p", healthy(first_token_gate=gate), Role.PREFILL)
     decode = rack.add("d", healthy(awaits_handoff=False), Role.DECODE)
@@ -246,7 +246,7 @@ async def test_prefill_worker_that_dies_with_them_is_replaced(rack, faulty):
     assert (again.resume_ids, again.sampling.prompt_logprobs) == ((), 0)
 
 
-async def test_later_attempt_carries_every_edit_and_does_not_ask_for_the_prompt_again(rack, faulty):
+async def test_retry_keeps_logit_edits_and_drops_prompt_logprobs(rack, faulty):
     dying = rack.add("d1", healthy(die_after=4))
     second = rack.add("d2", healthy())
     edits = {"presence_penalty": 0.5, "logit_bias": {"7": 1}, "bad_words": ["fox"], "repetition_penalty": 1.5}

@@ -120,7 +120,7 @@ async def test_stream_learns_that_its_session_is_lost(two):
     assert last["error"]["code"] == "session_lost"
 
 
-async def test_first_turn_survives_its_worker_and_the_session_lives_on_the_next(two):
+async def test_first_turn_resumes_and_session_binds_to_new_worker(two):
     gateway, (a, b) = two
     a.behaviour.die_after = 2
     assert (await turn(gateway, number=0)).status_code == 200
@@ -161,7 +161,7 @@ async def test_first_turn_that_failed_may_be_sent_again(rack, tokenizer):
         assert [request.session.turn for request in engine.received] == [0, 0]
 
 
-async def test_decode_worker_keeps_a_session_and_computes_its_later_turns(rack, tokenizer):
+async def test_decode_worker_keeps_session_and_prefills_later_turns(rack, tokenizer):
     prefill = rack.add("p", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(), Role.DECODE)
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:

@@ -173,7 +173,7 @@ async def test_engine_rejection_is_a_400_with_the_client_field(tokenizer, fields
 
 
 @pytest.mark.parametrize(("by_grammar", "shown"), [(True, "a b"), (False, "a ")])
-def test_last_token_of_a_grammar_is_text_and_that_of_a_stop_is_not(tokenizer, by_grammar, shown):
+def test_last_token_is_text_for_grammar_end_but_not_for_stop(tokenizer, by_grammar, shown):
     ids = [*tokenizer.encode("a "), *tokenizer.encode("b")]
     text = ChoiceText(0, tokenizer.vocabulary, SamplingParams(max_tokens=9), skip_special_tokens=True, keep_stop=False)
     piece = text.absorb(Accepted(ids, [], Finish(reason=FinishReason.STOP, by_grammar=by_grammar)))

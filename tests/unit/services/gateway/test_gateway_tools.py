@@ -148,14 +148,14 @@ async def test_ids_differ_between_calls_choices_and_answers(says):  # [tool-call
     assert all(call_id.startswith("call_") for call_id in ids)
 
 
-async def test_calls_after_the_first_are_left_out_without_parallel_calls(says):
+async def test_only_first_tool_call_is_returned_if_not_parallel(says):
     async with says(TWO_CALLS) as gateway:
         message = (await gateway.chat(tools=[WEATHER, TIME], parallel_tool_calls=False)).json()["choices"][0]["message"]
     assert [call["function"]["name"] for call in message["tool_calls"]] == ["weather"]
 
 
 @pytest.mark.parametrize("fields", [{}, {"tools": [WEATHER], "tool_choice": "none"}])
-async def test_without_tools_that_may_be_called_nothing_is_read_as_a_call(says, rack, tool_tokenizer, fields):
+async def test_output_without_callable_tools_is_not_parsed_as_call(says, rack, tool_tokenizer, fields):
     async with says(ONE_CALL) as gateway:
         message = (await gateway.chat(**fields)).json()["choices"][0]["message"]
     assert message["content"] == ONE_CALL
@@ -256,7 +256,7 @@ async def test_tools_that_are_not_strict_cost_no_grammar(says, rack):
 
 
 @pytest.mark.parametrize("die_after", range(20, 60, 4))
-async def test_call_goes_on_at_another_worker_as_if_nothing_had_happened(tool_tokenizer, die_after):
+async def test_tool_call_resumes_on_another_worker_unchanged(tool_tokenizer, die_after):
     ids = script(tool_tokenizer, TWO_CALLS, eos=EOS)
     with EngineRack() as rack:
         rack.add("a", MockBehaviour(token=scripted_tokens(ids), eos=EOS, die_after=die_after))
@@ -397,7 +397,7 @@ async def test_turns_with_tools_that_do_not_fit_together_are_refused(says, messa
     assert answer.json()["error"]["param"] == param
 
 
-def test_new_turn_of_a_session_may_answer_calls_that_it_does_not_bring():
+def test_session_turn_may_answer_tool_calls_of_earlier_turns():
     message = ChatMessage(role="tool", content="rain", tool_call_id="c1")
     assert template_messages([message], continues=True)[0]["tool_call_id"] == "c1"
     with pytest.raises(ApiError, match="answers no tool call"):

@@ -100,7 +100,7 @@ async def test_plain_request_is_one_tree(rack, tokenizer, collector, spans):
     assert (attempt["gen_ai.usage.output_tokens"], attempt.links) == (5, ())
 
 
-async def test_clients_trace_is_gone_on_with_and_handed_on_to_the_engine(rack, tokenizer, collector, spans):
+async def test_client_trace_context_is_continued_to_the_engine(rack, tokenizer, collector, spans):
     solo(rack)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         gateway.http.headers.update({"traceparent": PARENT, "tracestate": "vendor=a:1,other=b"})
@@ -170,7 +170,7 @@ async def test_retry_before_any_token_is_linked_as_one(rack, tokenizer, collecto
     assert retried.links == ((refused.span_id, {"tandem.link": "retries"}),)
 
 
-async def test_choices_of_one_prompt_have_attempts_and_decisions_of_their_own(rack, tokenizer, collector, spans):
+async def test_each_choice_has_own_attempt_queue_and_route_spans(rack, tokenizer, collector, spans):
     solo(rack)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         await gateway.complete(max_tokens=2, n=3, ignore_eos=True)
@@ -244,7 +244,7 @@ async def test_hostile_traceparent_begins_a_trace_of_its_own(rack, tokenizer, co
     assert len({root.trace_id for root in roots}) == len(roots)
 
 
-async def test_every_endpoint_that_generates_has_a_root_of_its_operation(rack, tokenizer, collector, spans):
+async def test_each_generating_endpoint_has_root_span_with_operation(rack, tokenizer, collector, spans):
     solo(rack)
     messages = [{"role": "user", "content": "hi"}]
     bodies = {
@@ -301,7 +301,7 @@ async def test_no_text_of_a_request_is_in_its_spans(rack, tokenizer, collector, 
     assert not [word for word in ("zanzibar", "quagga", "xylophone", text) if word in said]
 
 
-async def test_collector_that_hangs_costs_no_request_and_dropped_spans_are_counted(rack, tokenizer, collector):
+async def test_hanging_collector_drops_and_counts_spans(rack, tokenizer, collector):
     solo(rack)
     collector.hold = threading.Event()
     few = SpanExport(TracingConfig(endpoint=collector.url, max_waiting_spans=4), service="g", instance="g1")
@@ -339,7 +339,7 @@ async def test_without_tracing_a_clients_trace_is_handed_on_as_it_came(rack, tok
     assert explained.json()["trace_id"] == CLIENT_TRACE
 
 
-def test_without_tracing_nothing_that_makes_or_sends_spans_is_imported():
+def test_no_tracing_imports_if_tracing_is_disabled():
     program = (
         "import sys, tandem_services.gateway.serve, tandem_services.worker.main, tandem_services.cli.main\n"
         # FastAPI imports OpenTelemetry's interfaces by itself, and the Redis client its metrics.

@@ -12,7 +12,7 @@ import pytest
         ("/v1/%1b[31m", "POST /v1/\\x1b[31m is not served"),
     ],
 )
-async def test_path_that_is_not_there_is_named_with_the_one_that_was_meant(gateway, path, sentence):
+async def test_unknown_path_returns_404_suggesting_the_right_path(gateway, path, sentence):
     answer = await gateway.http.post(path, json={})
     assert answer.status_code == 404
     assert answer.json()["error"]["message"] == sentence

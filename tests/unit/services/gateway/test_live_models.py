@@ -88,7 +88,7 @@ def serve(rack, tokenizer, tmp_path):
     return serve
 
 
-async def test_model_that_the_file_adds_is_served_and_one_that_it_drops_is_not(serve):
+async def test_models_file_reload_adds_and_removes_models(serve):
     async with serve("a", "b") as live:
         await live.follower.poll()
         assert live.door.closed == []
@@ -102,7 +102,7 @@ async def test_model_that_the_file_adds_is_served_and_one_that_it_drops_is_not(s
         assert await live.metric('tandem_gateway_models_file_reloads_total{outcome="loaded"}') == 1
 
 
-async def test_stream_of_a_model_that_goes_is_finished_before_it_is_closed(serve, rack):
+async def test_removed_model_closes_after_its_streams_finish(serve, rack):
     async with serve("a", "b") as live:
         [engine] = [each for each in rack.engines if each.model == "b"]
         engine.behaviour.hold_at = 1

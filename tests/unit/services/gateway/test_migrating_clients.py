@@ -88,7 +88,7 @@ async def test_call_beside_response_format_is_read_as_a_call(start, stream):
         assert json.loads(call["function"]["arguments"]) == {"city": "Bern"}
 
 
-async def test_required_call_beside_response_format_is_held_to_the_tools(start, rack):
+async def test_required_tool_choice_overrides_response_format(start, rack):
     async with start('[{"name": "weather", "arguments": {}}]') as gateway:
         fields = {"messages": HI, "tools": [WEATHER], "tool_choice": "required"}
         await post(gateway, CHAT, **fields)

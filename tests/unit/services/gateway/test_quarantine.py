@@ -79,7 +79,7 @@ def refuses(quarantine: Quarantine, ask: Ask) -> bool:
 # Memory
 
 
-def test_same_request_is_refused_whatever_its_seed_and_others_are_not(make):
+def test_quarantine_matches_request_regardless_of_seed(make):
     quarantine = make()
     assert not refuses(quarantine, Ask())
     convict(quarantine, Ask())
@@ -112,7 +112,7 @@ async def test_other_gateways_learn_of_it(make):
     assert refuses(second, Ask())
 
 
-async def test_without_redis_each_gateway_remembers_its_own_and_tells_later(make, board):
+async def test_quarantine_without_redis_is_local_and_shared_later(make, board):
     first, second = make(), make()
     board.reachable = False
     convict(first, Ask())

@@ -85,7 +85,7 @@ async def test_all_connections_cut_at_once_cost_nobody_anything(rack, tokenizer)
     assert all(chunk.get("error") is None for chunks in answers for chunk in chunks)
 
 
-async def test_request_whose_workers_live_is_not_quarantined_for_a_network_that_fails(rack, tokenizer):
+async def test_network_failure_of_live_workers_causes_no_quarantine(rack, tokenizer):
     """Two workers are lost with it in hand, which convicts it of their deaths; but they answer again."""
     engines = [rack.add(name, behaviour(mute=True)) for name in ("a", "b")]
     async with contextlib.AsyncExitStack() as stack:
@@ -128,7 +128,7 @@ async def test_worker_that_hung_and_wakes_is_trusted_again(rack, revival, alive)
     await until(lambda: alive == ["w@1"], PATIENCE_S, "it has answered")
 
 
-async def test_another_incarnation_at_the_address_is_not_the_one_that_was_lost(rack, revival, alive):
+async def test_other_incarnation_at_address_does_not_revive_worker(rack, revival, alive):
     worker = rack.add("w", behaviour())
     revival.ask(replace(worker.view, incarnation="w@0"))
     assert await asyncio.to_thread(worker.wait_until, lambda: worker.pings > 1), "it answers and is asked again"

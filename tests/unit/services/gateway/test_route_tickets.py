@@ -32,7 +32,7 @@ async def where(gateway, ticket: str | None, **fields) -> tuple[str, str]:
     return attempt["decode"].partition("@")[0], attempt["source"]
 
 
-async def test_request_goes_where_its_ticket_says_and_gives_the_reservation_back(two, rack):
+async def test_ticket_selects_worker_and_reservation_is_released(two, rack):
     two.chooser.tickets[TICKET] = rack.engines[1].view
     assert await where(two, TICKET) == ("second", "router")
     assert two.chooser.open == 0

@@ -98,7 +98,7 @@ async def test_each_model_answers_for_itself_in_its_own_dialect(both):
 
 @pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
 @pytest.mark.parametrize("stream", [False, True])
-async def test_alias_is_the_same_model_and_the_answer_says_what_was_asked_for(both, path, stream):
+async def test_alias_maps_to_model_and_response_names_the_alias(both, path, stream):
     async with both() as gateway:
         answer = await gateway.ask("gpt", path=path, stream=stream)
         assert {chunk["model"] for chunk in (events(answer) if stream else [answer.json()])} == {"gpt"}
@@ -112,7 +112,7 @@ async def test_alias_is_the_same_model_and_the_answer_says_what_was_asked_for(bo
     assert not gateway.qwen.engine.received
 
 
-async def test_embeddings_responses_and_tokens_go_to_the_model_that_is_named(both):
+async def test_other_endpoints_route_by_model_name(both):
     async with both() as gateway:
         embedded = await gateway.http.post("/v1/embeddings", json={"model": "gpt", "input": "hi"})
         answer = await gateway.http.post("/v1/responses", json={"model": "qwen", "input": "hi"})
@@ -158,7 +158,7 @@ def test_models_of_one_folder_share_its_tokenizer(tmp_path):
 # What one does to the other
 
 
-async def test_model_whose_workers_are_gone_or_full_leaves_the_other_alone(both):
+async def test_full_or_absent_model_does_not_affect_other_model(both):
     async with both() as gateway:
         gateway.llama.chooser.room = 0
         assert (await gateway.ask("llama")).status_code == 503
@@ -171,7 +171,7 @@ async def test_model_whose_workers_are_gone_or_full_leaves_the_other_alone(both)
         assert (await gateway.http.get("/ready")).status_code == 503
 
 
-async def test_request_that_killed_one_models_workers_is_not_refused_by_the_other(both, rack):
+async def test_quarantine_is_per_model(both, rack):
     deadly = [5, 6, 7]
     async with both() as gateway:
         spare = rack.add("spare", MockBehaviour(token=lambda *_: EOS, eos=EOS))

@@ -64,7 +64,7 @@ async def test_stream_in_intervals_says_what_one_without_says(gateway, ask):
     assert await told(stream_interval=7) == await told()
 
 
-async def test_tokens_that_are_not_written_yet_count_for_who_leaves_before_they_are(rack, tokenizer):
+async def test_unwritten_tokens_count_before_client_disconnects(rack, tokenizer):
     rack.add("solo", MockBehaviour(token=TOKEN, eos=EOS, step_s=0.05))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": True, "stream_interval": 399}

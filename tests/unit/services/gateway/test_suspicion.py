@@ -58,7 +58,7 @@ def test_first_loss_that_counts_decides_if_others_were_there():
     assert suspicion.convicted
 
 
-async def test_each_of_several_suspects_on_a_lost_worker_sees_the_others():
+async def test_concurrent_suspects_on_one_worker_are_not_alone():
     suspects = Suspects()
     first, second = [await suspects.enter(lost("a@1"), rid, ["b@1"]) for rid in ("x", "y")]
     for trial in (first, second):
@@ -83,7 +83,7 @@ async def test_other_worker_of_a_lost_pair_has_one_suspect_less():
     assert suspects.alone("p@1")
 
 
-async def test_others_that_were_lost_with_it_the_first_time_keep_it_from_being_convicted_the_second_time():
+async def test_shared_first_loss_delays_quarantine_of_request():
     """Two workers that die of something else within a moment convict nobody [streams-wait]."""
     suspicion = lost("a@1", alone=False)
     suspicion.note_loss("b@1", gained=0, alone=True)

@@ -27,7 +27,7 @@ def choices_of(answer) -> list[dict]:
     return [choice for chunk in chunks for choice in chunk["choices"]]
 
 
-async def test_chat_tells_the_ids_of_its_prompt_once_and_of_each_choice(gateway, rack):
+async def test_chat_returns_prompt_ids_once_and_ids_per_choice(gateway, rack):
     answer = (await gateway.chat(max_tokens=LENGTH, return_token_ids=True, seed=3, n=2)).json()
     assert answer["prompt_token_ids"] == [*rack.engines[0].received[0].input_ids]
     assert [len(choice["token_ids"]) for choice in answer["choices"]] == [LENGTH, LENGTH]
@@ -36,7 +36,7 @@ async def test_chat_tells_the_ids_of_its_prompt_once_and_of_each_choice(gateway,
         assert choice["token_ids"] == [TOKEN(by_seed[seed], position) for position in range(LENGTH)]
 
 
-async def test_streamed_chat_tells_its_prompt_first_and_every_token_once(gateway, rack):
+async def test_streamed_chat_returns_prompt_ids_first_each_token_once(gateway, rack):
     chunks = events(await gateway.chat(max_tokens=LENGTH, return_token_ids=True, **STREAM))
     first, *others = chunks
     assert first["prompt_token_ids"] == [*rack.engines[0].received[0].input_ids]
@@ -54,7 +54,7 @@ async def test_completions_tell_each_choice_its_prompt(gateway, rack):
 
 
 @pytest.mark.parametrize("echo", [False, True])
-async def test_streamed_completion_tells_its_prompt_with_the_first_chunk_of_each_choice(gateway, echo):
+async def test_streamed_completion_has_prompt_ids_in_first_chunks(gateway, echo):
     fields = {"max_tokens": 3, "n": 2, "return_token_ids": True, "echo": echo, "stream": True}
     chunks = events(await gateway.complete([5, 6, 7], **fields))
     for index in (0, 1):
@@ -86,7 +86,7 @@ async def test_stop_id_is_told_and_nothing_after_a_stop_string_is(rack, tokenize
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs_of_chats_name_tokens_by_id_and_keep_their_bytes(gateway, rack, tokenizer, stream):
+async def test_chat_logprobs_name_tokens_by_id_and_keep_bytes(gateway, rack, tokenizer, stream):
     fields = {"max_tokens": LENGTH, "logprobs": True, "top_logprobs": 1, "return_tokens_as_token_ids": True}
     choices = choices_of(await gateway.chat(stream=stream, **fields))
     content = [item for choice in choices if choice["logprobs"] for item in choice["logprobs"]["content"]]
@@ -96,7 +96,7 @@ async def test_logprobs_of_chats_name_tokens_by_id_and_keep_their_bytes(gateway,
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs_of_completions_name_tokens_by_id_echoed_ones_too(gateway, rack, stream):
+async def test_completion_logprobs_name_tokens_by_id_including_echo(gateway, rack, stream):
     fields = {"max_tokens": 3, "logprobs": 1, "echo": True, "return_tokens_as_token_ids": True, "stream": stream}
     choices = choices_of(await gateway.complete([5, 6], **fields))
     found = [choice["logprobs"] for choice in choices if choice["logprobs"]]

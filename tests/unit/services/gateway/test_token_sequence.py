@@ -28,7 +28,7 @@ def test_repeated_tokens_are_accepted_once():
     assert [logprob.logprob for logprob in accepted.logprobs] == [-10, -11, -12]
 
 
-def test_later_tokens_wait_for_earlier_ones_and_their_finish_waits_with_them():
+def test_out_of_order_tokens_and_finish_wait_for_the_gap():
     sequence = TokenSequence(0)
     assert accept_all(sequence, [output(1, 11), output(2, 12, finish=LENGTH)]) == Accepted([], [], None)
     assert sequence.has_gap
@@ -86,7 +86,7 @@ def test_prompt_logprobs_that_nobody_awaits_any_more_are_dropped():
 
 
 @given(data=st.data(), length=st.integers(1, 8))
-def test_prompts_logprobs_come_with_the_first_tokens_in_any_order(data, length):
+def test_prompt_logprobs_come_with_first_tokens_in_any_order(data, length):
     others = [output(i, i, finish=LENGTH if i == length - 1 else None) for i in range(length)]
     sequence, accepted = TokenSequence(0, awaits_prompt=True), Accepted([], [], None)
     first: Accepted | None = None

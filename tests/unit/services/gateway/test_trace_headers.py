@@ -27,7 +27,7 @@ def test_only_the_first_flag_means_sampled(flags, sampled):
     assert context(f"00-{TRACE}-{SPAN}-{flags}").sampled is sampled
 
 
-def test_later_version_is_read_as_far_as_it_is_known_and_handed_on_as_this_one():
+def test_later_traceparent_version_is_read_and_sent_as_00():
     assert context(f"cc-{TRACE}-{SPAN}-01").traceparent == GOOD
     assert context(f"cc-{TRACE}-{SPAN}-01-what-the-future-brings").traceparent == GOOD
     assert context(f"cc-{TRACE}-{SPAN}-01.not-this") is None

@@ -54,7 +54,7 @@ def test_full_memory_adds_what_makes_way(prices):
     assert absence.evict_s == pytest.approx(COMMAND_S + 3 * SIZE * 1e-8)
 
 
-def test_worker_that_is_about_to_load_it_has_the_rest_of_the_price(prices, clock):
+def test_adapter_being_loaded_costs_the_remaining_time(prices, clock):
     view = worker("w", byte_s=1e-6)
     asked = replace(query(), absences=prices.absences(query(), [view]))
     prices.note(choice_of(view), asked)
@@ -95,7 +95,7 @@ def test_worker_serves_what_it_has_or_can_load(memory, registered, able):
     assert query(registered=registered).served_by(worker("w", **memory)) is able
 
 
-def test_worker_of_a_former_release_serves_what_it_has_a_name_for():
+def test_worker_of_previous_release_serves_adapters_by_name():
     named = ServedAdapter(name="sql", digest=DIGEST, rank=1, root="sql")
     view = make_view("w", adapters={"sql": named})
     assert query().served_by(view)

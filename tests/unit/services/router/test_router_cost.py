@@ -74,11 +74,11 @@ def test_cached_prompt_still_costs_one_token():
     [(None, 1e-6), (1e6, 1e-3), (0.0, BROKEN_TOKEN_S), (1.0, BROKEN_TOKEN_S)],
     ids=["no figure", "measured", "broken", "absurdly slow"],
 )
-def test_link_costs_what_was_measured_or_what_its_worker_has_typically(rate, seconds):
+def test_link_cost_is_measured_rate_or_typical_of_worker(rate, seconds):
     assert cost.token_s(make_load(), rate) == seconds
 
 
-def test_long_prompt_goes_to_a_prefill_worker_even_when_the_decode_worker_is_idle():
+def test_long_prompt_is_disaggregated_despite_idle_decode_worker():
     option = choose(candidate("p", Role.PREFILL), candidate("d", Role.DECODE))
     assert option.placement is Placement.PAIR
 
@@ -96,7 +96,7 @@ def test_short_rest_is_computed_where_it_is_decoded():
     assert option.placement is Placement.LOCAL
 
 
-def test_running_sequences_of_the_decode_worker_keep_even_a_short_rest_away():
+def test_busy_decode_worker_gets_no_local_prefill():
     option = choose(candidate("p", Role.PREFILL, matched=990), candidate("d", Role.DECODE, matched=990, sequences=20))
     assert option.placement is Placement.PAIR
 
@@ -133,7 +133,7 @@ def test_decode_end_is_chosen_with_the_link_too():
     assert term(option, "transfer") == pytest.approx(HANDOFF_S + PROMPT * 1000 / FAST)
 
 
-def test_operator_can_keep_decode_workers_from_computing_unless_nobody_else_can():
+def test_local_prefill_limit_0_allows_only_prefill_fallback():
     never = Demand(prompt_tokens=PROMPT, output_tokens=1, local_prefill_tokens=0)
     decode = candidate("d", Role.DECODE, matched=PROMPT)
     assert choose(candidate("p", Role.PREFILL, queue_tokens=1e6), decode, demand=never).placement is Placement.PAIR
@@ -144,7 +144,7 @@ def test_worker_for_both_alone_is_neither_local_nor_degraded():
     assert choose(candidate("b", Role.BOTH)).placement is Placement.ALONE
 
 
-def test_in_a_large_fleet_the_slow_links_of_the_cheapest_ends_are_still_avoided():
+def test_slow_link_of_cheapest_prefill_is_avoided_in_large_fleet():
     decodes = [candidate(f"d{n}", Role.DECODE) for n in range(20)]
     good = {f"d{n}@1": FAST for n in range(20)}
     prefills = [candidate(f"p{n}", Role.PREFILL, links=good, queue_tokens=10) for n in range(20)]

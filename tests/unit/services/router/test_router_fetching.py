@@ -60,7 +60,7 @@ def test_second_copy_is_not_made_for_a_short_queue():
     assert choose(longer, *rest).computing.view.worker_id == "idle"
 
 
-def test_kv_of_an_answer_flows_back_to_the_worker_that_computes_the_next_turn():
+def test_prefix_of_previous_turn_is_fetched_from_decode_worker():
     option = choose(candidate("p", Role.PREFILL, matched=320), candidate("d", Role.DECODE, matched=960))
     assert option.prefill is not None
     assert option.prefill.fetch is not None
@@ -116,7 +116,7 @@ def test_who_has_most_fetches_from_nobody():
     }
 
 
-def test_waiting_ends_when_the_prefix_could_have_been_computed_but_not_for_a_hiccup():
+def test_fetch_timeout_is_compute_time_with_a_minimum():
     def within(asker: Candidate | None = None, **have) -> float:
         source = candidate("d", Role.DECODE, **have)
         fetched = with_fetches([asker or candidate("p", Role.PREFILL), source], DEMAND, Random(0))[0]

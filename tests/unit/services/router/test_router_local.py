@@ -31,7 +31,7 @@ def send(routing: LocalRouting, first_block: bytes | None, records=PAIRS):
     return option
 
 
-def test_equal_prompts_go_to_the_same_workers_while_they_are_idle(routing, clock):
+def test_equal_prompts_go_to_same_idle_workers(routing, clock):
     seen = set()
     for _ in range(5):
         option = send(routing, b"block")
@@ -41,7 +41,7 @@ def test_equal_prompts_go_to_the_same_workers_while_they_are_idle(routing, clock
     assert len(seen) == 1
 
 
-def test_hot_prompt_spreads_when_waiting_costs_more_than_computing(routing):
+def test_hot_prompt_spreads_if_queueing_costs_more_than_prefill(routing):
     chosen = Counter(send(routing, b"hot").prefill.view.worker_id for _ in range(12))
     assert len(chosen) == 3
 
@@ -71,7 +71,7 @@ def test_worker_that_leaves_moves_only_its_own_prompts(routing, clock):
     assert all(after[n] == home for n, home in before.items() if home != "p1")
 
 
-def test_who_computes_beside_the_busy_home_of_a_prompt_fetches_from_there(routing):
+def test_prefix_is_fetched_from_busy_worker_that_has_it(routing):
     chosen = [send(routing, b"hot").computing for _ in range(6)]
     home = chosen[0].view
     assert chosen[0].fetch is None

@@ -63,13 +63,13 @@ def test_lasting_malformed_rows_do_not_keep_dead_workers(members, clock):  # [re
     assert names(members) == {"b@1"}
 
 
-def test_after_a_wipe_a_new_incarnation_takes_the_place_of_the_old_one(members):
+def test_new_incarnation_replaces_old_one_after_redis_wipe(members):
     members.update(snapshot(make_record("a", number=1)))
     members.update(snapshot(make_record("a", number=2), epoch="second"))
     assert names(members) == {"a@2"}
 
 
-def test_dead_worker_is_left_out_until_it_has_shown_life_for_long_enough(members, clock):
+def test_dead_worker_is_excluded_until_heartbeats_persist(members, clock):
     members.update(snapshot(make_record("a"), make_record("b")))
     members.mark_dead("a@1")
     assert names(members) == {"b@1"}
@@ -90,7 +90,7 @@ def test_dead_worker_that_has_answered_since_is_used_again(members):  # [cut-is-
     assert len(members.candidates(MODEL, prompt_tokens=1, exclude=frozenset())) == 2
 
 
-def test_answer_brings_nobody_back_whom_the_registry_does_not_have(members):
+def test_mark_alive_does_not_restore_unregistered_worker(members):
     members.update(snapshot(make_record("a")))
     members.mark_dead("a@1")
     members.update(snapshot())
@@ -112,7 +112,7 @@ def test_while_redis_is_away_a_dead_worker_stays_dead(members, clock):
     assert names(members) == set()
 
 
-def test_draining_stalled_short_and_foreign_workers_are_no_candidates(members):
+def test_unfit_workers_are_no_candidates(members):
     members.update(
         snapshot(
             make_record("draining", state=WorkerState.DRAINING),
@@ -146,7 +146,7 @@ def offered(members: Membership) -> set[str]:
 
 
 @pytest.mark.parametrize("state", [WorkerState.DRAINING, WorkerState.PAUSED])
-def test_worker_that_has_sent_a_request_away_is_not_offered_until_a_later_view_says_that_it_is_ready(
+def test_rejecting_worker_is_excluded_until_later_ready_view(
     members, clock, state
 ):
     both = snapshot(make_record("a"), make_record("b"))
@@ -163,7 +163,7 @@ def test_worker_that_has_sent_a_request_away_is_not_offered_until_a_later_view_s
     assert offered(members) == {"a", "b"}
 
 
-def test_view_that_was_asked_for_before_the_worker_can_have_told_redis_knows_nothing_of_its_refusal(members, clock):
+def test_view_requested_before_rejection_keeps_worker_excluded(members, clock):
     both = snapshot(make_record("a"), make_record("b"))
     members.update(both)
     requested_at = clock.now()
@@ -189,7 +189,7 @@ def test_worker_that_refuses_again_is_left_out_again(members, clock):
         assert offered(members) == {"b"}
 
 
-def test_without_redis_a_worker_that_refused_is_asked_again_in_a_while(members, clock):
+def test_rejecting_worker_is_retried_after_delay_without_redis(members, clock):
     members.update(snapshot(make_record("a"), make_record("b")))
     members.note_refusal("a@1", WorkerState.PAUSED)
     clock.advance(RETRY_REJECTED_AFTER_S)
@@ -198,7 +198,7 @@ def test_without_redis_a_worker_that_refused_is_asked_again_in_a_while(members, 
     assert offered(members) == {"a", "b"}
 
 
-def test_new_incarnation_of_a_worker_that_refused_is_offered_at_once(members):
+def test_new_incarnation_of_rejecting_worker_is_offered(members):
     members.update(snapshot(make_record("a", number=1)))
     members.note_refusal("a@1", WorkerState.DRAINING)
     members.update(snapshot(make_record("a", number=2)))

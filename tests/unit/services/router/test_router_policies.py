@@ -47,7 +47,7 @@ def test_least_loaded_takes_the_least_and_shares_ties():
     assert set(picks("least_loaded", uneven, [query()] * 40)) == {"b", "c"}
 
 
-def test_power_of_two_never_takes_the_most_loaded_and_reaches_all_others():
+def test_power_of_two_avoids_only_the_most_loaded_worker():
     uneven = [Contender(name, float(load)) for load, name in enumerate("abcd")]
     counts = Counter(picks("power_of_two", uneven, [query()] * 400))
     assert set(counts) == {"a", "b", "c"}
@@ -55,7 +55,7 @@ def test_power_of_two_never_takes_the_most_loaded_and_reaches_all_others():
     assert picks("power_of_two", EVEN[:1], [query()]) == ["a"]
 
 
-def test_session_keeps_a_key_on_its_worker_and_moves_only_what_a_leaver_had():
+def test_session_policy_remaps_only_keys_of_removed_worker():
     queries = [query(n, session_key=f"user-{n}") for n in range(200)]
     before = picks("session", EVEN, queries)
     assert before == picks("session", EVEN[::-1], queries)
@@ -95,7 +95,7 @@ def test_each_role_may_have_its_own():
     assert by_role("prefill=least_loaded", p1=1.0).passed_over(FLEET, query()) == {"p1@1"}
 
 
-def test_prefill_worker_is_one_that_can_hand_to_the_chosen_decode_worker():
+def test_prefill_choice_is_compatible_with_decode_worker():
     fleet = [
         *FLEET[:2],
         make_view("p3", Role.PREFILL, compat_hash="new"),

@@ -42,13 +42,13 @@ def test_decode_worker_computes_the_short_rest_of_what_it_has(matched, prompt, m
     assert alone(PREFILL, candidate("d", Role.DECODE, matched=matched), prompt=prompt) == (["d"] if may else [])
 
 
-def test_decode_worker_serves_alone_when_nobody_can_prefill_for_it() -> None:
+def test_decode_worker_without_compatible_prefill_serves_alone() -> None:
     stranger = candidate("p", Role.PREFILL, compat="other")
     assert alone(stranger, candidate("d", Role.DECODE), prompt=1000) == ["d"]
 
 
 @pytest.mark.parametrize("prompt", [10, 1000])
-def test_decode_worker_unlike_the_others_serves_nobody_while_they_are_served(prompt) -> None:  # [same-kind-paired]
+def test_incompatible_decode_worker_is_unused_if_others_pair(prompt) -> None:  # [same-kind-paired]
     odd = candidate("odd", Role.DECODE, compat="other", matched=5)
     assert "odd" not in alone(PREFILL, candidate("d", Role.DECODE), odd, prompt=prompt)
 

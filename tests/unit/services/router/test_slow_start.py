@@ -56,7 +56,7 @@ def test_at_the_start_of_a_fleet_nobody_is_new(clock):
     assert (fleet.share("a@1"), fleet.share("b@1"), fleet.any) == (1.0, 1.0, False)
 
 
-def test_who_vanishes_from_the_registry_for_a_moment_is_not_new_again(slow_start, clock):
+def test_slow_start_survives_short_absence_from_registry(slow_start, clock):
     clock.time += RAMP_S
     slow_start.observe({"new@1"})
     clock.time += FORGET_S / 2
@@ -80,7 +80,7 @@ def test_newcomer_that_is_alone_takes_everything(slow_start):
     assert Ramping(First(), slow_start.share, Random(1)).narrow([NEW], query()) == [NEW]
 
 
-def test_exploration_reaches_everybody_and_only_as_often_as_it_may():
+def test_exploration_selects_new_worker_at_configured_rate():
     policy = Exploring(First(), 0.2, Random(1))
     taken = Counter(policy.narrow([OLD, NEW], query())[0].incarnation for _ in range(2000))
     assert 150 <= taken["new@1"] <= 250

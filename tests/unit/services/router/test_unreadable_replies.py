@@ -164,7 +164,7 @@ async def test_what_lies_in_redis_in_place_of_ours_is_named_in_the_log(ask, answ
 
 
 @pytest.mark.parametrize("answer", [b"{", b"\xff", 7])
-async def test_session_whose_binding_cannot_be_read_is_not_found_and_the_log_tells_why(answer, client, caplog):
+async def test_unreadable_session_binding_is_a_logged_miss(answer, client, caplog):
     client._line = Answers(answer)
     sessions = SessionBindings(client=client, keys=KEYS)
     assert await sessions.find(SessionName(id="chat")) is None

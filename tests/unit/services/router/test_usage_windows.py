@@ -37,7 +37,7 @@ def test_what_is_larger_than_the_limit_never_fits():
     assert (usage.refused, usage.retry_s) == (Refused.TOKENS, None)
 
 
-def test_tokens_that_were_not_used_are_given_back_where_they_were_taken():
+def test_unused_tokens_are_returned_to_their_own_second():
     windows, limits = UsageWindows(), UsageLimits(tokens=100)
     second = windows.take(limits, Ask(tokens=100), 0.0).second
     windows.settle(second, -60, 59.0)

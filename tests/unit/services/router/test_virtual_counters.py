@@ -25,7 +25,7 @@ def test_who_comes_back_starts_where_those_who_wait_are():
     assert counters.value("late") == 1000
 
 
-def test_who_comes_to_an_empty_queue_starts_where_the_last_one_left():
+def test_tenant_at_empty_queue_starts_at_last_counter():
     counters = VirtualCounters()
     counters.arrive("alone")
     counters.charge("alone", 500)

@@ -191,7 +191,7 @@ async def test_destination_is_in_header_and_metadata_alike(exchange):
     assert first == text_format.Parse(GOLDEN, type(first)())
 
 
-async def test_in_buffered_mode_the_destination_comes_with_the_bodys_answer(exchange):
+async def test_buffered_mode_sets_destination_in_body_response(exchange):
     (first,) = await exchange.answer(head(mode=BUFFERED))
     assert set_headers(first) == {}
     (second,) = await exchange.answer(body(b"{}"))
@@ -247,7 +247,7 @@ async def test_end_of_the_answer_ends_the_pick(exchange, picker, last):
     assert picker.outcome.ended == 1
 
 
-async def test_stream_that_breaks_off_ends_the_pick_and_forgets_the_body(exchange, picker, memory):
+async def test_broken_exchange_ends_pick_and_frees_body_memory(exchange, picker, memory):
     await play(exchange, head(), body(b"{" * 1000, end=False))
     assert memory.taken == 1000
     exchange.close()

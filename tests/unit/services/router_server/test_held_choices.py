@@ -94,7 +94,7 @@ async def test_oldest_makes_room_for_one_too_many(holds, clock):
     assert len(holds) == 3
 
 
-async def test_records_are_bounded_and_found_by_the_newest_choice_of_a_request(holds, clock):
+async def test_choice_records_are_bounded_and_newest_is_found(holds, clock):
     for name in ("a", "b"):
         holds.hold(held(name, clock, request_id="same"))
     assert holds.find("same").choice.reservation == "b"

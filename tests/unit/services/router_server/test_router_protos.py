@@ -33,7 +33,7 @@ def numbers(message) -> dict[str, int]:
     return {field.name: field.number for field in message.DESCRIPTOR.fields}
 
 
-def test_fields_of_external_processing_have_the_numbers_of_its_specification():
+def test_ext_proc_field_numbers_match_specification():
     assert numbers(ext_proc.ProcessingRequest).items() >= {
         ("request_headers", 2),
         ("response_headers", 3),

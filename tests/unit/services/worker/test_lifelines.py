@@ -94,7 +94,7 @@ async def test_process_whose_socket_is_gone_has_ended(watched):
 
 
 @pytest.mark.asyncio
-async def test_stopped_process_has_not_ended_however_long_it_is_silent_until_it_is_killed(watched):
+async def test_stopped_process_counts_as_running_until_killed(watched):
     with stopped_process() as listener:
         peer = peer_at(listener.getsockname()[1])
         async with following(watched, peer) as task:

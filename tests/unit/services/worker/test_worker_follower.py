@@ -53,7 +53,7 @@ def config(**changes) -> WorkerConfig:
     return WorkerConfig(**{**fields, **changes})
 
 
-async def test_it_is_ready_while_its_ranks_follow_and_live_while_it_is_heard_of():
+async def test_follower_is_ready_if_serving_and_live_while_reporting():
     time = Time()
     state = NodeState(clock=time)
     transport = httpx.ASGITransport(app=build_node_app(state, new_registry()))

@@ -309,7 +309,7 @@ fates = st.lists(st.sampled_from(["fine", "lost", "unanswered", "wiped"]), max_s
 
 @given(steps=steps, fates=fates)
 @settings(max_examples=150, deadline=None)
-def test_whatever_is_lost_on_either_side_index_and_cache_agree_in_the_end(steps, fates):
+def test_index_and_cache_converge_despite_losses(steps, fates):
     async def scenario() -> None:
         index = IndexInMemory(fates)
         engine = Engine(index)

@@ -81,7 +81,7 @@ async def test_engine_is_told_only_when_its_peers_are_others():
     assert [{peer.worker_id for peer in message.peers} for message in orders] == [{"p1"}, {"p1", "p2"}]
 
 
-async def test_change_of_the_fleet_is_answered_without_waiting_for_the_next_round(monkeypatch):
+async def test_fleet_change_sends_peers_immediately(monkeypatch):
     monkeypatch.setattr("tandem_services.worker.peers.WITHIN_S", 0.0)
     told = asyncio.Event()
 

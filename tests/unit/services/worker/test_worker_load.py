@@ -44,7 +44,7 @@ def test_busy_engine_whose_loop_stands_still_is_stalled(monitor, clock):  # [loo
     assert monitor.state is WorkerState.READY
 
 
-def test_report_that_changes_the_state_says_so_that_the_registry_hears_at_once(monitor):
+def test_load_update_reports_state_changes(monitor):
     """A worker paused between two heartbeats was given what others moved away, and sent it away again."""
     assert not monitor.update(idle_stats())
     assert monitor.update(idle_stats(paused=True))
@@ -151,14 +151,14 @@ def test_registry_is_told_the_role_that_the_worker_has_now(monitor):
     assert describe(config(), ready, monitor, health_endpoint="http://h:1").view.role is Role.DECODE
 
 
-def test_log_says_what_became_of_the_requests_of_a_drained_worker():
+def test_drain_summary_counts_migrated_and_recomputed_requests():
     before = idle_stats(moved_total=2, move_failures_total=1)
     after = idle_stats(moved_total=9, move_failures_total=2, running=3)
     assert drain_summary(before, after) == ": 7 requests moved with their KV, 4 to be computed again elsewhere"
     assert drain_summary(None, after) == ""
 
 
-def test_links_are_published_with_their_median_and_their_conditions(monitor):
+def test_record_has_links_median_rate_and_conditions(monitor):
     slow = "expected rdma, got tcp"
     links = (
         LinkReport(peer="a@1", bytes_per_s=1e9, condition=slow),

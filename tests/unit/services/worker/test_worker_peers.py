@@ -102,7 +102,7 @@ def test_suspect_that_registers_late_is_not_gone(watch, clock):
     assert watch.due() == members()
 
 
-def test_suspect_is_gone_as_soon_as_its_name_has_a_new_incarnation(watch):
+def test_suspected_peer_is_fenced_by_its_new_incarnation(watch):
     watch.update("e", members())
     watch.suspect(["p@1"])
     assert watch.update("e", members("p@2")) == members("p@1")

@@ -117,7 +117,7 @@ async def test_prompts_and_steps_are_those_of_the_engine():
     assert engine.waiting == []
 
 
-async def test_measurement_ends_in_time_and_leaves_out_what_is_too_slow():
+async def test_rate_measurement_skips_points_beyond_time_limit():
     engine = ScriptedEngine(rate=500.0)
     found = await measured(engine)
     assert engine.time < 300.0
@@ -163,7 +163,7 @@ async def test_worker_with_requests_refuses_and_stays_routable(one):
     assert (one.changes, one.monitor.measuring) == (0, False)
 
 
-async def test_worker_that_loads_drains_or_measures_refuses_even_when_forced(one):
+async def test_forced_measurement_is_rejected_if_loading_or_draining(one):
     one.monitor.measuring = True
     assert "measured already" in await one.refusal(force=True)
     one.monitor.draining = True

@@ -32,7 +32,7 @@ class QuietFeed:
 
 
 @pytest.mark.asyncio
-async def test_worker_is_offered_from_the_heartbeat_that_was_accepted_on():
+async def test_worker_is_offered_after_first_accepted_heartbeat():
     record = make_record("d")
     registry, clock, lost = OneAnswer(), ServiceClock(), []
     registration = Registration(

@@ -71,7 +71,7 @@ async def test_standby_waits_for_offer_while_another_revision_serves(sight):
 SIBLING = make_record("p2", Role.PREFILL, **NEW)
 
 
-async def test_worker_of_a_revision_that_serves_is_offered_where_nobody_tries_it(sight):
+async def test_standby_of_serving_revision_ends_without_canary(sight):
     """Whoever tried the revision need not be there any more: a replaced pod serves without an operator."""
     assert not await sight.look(*OLD_PAIR, SIBLING)
     assert not await sight.look(*OLD_PAIR, SIBLING, later_s=UNTRIED_S - 0.1)

@@ -172,7 +172,7 @@ def test_namespace_is_the_flag_or_the_contexts(api, tmp_path):
 # Orders
 
 
-def test_workers_are_scaled_by_the_spec_where_nobody_else_decides(kubectl, api):
+def test_scale_patches_replicas_without_autoscaler(kubectl, api):
     status, out, _ = kubectl("scale", "llama", "--prefill", "2", "--decode", "4")
     assert (status, out) == (0, "llama: 2 prefill, 4 decode wanted\n")
     spec = {"prefill": {"replicas": 2}, "decode": {"replicas": 4}}
@@ -241,7 +241,7 @@ def test_drain_ends_with_the_pod_or_says_that_it_does_not(api, tmp_path, capsys,
         assert actions.until_gone(cluster, pod, sleep=slept.append) == 0
 
 
-def test_pod_of_a_group_drains_with_its_worker_who_is_asked_what_is_left(api, tmp_path, capsys, metrics_port):
+def test_follower_pod_drains_with_status_from_its_leader(api, tmp_path, capsys, metrics_port):
     leader, other = pod("llama-decode-5d8f-0", role="decode"), follower("llama-decode-5d8f-0-1")
     for one in (leader, other):
         api.objects[f"{PODS}/{one['metadata']['name']}"] = one

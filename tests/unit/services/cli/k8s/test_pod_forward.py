@@ -98,7 +98,7 @@ def test_refused_port_forward_says_what_is_missing(connect, status, told):
         client.get("/")
 
 
-def test_pod_that_says_nothing_is_waited_for_no_longer_than_allowed(connect):
+def test_forward_to_silent_pod_times_out(connect):
     with connect(SILENT) as (api, client):
         with pytest.raises(httpx.ReadTimeout):
             client.get("/", timeout=httpx.Timeout(60.0, read=0.2))

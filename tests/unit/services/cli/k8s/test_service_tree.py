@@ -102,7 +102,7 @@ def test_figures_are_what_a_worker_and_a_gateway_export():
         worker_figures("this is no exposition {")
 
 
-def test_service_is_shown_with_conditions_roles_revisions_and_pods():
+def test_service_tree_shows_conditions_roles_revisions_pods():
     assert text() == EXPECTED
 
 
@@ -247,14 +247,14 @@ def tree(said=None):
     return service_tree(model_service(), POOLS, deployment_pods(), figures() if said is None else said)
 
 
-def test_roles_show_what_workers_were_made_for_and_what_they_serve():
+def test_roles_text_shows_spec_role_and_serving_role():
     rows = [line.split() for line in roles_text([tree()]).splitlines()]
     assert rows[1][:5] == ["llama-prefill-5d8f-a", "llama", "prefill", "decode", "Ready"]
     assert rows[3][:5] == ["llama-decode-5d8f-b", "llama", "decode", "-", "Unschedulable"]
     assert roles_text([]) == ""
 
 
-def test_queues_of_gateways_and_workers_are_listed_and_who_is_silent_is_named():
+def test_queue_text_lists_queues_and_names_silent_pods():
     shown = queue_text([tree()])
     rows = [line.split() for line in shown.splitlines()]
     assert rows[1] == ["llama-gateway-7c", "llama", "gateway", "4", "3", "0", "0", "s"]

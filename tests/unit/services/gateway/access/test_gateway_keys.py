@@ -238,7 +238,7 @@ async def test_request_is_no_more_important_than_its_tenant(guarded, rack, path,
 
 
 @as_chat_and_response
-async def test_answers_tell_what_is_left_and_the_last_one_when_to_come_back(guarded, path, body):
+async def test_rate_limit_headers_report_remaining_and_retry_after(guarded, path, body):
     answers = [await ask(guarded, "rpm", path, body) for _ in range(3)]
     assert [answer.status_code for answer in answers] == [200, 200, 429]
     left = [answer.headers["x-ratelimit-remaining-requests"] for answer in answers]
@@ -306,7 +306,7 @@ async def test_request_above_the_limit_has_no_retry_after(guarded):
 
 
 @as_chat_and_response
-async def test_one_at_a_time_means_until_the_answer_has_ended_or_the_client_left(guarded, rack, path, body):
+async def test_concurrency_limit_is_released_at_end_or_disconnect(guarded, rack, path, body):
     rack.engines[0].behaviour.mute = True
     running = asyncio.ensure_future(ask(guarded, "single", path, body))
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)

@@ -36,7 +36,7 @@ def test_every_digest_is_compared_whatever_the_key(monkeypatch):  # vLLM CVE-202
         assert len(compared) == 5
 
 
-def test_limits_are_those_of_the_entry_and_none_where_it_says_nothing():
+def test_key_entry_limits_default_to_unlimited():
     ring = parsed(
         {"name": "a", "sha256": [DIGEST], "requests_per_minute": 5, "tokens_per_minute": 6, "concurrency": 7},
         {"name": "b", "sha256": [digest_of("b")]},

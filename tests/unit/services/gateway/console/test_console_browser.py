@@ -158,7 +158,7 @@ async def test_fleet_of_a_gateway_without_starting_workers_is_shown(see):
         await sight.is_sound()
 
 
-async def test_worker_that_vanishes_is_shown_as_lost_and_a_drained_one_as_left(see):
+async def test_console_shows_vanished_as_lost_and_drained_as_left(see):
     async with see(member("w1"), member("w2"), member("w3", state=WorkerState.DRAINING)) as sight:
         await sight.open()
         await sight.shows("draining")

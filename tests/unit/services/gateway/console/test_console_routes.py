@@ -92,7 +92,7 @@ def keys(tmp_path):
     return write_keys(tmp_path, ann={}, root={"admin": True})
 
 
-async def test_every_route_is_one_of_those_whose_readers_are_tested_here(tokenizer):
+async def test_console_routes_are_all_covered_by_access_tests(tokenizer):
     async with consoles(tokenizer) as both:
         paths = {route.path.replace("{request_id}", "r1") for route in both.console.routes()}
         assert paths == {"/", "/docs", "/console", "/console/", "/console/assets/{name}", *DATA}
@@ -133,7 +133,7 @@ async def test_with_an_administrators_port_everything_of_it_is_there(tokenizer, 
             assert (await both.admin.get(path, headers=bearer("ann"))).status_code == 403, path
 
 
-async def test_playground_at_the_administrators_port_is_for_administrators(tokenizer, keys):
+async def test_playground_on_admin_port_requires_admin_key(tokenizer, keys):
     async with consoles(tokenizer, keys, admin_port=True) as both:
         for method, path in [("GET", "/v1/models"), ("POST", "/v1/chat/completions")]:
             assert (await both.admin.request(method, path)).status_code == 401
@@ -221,7 +221,7 @@ async def test_redirect_holds_behind_a_prefix(tokenizer):
         assert (await both.api.get("/console/")).headers["location"] == "../console"
 
 
-def test_page_has_no_script_or_style_of_its_own_and_names_only_its_files():
+def test_console_page_has_no_inline_code_and_links_its_assets():
     files = {asset.name: asset.body.decode() for asset in read_assets()}
     page = files["index.html"]
     assert not re.search(r"<script(?![^>]*\bsrc=)|<style|\son\w+=|\sstyle=|javascript:", page)

@@ -78,7 +78,7 @@ def test_drained_gateway_says_so():
     assert described(health=health).gateway.draining
 
 
-def test_starting_workers_have_their_phase_until_they_are_members():
+def test_fleet_document_lists_starting_workers_with_phase():
     fleet = ScriptedFleet(
         members=[member("a")], starting=[starting("a"), starting("b", Role.DECODE, phase="imports", total=0)]
     )
@@ -123,7 +123,7 @@ def test_texts_of_any_length_are_cut():
     assert {len(text) for text in texts} == {MAX_CHARACTERS}
 
 
-def test_figures_that_make_no_sense_are_none_and_the_worker_stays():  # [redis-values-untrusted]
+def test_invalid_worker_statistics_are_none_and_worker_is_kept():  # [redis-values-untrusted]
     for value in ("-1", "nan", "x", "9" * 40, "1.5"):
         document = described(member("w1", figures={"running": value}))
         assert document.workers[0].figures is None, value

@@ -50,7 +50,7 @@ def test_every_request_is_described_by_what_it_is_decoded_to(rack, tokenizer, mo
 
 
 @pytest.mark.parametrize("traits", [FREE, GUARDED], ids=["free", "guarded"])
-def test_every_reference_leads_somewhere_and_every_component_is_used(traits):
+def test_openapi_references_resolve_and_components_are_used(traits):
     document = openapi_document(traits)
     named = {f"#/components/schemas/{name}" for name in document["components"]["schemas"]}
     named |= {f"#/components/responses/{name}" for name in document["components"]["responses"]}

@@ -122,7 +122,7 @@ def test_requests_ahead_are_those_that_are_served_before():
     assert queue.ahead("a", priority=1, cost=100.0) == []
 
 
-def test_requests_of_greater_priority_are_ahead_whatever_they_cost():
+def test_higher_priority_requests_are_ahead_at_any_cost():
     queue = queue_of()
     urgent = fill(queue, "b", priority=2)
     urgent[0].cost = 1e6

@@ -109,7 +109,7 @@ def test_fairness_costs_no_throughput():
     assert served[0] >= 0.99 * served[1]
 
 
-def test_two_floods_share_what_there_is_by_tokens_not_by_requests():
+def test_two_saturating_tenants_share_capacity_by_tokens():
     """One sends prompts of four times the length: it gets a quarter of the requests."""
     small = arrivals("small", rate=300, seconds=300, prompt=250, output=50, seed=1)
     large = arrivals("large", rate=300, seconds=300, prompt=1000, output=200, seed=1)

@@ -137,7 +137,7 @@ async def test_with_room_nobody_waits():
     assert desk.value("queue_wait_seconds_bucket", le="0.0") == 3
 
 
-async def test_without_room_a_request_waits_here_and_holds_no_reservation():
+async def test_queued_request_holds_no_reservation():
     desk = Desk(Fleet(places=1))
     first = await desk.come("first")
     second = desk.come("second")
@@ -345,7 +345,7 @@ async def test_stale_report_does_not_keep_freed_places_empty():
     await asyncio.gather(*tasks)
 
 
-async def test_request_that_nobody_can_take_does_not_keep_others_waiting():
+async def test_unplaceable_request_does_not_block_others():
     desk = Desk(Fleet(places=1, too_long=500))
     holder = await desk.come("holder")
     stuck = desk.come("stuck", prompt=501)
@@ -475,7 +475,7 @@ async def test_wait_for_a_new_worker_has_the_whole_timeout():  # [streams-wait]
     await waiting
 
 
-async def test_flood_that_fills_the_queue_is_told_429_and_others_keep_their_seats():
+async def test_tenant_filling_queue_gets_429_others_keep_slots():
     desk = Desk(Fleet(places=0), seats=4)
     flood = [desk.come(f"a{n}", "a") for n in range(4)]
     await desk.waiting(4)
@@ -507,7 +507,7 @@ async def test_client_that_leaves_gives_up_its_seat():
     assert (desk.fleet.taken, len(desk.binding.queue)) == (1, 0)
 
 
-async def test_client_that_leaves_while_the_router_is_asked_leaves_no_reservation():
+async def test_disconnect_during_routing_leaves_no_reservation():
     desk = Desk(Fleet(places=1))
     holder = await desk.come("holder")
     task = desk.come("x")
@@ -554,7 +554,7 @@ async def test_queue_reports_tokens_seconds_and_held_requests():
     assert desk.value("oldest_wait_seconds") == 0.0
 
 
-async def test_requests_are_held_while_there_are_no_workers_and_served_by_the_first_that_come():
+async def test_requests_are_held_without_workers_and_served_later():
     desk = Desk(Fleet(places=2), worker_s=600.0)
     desk.fleet.alive = False
     tasks = [desk.come(str(n)) for n in range(2)]

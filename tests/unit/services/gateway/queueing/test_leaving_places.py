@@ -133,7 +133,7 @@ async def test_without_redis_places_are_kept_and_used():
     assert answer.done()
 
 
-async def test_no_place_is_taken_from_others_for_who_cannot_be_taken_by_any_worker():
+async def test_unplaceable_requests_claim_no_slots_of_other_gateways():
     """They took each place that was left to anybody, and requests that came later filled full workers with them."""
     gateway = Gateway()
     for _ in range(4):

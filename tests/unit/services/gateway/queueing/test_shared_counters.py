@@ -59,7 +59,7 @@ async def test_charges_during_a_report_are_kept():
     assert (sheet.totals["a"], shared.counters.value("a")) == (107, 107)
 
 
-async def test_without_redis_the_gateway_counts_for_itself_and_reports_later():
+async def test_counters_without_redis_are_local_and_reported_later():
     sheet = Sheet(reachable=False)
     shared = gateway(sheet)
     for _ in range(3):

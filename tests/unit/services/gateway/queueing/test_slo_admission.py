@@ -77,7 +77,7 @@ def test_observing_gateway_rejects_nothing(priority):
         ({"ttft_s": 1e3, "priority": -1, "objectives": None}, False),
     ],
 )
-def test_shedding_gateway_rejects_unimportant_requests_while_busy(request_, rejected):
+def test_slo_shed_rejects_low_priority_requests_when_busy(request_, rejected):
     error = Gate(SloMode.SHED).judge(**request_)
     assert (error is not None) == rejected
     if error is not None:
@@ -119,7 +119,7 @@ def test_request_behind_others_is_judged_by_its_wait(mode, priority, wait_s, rej
     assert error.value.retry_after == pytest.approx(wait_s - 1.0)
 
 
-def test_requests_rejected_together_come_back_one_after_the_other():
+def test_retry_after_of_requests_rejected_together_is_staggered():
     """200 in one moment, each of which takes the fleet 0.1 s, behind 3 s of other work."""
     gate = Gate(SloMode.STRICT)
     times = []
@@ -188,7 +188,7 @@ def test_promises_are_counted_when_their_time_has_come():
     assert (gate.kept("true"), gate.kept("false")) == (3, 1)
 
 
-def test_prompt_that_no_wait_makes_fast_enough_gets_no_time_to_retry():
+def test_prompt_with_unattainable_ttft_gets_no_retry_after():
     gate = Gate(SloMode.STRICT)
     error = gate.judge(ttft_s=2.1, queue_s=5.0, work_s=1.0)
     assert error is not None
