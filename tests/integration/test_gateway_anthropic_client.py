@@ -39,7 +39,7 @@ async def client(tmp_path):
             yield client
 
 
-async def test_message_is_created_and_a_conversation_with_tools_comes_round(client):
+async def test_anthropic_client_completes_tool_conversation(client):
     first = await client.messages.create(
         **ASKED, system="Be brief.", thinking={"type": "enabled", "budget_tokens": 1024}
     )

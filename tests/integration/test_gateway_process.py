@@ -111,7 +111,7 @@ async def wait_until_ready(client: httpx.AsyncClient) -> None:
     await until(ready, PATIENCE_S, "the gateway is ready")
 
 
-async def test_draining_gateway_is_not_ready_before_it_stops_listening_and_loses_no_stream(redis, tmp_path):
+async def test_draining_gateway_turns_unready_first_and_keeps_streams(redis, tmp_path):
     port = free_port()
     process = start(write_tokenizer(tmp_path), port, redis.url, notice_s=LONG_NOTICE_S)
     body = {"model": "m", "prompt": "hi", "max_tokens": 300, "stream": True, "ignore_eos": True}
@@ -180,7 +180,7 @@ async def test_streams_wait_when_descriptors_are_short(redis, tmp_path):
     assert "few file descriptors are left (limit 128)" in log
 
 
-async def test_console_shows_what_workers_have_told_redis_and_that_redis_is_away(redis, tmp_path):
+async def test_console_shows_worker_statistics_and_redis_outage(redis, tmp_path):
     port = free_port()
     process = start(write_tokenizer(tmp_path), port, redis.url)
     told = {"running": 3, "evictable_pages": 40, "cached_tokens_total": 7}

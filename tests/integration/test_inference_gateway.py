@@ -108,7 +108,7 @@ async def refused(live: LiveRouter, request: Any = REQUEST, **fields: Any) -> tu
         return immediate.status.code, msgspec.json.decode(immediate.body)["error"]
 
 
-async def test_gateway_carries_out_what_was_picked_and_the_end_releases_it(server, engines, tmp_path):
+async def test_gateway_executes_picked_choice_and_end_releases_it(server, engines, tmp_path):
     async with live_gateway_of(server, engines, tmp_path / "gateway") as url:
         endpoint = url.removeprefix("http://")
         async with live_router(server, tmp_path / "router", gateways=(endpoint,)) as live:
@@ -212,7 +212,7 @@ async def test_unread_body_goes_to_gateway_without_reservation(server, engines, 
                 assert await picked(stream, request, path=path, subset=ANYWHERE) == {DESTINATION: ANYWHERE[0]}, name
 
 
-async def test_without_room_a_request_waits_at_the_gateway_or_is_refused(server, fleet, tmp_path):
+async def test_picker_without_capacity_queues_or_rejects_request(server, fleet, tmp_path):
     with EngineRack() as rack:
         engine = rack.add("full", MockBehaviour(token=hash_tokens(3, 250)))
         await report(fleet, engine, load=make_load(sequences=64))
@@ -261,7 +261,7 @@ async def test_buffered_bodies_get_their_destination_too(server, engines, tmp_pa
         assert set_headers(second).keys() == {DESTINATION, RESERVATION}
 
 
-async def test_one_request_too_many_is_refused_and_what_makes_no_sense_is_an_error(server, engines, tmp_path):
+async def test_exchange_beyond_limit_is_429_and_invalid_order_an_error(server, engines, tmp_path):
     async with live_router(server, tmp_path, max_exchanges=1) as live:
         async with exchange(live) as stream:
             await picked(stream, subset=ANYWHERE)

@@ -90,7 +90,7 @@ def test_many_pushes_at_once_all_end(sender, receiver):
     assert {event.key.first for event in sender.wait_for(PushDone, 50)} == {*range(50)}
 
 
-def test_descriptor_is_readable_while_there_are_events_and_only_then(sender, receiver):
+def test_transport_descriptor_is_readable_only_with_events(sender, receiver):
     sender.wait_for(PushDone, 0)
     assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
     sender.transport.push(make_push(receiver.name, (1,), (1,)))
@@ -223,7 +223,7 @@ def test_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # [wire-refused]
 # Pushes that follow a step
 
 
-def test_each_layer_moves_once_it_is_written_and_the_push_ends_with_the_last(sender, receiver):  # [settled-only-sent]
+def test_push_transfers_each_layer_once_written(sender, receiver):  # [settled-only-sent]
     progress = KvProgress(MonotonicClock())
     sender.pool.data[3:5].zero_()
     sender.transport.push(make_push(receiver.name, (3, 4), (20, 11), room="layers", progress=progress))
@@ -260,7 +260,7 @@ def test_push_fails_with_its_step_alone(sender, receiver):
     assert done.key.first == 1
 
 
-def test_push_that_waits_for_its_step_fails_when_the_grant_expires(sender, receiver):  # [grant-expiry]
+def test_push_awaiting_its_step_fails_at_grant_expiry(sender, receiver):  # [grant-expiry]
     start_before = MonotonicClock().now() + 0.05
     progress = KvProgress(MonotonicClock())
     sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress, start_before=start_before))

@@ -56,7 +56,7 @@ async def test_routes_come_from_redis_again_after_a_failover(pair):
         await fleet.close()
 
 
-async def test_functions_and_workers_return_after_a_failover_to_an_empty_server(pair):
+async def test_failover_to_empty_redis_restores_functions_and_workers(pair):
     fleet = Fleet(pair, **LASTING)
     router = patient_router(pair)
     await router.start()

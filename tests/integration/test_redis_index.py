@@ -144,6 +144,6 @@ async def test_rubbish_row_is_never_chosen_and_is_swept(server, fleet, row):
     assert server.command("HEXISTS", fleet.keys.prefix + "fleet", "evil@1") == ":0\r\n"
 
 
-async def test_index_with_foreign_and_missing_blocks_is_only_a_wrong_hint(server, fleet):
+async def test_index_with_malformed_blocks_only_misestimates_the_match(server, fleet):
     await apply(fleet, CLEARED, stored(CHAIN[0], CHAIN[9], b"short", bytes(40)), builds_on=-1, revision=1)
     assert 0 <= await matched(fleet) <= 10 * PAGE

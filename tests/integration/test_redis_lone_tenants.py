@@ -126,7 +126,7 @@ async def test_gateways_that_share_every_tenant_serve_as_much_as_one(server):
     assert p99(seconds_of(spread, "calm")) <= 1.5 * p99(seconds_of(one_queue, "calm")) + fair_queue.YIELD_S
 
 
-async def test_wish_that_nobody_can_grant_costs_a_moment_for_each_place(server, monkeypatch):
+async def test_queue_head_of_stalled_gateway_costs_bounded_capacity(server, monkeypatch):
     """The other gateway takes no turns, and says all the time that somebody waits there."""
     turn = LateBinding.turn
 

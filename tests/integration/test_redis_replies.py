@@ -146,7 +146,7 @@ async def test_redis_decides_again_once_it_makes_sense(server, said):  # [redis-
         await until(asked_again, 60.0, "Redis decides again")
 
 
-async def test_redis_that_ends_every_connection_after_one_command_fails_no_request(server):  # [redis-is-optional]
+async def test_redis_closing_after_each_command_fails_no_request(server):  # [redis-is-optional]
     async with routing(server) as (router, relay, _):
         relay.hangs_up = True
         relay.cut()
@@ -156,7 +156,7 @@ async def test_redis_that_ends_every_connection_after_one_command_fails_no_reque
             await router.release(choice)
 
 
-async def test_functions_are_loaded_as_the_first_command_after_an_outage():
+async def test_functions_are_loaded_first_after_redis_outage():
     server, clock = RedisServer.start(), ServiceClock()
     client = RedisClient(RedisAddress(url=server.url), timeout_s=30.0, breaker=CircuitBreaker(clock=clock))
     library = FunctionLibrary(client)

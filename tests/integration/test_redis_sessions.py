@@ -47,7 +47,7 @@ async def test_binding_is_forgotten_after_its_time(bindings):
     await until(forgotten, PATIENT_S, "the binding is forgotten")
 
 
-async def test_sessions_of_two_salts_are_two_and_keys_tell_nothing_of_them(bindings, server):
+async def test_session_keys_differ_per_salt_and_reveal_nothing(bindings, server):
     await bindings.put(NAME, BOUND, ttl_s=60)
     assert await bindings.find(SessionName(id="s")) is None
     assert await bindings.find(SessionName(id="", cache_salt="mines")) is None

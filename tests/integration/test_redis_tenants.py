@@ -233,7 +233,7 @@ async def test_gateways_hear_what_others_wish_and_not_their_own(fair):
 
 
 @pytest.mark.parametrize("priority", [2**63 - 1, -(2**63), 2**53 + 1])
-async def test_wish_of_any_priority_that_a_client_may_send_is_heard_exactly(fair, priority):
+async def test_reported_queue_head_keeps_exact_priority(fair, priority):
     """As a number it lost its unit, or could not be read at all."""
     await report(fair, "one", wish=Wish(priority=priority, tenant="a"))
     assert (await report(fair, "two")).wishes == (WishElsewhere(priority=priority, value=0.0),)
@@ -254,7 +254,7 @@ async def test_old_queue_heads_and_offers_expire(server):
     assert (standing.wishes, standing.places) == ((), 0)
 
 
-async def test_tenant_of_gateways_without_keys_is_not_taken_for_where_the_last_one_left(fair):
+async def test_empty_tenant_name_does_not_raise_the_counter_floor(fair):
     """Its name is empty. It stood nowhere, so that it was always ahead of itself at other gateways."""
     charges = [Charge(tenant="", cost=100, waits=True)]
     wish = Wish(priority=0, tenant="")

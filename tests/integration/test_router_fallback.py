@@ -82,7 +82,7 @@ async def test_killed_redis_costs_no_request_and_comes_back_by_itself(server, fl
     assert {worker.worker_id for worker in router.workers()} == {"p", "d1", "d2"}
 
 
-async def test_last_view_does_not_choose_who_has_just_sent_a_request_away(server, router):
+async def test_last_view_excludes_worker_that_just_rejected(server, router):
     server.kill()
     for _ in range(20):
         router.note_refusal("d1@1", WorkerState.PAUSED)
@@ -111,7 +111,7 @@ async def test_wiped_redis_loses_functions_and_registry_but_no_request(server, f
     await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
 
 
-async def test_workers_that_do_not_come_back_after_a_wipe_are_forgotten(server, fleet, router):
+async def test_workers_absent_after_redis_wipe_are_removed(server, fleet, router):
     server.wipe()
     await fleet.beat(RECORDS[0])
     await fleet.beat(RECORDS[1])
@@ -148,7 +148,7 @@ async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # [re
 
 
 @pytest.mark.parametrize("rubbish", ["another type", "too many", "rows"])
-async def test_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(server, fleet, router, rubbish):
+async def test_registry_repaired_by_heartbeat_is_not_taken_as_empty(server, fleet, router, rubbish):
     """Whoever drops rubbish is told of it; the gateway, which asks later, must learn of the loss all the same."""
     name = fleet.keys.prefix + "fleet"
     match rubbish:
@@ -171,7 +171,7 @@ async def test_registry_that_a_heartbeat_repairs_first_is_not_an_empty_one(serve
 
 
 @pytest.mark.parametrize("field", ["request_endpoint", "peer_endpoint"])
-async def test_worker_with_a_malformed_endpoint_is_a_miss_and_disturbs_nobody(server, fleet, router, field):
+async def test_worker_with_malformed_endpoint_is_not_chosen(server, fleet, router, field):
     def malformed(record):
         return replace(record, view=replace(record.view, **{field: "tcp://::/etc/passwd"}))
 
@@ -198,7 +198,7 @@ async def test_index_that_points_to_the_wrong_worker_is_a_cache_miss(server, fle
     assert choice.matched_tokens == 0
 
 
-async def test_without_redis_equal_prompts_go_to_the_same_worker_and_load_spreads(server, router):
+async def test_routing_without_redis_keeps_locality_and_spreads_load(server, router):
     server.kill()
     # Long enough that what is cached saves more than the difference that counts as none.
     prompt = query(token_ids=tuple(range(400)))
@@ -235,7 +235,7 @@ async def test_server_that_speaks_nonsense_is_refused_at_start(nonsense):  # [re
         await gateway.stop()
 
 
-async def test_starting_without_redis_is_one_clear_error_without_the_password():
+async def test_router_start_without_redis_fails_and_hides_password():
     gateway = Router(RouterConfig(redis=RedisAddress(url="redis://me:secret@127.0.0.1:1/0"), start_timeout_s=0))
     with pytest.raises(RedisUnavailableError) as caught:
         await gateway.start()

@@ -46,7 +46,7 @@ def rpc(live: LiveRouter, method: str, ask, answer_type):
     return call(ask, timeout=60)
 
 
-async def test_choice_names_workers_addresses_and_the_terms_of_its_price(live, fleet):
+async def test_choice_lists_workers_addresses_and_cost_terms(live, fleet):
     await fleet.cache(make_record("d", Role.DECODE), chain_of(PROMPT[: 4 * PAGE]))
     chosen = await choose(live, token_ids=PROMPT)
     assert (chosen["source"], chosen["placement"]) == ("redis", "pair")
@@ -105,7 +105,7 @@ async def test_text_and_messages_are_read_with_the_models_tokenizer(live):
     assert chat["token_ids"] == expected
 
 
-async def test_explain_finds_recent_choices_by_reservation_and_by_request(live):
+async def test_choice_record_is_found_by_reservation_or_request_id(live):
     first = await choose(live, token_ids=PROMPT, request_id="mine")
     second = await choose(live, token_ids=PROMPT)
     await live.http.post("/v1/release", json={"reservation": first["reservation"]})
@@ -226,7 +226,7 @@ async def test_health_is_told_by_service_and_reflection_names_them_all(live):
         assert {service.name for service in answer.list_services_response.service} >= set(names[3:])
 
 
-async def test_token_is_needed_where_there_is_one_and_its_file_is_followed(server, fleet, tmp_path):
+async def test_router_server_requires_token_and_rereads_its_file(server, fleet, tmp_path):
     await fleet.beat(make_record("w", model=MODEL))
     token = tmp_path / "token"
     token.write_text("first\n")
@@ -252,7 +252,7 @@ async def test_token_is_needed_where_there_is_one_and_its_file_is_followed(serve
         assert await status(authorization="Bearer second") == 401
 
 
-async def test_without_redis_choices_are_made_from_the_last_view_and_are_for_no_gateway(server, live):
+async def test_choices_without_redis_use_last_view_and_have_no_ticket(server, live):
     server.kill()
     try:
         chosen = await choose(live, token_ids=PROMPT, for_gateway=True)

@@ -73,7 +73,7 @@ async def replayed(server, shape: FleetShape) -> Outcome:
     )
 
 
-async def test_every_policy_serves_every_request_and_locality_finds_what_is_cached(server):
+async def test_simulated_policies_serve_all_and_locality_hits_most(server):
     report = await report_of(server, "locality", "round_robin", "least_loaded", "power_of_two", "session")
     assert all(each.requests == len(REQUESTS) and each.refused == 0 for each in report.policies.values())
     by_hand = sum(1 + 3 * turn for turn in range(TURNS)) * CONVERSATIONS - 1
@@ -93,12 +93,12 @@ async def test_equal_seeds_give_equal_reports(server):
     assert other["power_of_two"] != first["power_of_two"]
 
 
-async def test_one_worker_with_room_for_all_hits_exactly_what_an_infinite_cache_does(server):
+async def test_worker_with_large_cache_hits_like_infinite_cache(server):
     report = await report_of(server, "locality", both=1)
     assert report.policies["locality"].block_hit_rate == report.trace.infinite_cache_hit_rate
 
 
-async def test_prompts_move_from_prefill_to_decode_workers_and_nothing_stays_behind(server):
+async def test_simulated_handoffs_leave_no_load_behind(server):
     shape = FleetShape(prefill=2, decode=2, cache_blocks=500, block_tokens=TRACE_BLOCK)
     outcome = await replayed(server, shape)
     assert outcome.placements == {Placement.PAIR: len(REQUESTS)}

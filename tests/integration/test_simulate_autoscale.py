@@ -68,7 +68,7 @@ async def report_of(server, simulation: ScalingSimulation) -> ScalingReport:
     return await simulation.run(RedisAddress(url=server.url), lambda _: None)
 
 
-async def test_load_that_grows_is_followed_up_and_down_and_equal_inputs_give_equal_figures(server):
+async def test_simulated_autoscaling_follows_load_and_is_deterministic(server):
     report = await report_of(server, scaling())
     internal, static = report.scalers["internal"], report.scalers["static"]
     assert internal.requests == static.requests == len(REQUESTS)

@@ -56,7 +56,7 @@ def stopped_in_the_middle(writer: RemoteWriter, memory: torch.Tensor) -> None:
     raise AssertionError("it was always through by then")
 
 
-async def test_pages_of_a_writer_that_was_stopped_in_the_middle_of_a_write_are_its_own_until_it_has_ended(receiver):
+async def test_pages_of_stopped_writer_are_held_until_it_exits(receiver):
     memory = receiver.pool.data.view(PAGES, -1)
     free: list[PageId] = []
 

@@ -44,7 +44,7 @@ async def exits_0(client: SystemClient, worker_id: str, pid: int, *, before: Cou
 
 
 @pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
-async def test_decode_worker_that_leaves_hands_its_streams_over_with_their_kv(fleet, reference, sampling):
+async def test_draining_decode_worker_migrates_streams_with_kv(fleet, reference, sampling):
     left: dict[str, int] = {}
 
     def leave(worker_id: str) -> None:
@@ -59,7 +59,7 @@ async def test_decode_worker_that_leaves_hands_its_streams_over_with_their_kv(fl
     await exits_0(fleet, worker_id, pid, before=exits)
 
 
-async def test_prefill_worker_that_leaves_serves_what_it_computes_and_costs_nobody_anything(fleet, reference):
+async def test_draining_prefill_worker_finishes_its_prompts(fleet, reference):
     leaver, exits = fleet.system.service_pid("prefill-0"), clean_exits(fleet)
     prompts = fixed_workload(Lengths(prompt=700, output=40, spread=0.3), 16, rate=None, seed=leaver)
     # The first two speak while the prompts of most others are still to be computed.

@@ -21,7 +21,7 @@ NOBODY_FOR_S = 2.0
 """How long there is no decode worker, at least."""
 
 
-async def test_without_any_decode_worker_streams_wait_and_go_on_when_one_is_back(fleet, reference):  # [streams-wait]
+async def test_streams_resume_when_a_decode_worker_returns(fleet, reference):  # [streams-wait]
     engines = [fleet.system.engine_pid(worker_id) for worker_id in ("decode-0", "decode-1")]
     killed = asyncio.Event()
     loop = asyncio.get_running_loop()

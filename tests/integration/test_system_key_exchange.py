@@ -39,7 +39,7 @@ def old(fleet, tmp_path) -> Iterator[System]:
     system.close()
 
 
-async def test_keys_are_exchanged_with_a_second_fleet_and_no_answer_is_lost(old, fleet, reference):
+async def test_key_exchange_with_second_fleet_loses_no_response(old, fleet, reference):
     assert (old.run_dir / "keys.json").read_bytes() != (fleet.system.run_dir / "keys.json").read_bytes()
     serving = old
 

@@ -91,7 +91,7 @@ async def test_structured_output_may_be_asked_of_a_response(settings):
     assert isinstance(await chat.with_structured_output(Forecast).ainvoke(QUESTION), Forecast)
 
 
-async def test_response_is_answered_whole_and_streamed_and_calls_what_it_must(settings):
+async def test_langchain_responses_stream_and_call_required_tools(settings):
     chat = ChatOpenAI(**settings, temperature=0, max_tokens=200, use_responses_api=True)
     whole = await chat.bind(max_tokens=8).ainvoke(QUESTION)
     streamed = AIMessageChunk("")

@@ -52,7 +52,7 @@ async def test_every_pair_is_measured_and_the_operator_sees_it(fleet, capsys):
         assert {row.split()[4] for row in rows} == {"shm"}
 
 
-async def test_short_rest_of_a_cached_prompt_is_computed_where_it_is_decoded(fleet, reference):
+async def test_short_uncached_suffix_is_prefilled_on_decode_worker(fleet, reference):
     prompt = tuple(Random("a short rest").choices(range(20, 900), k=40 * PAGE))
     first = await fleet.complete(prompt)
     (attempt,) = await fleet.attempts(first["id"])

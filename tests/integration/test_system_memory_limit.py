@@ -54,7 +54,7 @@ async def answered(url: str, count: int, *, patience_s: float = 300.0) -> list[i
         return await asyncio.gather(*(one(index) for index in range(count)))
 
 
-def test_small_container_serves_a_crowd_and_names_a_kill_for_memory(system, group):
+def test_small_container_serves_load_and_logs_oom_kill(system, group):
     assert asyncio.run(answered(system.url, REQUESTS)) == [200] * REQUESTS
     assert group.kills() == 0
     log = system.run_dir / "both-0.log"

@@ -46,7 +46,7 @@ async def test_64_concurrent_streams_say_what_one_worker_alone_says(fleet, refer
     assert await fleet.metric("tandem_gateway_transferred_bytes_total") > 0
 
 
-async def test_second_turn_reuses_the_first_and_explain_tells_where_it_ran(fleet):
+async def test_second_turn_hits_prefix_cache_and_explain_names_workers(fleet):
     first_turns: list[ChatAnswer] = []
 
     async def reused() -> bool:
@@ -103,7 +103,7 @@ EDITED = {
 }
 
 
-async def test_edited_output_and_prompt_logprobs_of_two_workers_are_those_of_one(fleet, reference):
+async def test_edited_output_and_logprobs_equal_aggregated_worker(fleet, reference):
     async def complete(client: SystemClient, **fields: object) -> dict:
         answer = await client.http.post("/v1/completions", json={"model": client.model, **EDITED, **fields})
         assert answer.status_code == 200, answer.text
@@ -126,7 +126,7 @@ async def test_edited_output_and_prompt_logprobs_of_two_workers_are_those_of_one
 
 
 @pytest.mark.parametrize("pooling", ["last", "mean"])
-async def test_embeddings_of_prefill_workers_are_those_of_one_that_does_both(fleet, reference, pooling):
+async def test_embeddings_of_prefill_workers_equal_aggregated_worker(fleet, reference, pooling):
     tokens = await fleet.tokens("Once upon a time there was a fox who lived near a river. " * 30)
     inputs = ["What is the capital of France?", tokens, tokens[:300], tokens[:7]]
 

@@ -49,7 +49,7 @@ async def test_worker_that_does_both_continues_a_session(systems):
     assert answers[1]["usage"]["prompt_tokens_details"]["cached_tokens"] >= 100
 
 
-async def test_decode_worker_keeps_the_session_whose_first_turn_was_handed_over(fleet, systems):
+async def test_session_after_handoff_stays_on_decode_worker(fleet, systems):
     async with SystemClient(system=systems[1]) as reference:
         answers = await assert_continues(fleet, reference, "Handed over")
     [first], [second], [third] = [await fleet.attempts(answer["id"]) for answer in answers]

@@ -97,7 +97,7 @@ def test_truncated_checkpoint_is_named_before_anything_serves(tmp_path):
     assert "truncated" in said
 
 
-def test_redis_that_does_not_answer_is_named_without_its_password(tmp_path):
+def test_unreachable_redis_is_named_without_password(tmp_path):
     said = refused(tmp_path, "--redis-url", "redis://:secret@127.0.0.1:1/0")
     assert "@127.0.0.1:1/0" in said
     assert "--redis-url" in said
@@ -187,7 +187,7 @@ def torchless(tmp_path):
     system.close()
 
 
-async def test_everything_but_the_engine_works_without_torch_and_ctrl_c_leaves_nothing(torchless):
+async def test_system_without_torch_serves_and_ctrl_c_stops_all(torchless):
     async with SystemClient(system=torchless) as client:
         assert (await client.chat([{"role": "user", "content": "Where is the fox?"}])).text
         async with client.open_stream("Once upon a time", max_tokens=3000) as response:

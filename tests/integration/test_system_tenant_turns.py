@@ -104,7 +104,7 @@ def test_tokens_before_a_first_token_are_of_two_steps(loaded, kind):
     assert output == expected
 
 
-def test_tokens_before_a_first_token_of_one_tenant_are_of_the_queue(loaded):
+def test_prompts_of_one_tenant_are_computed_in_arrival_order(loaded):
     """What the bound is worth: the same requests of one tenant are computed in order of arrival."""
     more, _ = before_first_token(loaded, "long_prompts", tenant="small")
     assert more > LONG

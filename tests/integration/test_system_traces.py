@@ -90,7 +90,7 @@ async def interrupted(fleet: SystemClient, trace: Traced) -> bool:
     return bool(told.json()["requests"])
 
 
-async def test_resumed_request_has_both_attempts_with_all_their_workers(fleet, collector):
+async def test_trace_of_resumed_request_has_both_attempts(fleet, collector):
     for _ in range(TRIES):
         trace = Traced(fleet)
         if await interrupted(fleet, trace):

@@ -101,7 +101,7 @@ def with_fault(ranks: ThreadRanks, *guilty: int, late: bool) -> ThreadRanks:
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
 @pytest.mark.parametrize("guilty", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "both"])
-def test_request_that_breaks_a_step_ends_alone_and_the_ranks_go_on(config, alone, ranks, guilty, late, overlap):
+def test_poison_request_fails_alone_with_two_ranks(config, alone, ranks, guilty, late, overlap):
     config = replace(config, scheduler=replace(config.scheduler, enable_overlap=overlap))
     with Engine.build(alone, replace(alone.config, scheduler=config.scheduler)) as engine:
         expected = generate(engine)

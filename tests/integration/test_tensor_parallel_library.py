@@ -107,7 +107,7 @@ async def test_requests_that_come_and_go_until_a_rank_is_lost(checkpoints, expec
     assert not ranks_of_this_process()
 
 
-def test_rank_that_is_lost_between_two_lists_is_an_error_of_the_next(checkpoints):
+def test_rank_lost_between_calls_fails_the_next_call(checkpoints):
     with LLM(checkpoints["one"], tensor_parallel_size=2, **OPTIONS) as llm:
         [rank] = ranks_of_this_process()
         os.kill(rank, signal.SIGKILL)

@@ -184,7 +184,7 @@ async def test_sigterm_ends_both_in_order_while_a_request_runs(checkpoint, tmp_p
         assert await served.ended() == 0
 
 
-async def test_when_rank_0_is_killed_the_other_rank_leaves_and_nothing_is_left(checkpoint, tmp_path):
+async def test_other_rank_exits_and_cleans_up_when_rank_0_is_killed(checkpoint, tmp_path):
     async with serving(checkpoint, tmp_path) as served:
         served.process.kill()
         assert await served.ended() == -signal.SIGKILL

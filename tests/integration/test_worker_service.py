@@ -255,7 +255,7 @@ async def test_after_a_wipe_the_worker_registers_again_and_replays(server, fleet
     assert (await until(lambda: find(fleet))).view.incarnation == worker.service.incarnation
 
 
-async def test_redis_that_dies_and_returns_empty_does_not_stop_the_worker(server, fleet, worker):
+async def test_worker_survives_redis_restart_without_data(server, fleet, worker):
     await until(worker.ready)
     server.kill()
     worker.remote.tell(store=texts(*CHAIN))
@@ -290,7 +290,7 @@ async def test_busy_engine_without_progress_is_not_offered(fleet, worker):  # [l
     await until(lambda: in_state(WorkerState.READY))
 
 
-async def test_dead_engine_ends_the_worker_and_its_registration_at_once(fleet, worker):  # [engine-ends-worker]
+async def test_engine_exit_ends_worker_and_deregisters_it(fleet, worker):  # [engine-ends-worker]
     await until(lambda: find(fleet))
     os.kill(worker.remote.pid, signal.SIGKILL)
     assert await asyncio.wait_for(worker.exit, 60) == 1
@@ -325,7 +325,7 @@ async def test_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worker):
     assert {order["incarnation"] for order in worker.remote.orders_of("peer_gone")} == {"p1@1", "p2@1"}
 
 
-async def test_engine_is_told_when_the_process_of_a_fenced_writer_has_ended(worker):  # [late-write]
+async def test_engine_is_notified_when_fenced_writer_exits(worker):  # [late-write]
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         endpoint = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
         writer = Peer(worker_id="p1", incarnation="p1@1", endpoint=endpoint, compat_hash="h")
@@ -383,7 +383,7 @@ async def test_engine_that_is_to_lose_a_node_is_drained(fleet, worker):
     assert worker.remote.orders_of("drain")
 
 
-async def test_on_standby_it_is_registered_and_not_routed_to_until_it_is_offered(server, remote, tmp_path, fleet):
+async def test_standby_worker_is_registered_and_unroutable_until_offer(server, remote, tmp_path, fleet):
     async with running(config_for(server, remote, standby=True), remote, tmp_path) as worker:
         record = await until(lambda: find(fleet))
         assert record.state is WorkerState.STANDBY
@@ -402,9 +402,7 @@ async def test_on_standby_it_is_registered_and_not_routed_to_until_it_is_offered
         assert (await find(fleet)).state is WorkerState.READY
 
 
-async def test_untried_it_is_offered_when_it_finds_another_of_its_revision(
-    server, remote, tmp_path, fleet, monkeypatch
-):
+async def test_standby_ends_when_worker_of_same_revision_serves(server, remote, tmp_path, fleet, monkeypatch):
     monkeypatch.setattr("tandem_services.worker.standby.UNTRIED_S", 0.0)
     async with running(config_for(server, remote, standby=True), remote, tmp_path) as worker:
         record = await until(lambda: find(fleet))
@@ -448,7 +446,7 @@ async def test_role_changes_in_the_registry_and_nothing_else_does(server, remote
         assert orders[0]["within_s"] == config.drain_timeout_s
 
 
-async def test_role_that_needs_a_transport_is_refused_without_one_and_any_while_draining(worker, fleet):
+async def test_role_flip_without_transport_or_during_drain_is_rejected(worker, fleet):
     await until(lambda: find(fleet))
     await until(worker.ready)
     refused = await post_role(worker, "prefill")

@@ -182,7 +182,7 @@ async def test_newest_incarnation_of_a_name_wins_and_the_older_is_told(fleet):  
     assert await names(fleet) == {"w1@10"}
 
 
-async def test_older_number_cannot_take_a_live_name_even_when_redis_forgot_who_was_first(fleet):
+async def test_older_incarnation_cannot_take_a_live_worker_id(fleet):
     await fleet.beat(make_record("w1", number=10**18 + 1))
     reply = await fleet.beat(make_record("w1", number=10**18))
     assert reply.status is LeaseStatus.FENCED
@@ -253,7 +253,7 @@ async def test_wiped_registry_has_a_new_epoch_and_fills_by_heartbeats(server, fl
     assert await names(fleet) == {"w1@1"}
 
 
-async def test_user_with_only_the_documented_commands_can_do_everything(server, fleet):
+async def test_redis_user_with_documented_acl_can_call_everything(server, fleet):
     grant([server], documented_rules(), user="tandem", password="secret")
     user = Fleet(server, user="tandem:secret")
     with every_call_noted() as calls:

@@ -47,7 +47,7 @@ async def test_prefill_and_a_decode_worker_are_paired(fleet, router):
     }
 
 
-async def test_worker_that_has_the_prefix_is_preferred_until_its_queue_costs_more(fleet, router):
+async def test_cached_prefix_is_preferred_until_queue_costs_more(fleet, router):
     home, other = make_record("home"), make_record("other")
     await fleet.join(router, home, other)
     await fleet.cache(home, chain_of(PROMPT))
@@ -93,7 +93,7 @@ async def test_decode_worker_that_lacks_little_computes_alone(fleet, router):
     assert choice.matched_tokens == len(PROMPT) - PAGE
 
 
-async def test_decode_worker_computes_alone_when_no_prefill_worker_lives(fleet, router):  # [decode-computes-prompts]
+async def test_decode_worker_without_prefill_workers_serves_alone(fleet, router):  # [decode-computes-prompts]
     await fleet.join(router, make_record("d", Role.DECODE))
     assert (await router.choose(query())).prefill is None
 
@@ -119,7 +119,7 @@ async def test_workers_of_different_geometry_are_never_paired(fleet, router):  #
         await router.release(choice)
 
 
-async def test_decode_worker_of_another_release_serves_alone_until_there_is_one_of_the_new(fleet, router):
+async def test_old_release_decode_worker_serves_alone_in_rollout(fleet, router):
     await fleet.join(
         router,
         make_record("p-new", Role.PREFILL, compat_hash="new"),
@@ -280,7 +280,7 @@ async def test_fast_link_is_preferred_and_a_broken_one_avoided(fleet, router):
             await router.release(choice)
 
 
-async def test_link_without_a_figure_costs_what_the_others_of_its_worker_do(fleet, router):
+async def test_unmeasured_link_costs_the_typical_rate_of_its_worker(fleet, router):
     decode, gone = make_record("d", Role.DECODE, load=make_load(sequences=2)), make_record("gone", Role.DECODE)
     slow = make_record("slow", Role.PREFILL, links=(make_link(gone, 1e6),), load=make_load(transfer_rate=1e6))
     await fleet.join(router, decode, slow)
@@ -290,7 +290,7 @@ async def test_link_without_a_figure_costs_what_the_others_of_its_worker_do(flee
     assert terms["transfer"] == pytest.approx(0.002 + len(PROMPT) * 1000 / 1e6)
 
 
-async def test_figures_of_links_are_replaced_by_each_heartbeat_and_go_with_the_worker(fleet, router, server):
+async def test_link_rates_are_replaced_per_heartbeat_and_deregistered(fleet, router, server):
     decode = make_record("d", Role.DECODE)
     await fleet.join(router, decode, make_record("p", Role.PREFILL, links=(make_link(decode, 1e6),)))
     assert server.command("GET", "tandem:{default}:links:p@1").splitlines()[-1].startswith("d@1 ")

@@ -40,7 +40,7 @@ async def issued(router: Router, query: RouteQuery = QUERY):
     return choice, ticket
 
 
-async def test_redeemed_ticket_is_the_choice_and_its_reservation_is_the_redeemers(routers):
+async def test_redeemed_ticket_transfers_choice_and_reservation(routers):
     chooser, carrier = routers
     choice, ticket = await issued(chooser)
     redeemed = await carrier.redeem(ticket, replace(QUERY, request_id="mine"))
@@ -73,7 +73,7 @@ async def test_ticket_can_be_redeemed_once(routers):
     ],
     ids=lambda changes: next(iter(changes)),
 )
-async def test_ticket_for_something_else_is_void_and_its_reservation_given_back(routers, changes):
+async def test_ticket_of_other_query_is_void_and_reservation_released(routers, changes):
     chooser, carrier = routers
     _, ticket = await issued(chooser)
     assert await carrier.redeem(ticket, replace(QUERY, **changes)) is None
