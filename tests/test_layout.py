@@ -22,7 +22,7 @@ def run_python(code: str) -> subprocess.CompletedProcess[str]:
 
 
 @pytest.mark.parametrize("folder", [*PACKAGES, "charts", "docker", "tests"])
-def test_no_package_marker_stands_where_it_would_shadow_the_standard_library(folder: str) -> None:
+def test_no_init_file_shadows_the_standard_library(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
 
@@ -36,7 +36,7 @@ def test_test_file_names_are_unique() -> None:
     assert sorted(names) == sorted(set(names))
 
 
-def test_interpreter_works_from_the_root_with_the_root_on_the_path() -> None:
+def test_python_works_with_repository_root_on_sys_path() -> None:
     done = run_python("import sys; sys.path.insert(0, ''); import collections, operator; operator.add(1, 2)")
     assert done.returncode == 0, done.stderr
 
@@ -63,7 +63,7 @@ def test_processes_without_torch_can_import(module: str) -> None:
     assert done.returncode == 0, done.stderr or f"{module} imports torch or transformers"
 
 
-def test_importing_the_engine_imports_nothing_of_it_until_a_name_is_asked_for() -> None:
+def test_engine_package_imports_submodules_lazily() -> None:
     done = run_python(
         "import sys, tandem_engine; before = {m for m in sys.modules if m.startswith(('tandem_engine.', 'torch'))}; "
         "from tandem_engine import SamplingParams; sys.exit(bool(before) or 'torch' in sys.modules)"

@@ -64,7 +64,7 @@ def test_equal_answers_have_no_damage():
     assert not compare_answers(answer("abc"), answer("abc"))
 
 
-def test_stream_that_broke_off_is_failed_and_its_beginning_still_counts():
+def test_broken_stream_is_failed_and_its_prefix_compared():
     assert compare_answers(answer("abcdef"), answer("abc", error="gone", finishes=())) == Damage(failed=1)
     assert compare_answers(answer("abcdef"), answer("aXc", error="gone", finishes=())) == Damage(failed=1, wrong=1)
 
@@ -95,7 +95,7 @@ def test_only_silence_after_the_fault_is_recovery():
     assert heard.longest_silence(after=20.0) == 0.0
 
 
-def test_slow_machine_stretches_what_is_computing_and_an_idle_one_with_a_core_each_nothing():
+def test_slow_machine_extends_only_computing_share_of_bounds():
     assert Slowness(cores=8, workers=4, contention=1.0).allowed(3.0) == 3.0
     slow = Slowness(cores=2, workers=4, contention=1.5, quiet_s=0.5)
     assert slow.allowed(1.0) == 3 * 1.0 + 0.5
@@ -219,7 +219,7 @@ def test_absent_promise_is_counted_as_absent_and_not_as_kept():
     assert json.loads(json.dumps(figures)) == figures
 
 
-def test_silences_of_streams_of_one_kind_are_told_apart_over_all_runs():
+def test_stalls_are_reported_per_kind_over_all_runs():
     runs = [
         Outcome(promise=promise(36), result=Result.KEPT, samples={"drain, moved": (0.1, 0.3), "drain, not moved": ()}),
         Outcome(promise=promise(36), result=Result.KEPT, samples={"drain, moved": (0.2,)}),
@@ -241,7 +241,7 @@ def test_list_shows_every_number(capsys):
     assert [int(line.split()[0]) for line in shown.splitlines()] == [line.number for line in PROMISES]
 
 
-def test_scenarios_that_share_a_fleet_follow_each_other_and_the_yardstick_is_first():
+def test_scenarios_are_ordered_by_fleet_shape_reference_first():
     order = command.by_shape(list(scenarios().values()))
     assert order[0].promise.number == 0
     assert {each.promise.number for each in order} == set(scenarios())
@@ -257,7 +257,7 @@ def test_what_this_machine_cannot_test_is_absent_and_says_why(capsys, monkeypatc
     assert line.endswith("absent (no mount namespace here)")
 
 
-def test_summary_tells_what_must_be_zero_and_how_long_clients_waited():
+def test_summary_lists_damage_counts_and_stall_percentiles():
     kept = Outcome(promise=promise(1), result=Result.KEPT, stalls=(0.1, 0.5), requests=2)
     line = summary_line([kept, Outcome(promise=promise(48), result=Result.ABSENT)])
     assert "1 kept, 0 broken, 1 absent" in line

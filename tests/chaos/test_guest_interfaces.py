@@ -15,7 +15,7 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=f"workers cannot have ad
 GUEST = "198.19.7.1"
 
 
-def test_worker_is_reached_though_an_interface_is_gone_that_it_found_when_it_started():
+def test_worker_is_reachable_after_unused_interface_is_removed():
     with contextlib.closing(Switch.open()) as switch:
         place = switch.place()
         place.route_all()

@@ -16,7 +16,7 @@ ANSWERED = 150
 LOOKS = 20
 
 
-def test_stranger_that_connects_after_the_interface_was_made_anew_does_not_end_the_process():
+def test_connection_after_interface_recreation_keeps_process():
     with (
         contextlib.closing(Switch.open()) as switch,
         placed(switch.place(), ["friend", "stranger"]) as others,

@@ -68,7 +68,7 @@ def asked(line: socket.socket, word: bytes) -> bytes:
     return line.recv(100)
 
 
-def test_process_loses_its_address_and_lives_on_and_its_peers_hear_nothing(switch):
+def test_unplugged_process_stays_alive_and_silent(switch):
     place = switch.place()
     with answering(place, "one") as process, connected(place.address) as line:
         assert asked(line, b"?") == b"one?"
@@ -86,7 +86,7 @@ def test_process_loses_its_address_and_lives_on_and_its_peers_hear_nothing(switc
         assert line.recv(100) == b"one?"
 
 
-def test_address_is_given_to_another_and_traffic_of_the_first_does_not_reach_it(switch):
+def test_reassigned_address_resets_connections_of_first_owner(switch):
     first = switch.place()
     with answering(first, "old") as old, connected(first.address) as line:
         assert asked(line, b"?") == b"old?"
@@ -100,7 +100,7 @@ def test_address_is_given_to_another_and_traffic_of_the_first_does_not_reach_it(
         assert old.poll() is None
 
 
-def test_processes_inside_see_their_own_interfaces_alone_and_ucx_has_tcp_alone(switch):
+def test_namespace_has_own_interfaces_and_ucx_tcp_only(switch):
     look = switch.place().around(["sh", "-c", "ls /sys/class/net; echo $UCX_TLS"])
     *seen, tls = subprocess.run(look, capture_output=True, text=True, check=True).stdout.split()
     assert (sorted(seen), tls) == (sorted(["eth0", *interfaces_of_an_empty_namespace()]), "tcp")

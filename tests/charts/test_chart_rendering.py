@@ -183,7 +183,7 @@ def test_account_that_is_not_made_has_to_be_named(helm):
         helm.render("tandem", {"serviceAccount": {"create": False}})
 
 
-def test_list_of_namespaces_and_the_whole_cluster_contradict_each_other(helm):
+def test_cluster_scope_with_namespace_list_is_rejected(helm):
     with pytest.raises(HelmError, match="namespaces: scope Cluster includes all of them; leave the list empty"):
         helm.render("tandem", {"scope": "Cluster", "namespaces": ["models"]})
 
@@ -199,7 +199,7 @@ def test_one_replica_has_no_disruption_budget(rendered):
     assert not of_kind(rendered["single"], "PodDisruptionBudget")
 
 
-def test_network_policy_lets_in_metrics_alone_and_out_what_is_needed(rendered):
+def test_network_policy_allows_metrics_ingress_and_needed_egress(rendered):
     (policy,) = of_kind(rendered["everything"], "NetworkPolicy")
     assert policy["spec"]["policyTypes"] == ["Ingress", "Egress"]
     (ingress,) = policy["spec"]["ingress"]

@@ -50,7 +50,7 @@ def test_committed_dashboard_is_what_the_script_writes(tmp_path):
 
 
 @each_target
-def test_every_name_in_an_expression_is_a_metric_that_is_exported(target):
+def test_dashboard_expressions_use_exported_metrics_only(target):
     rest = SELECTOR.sub(" ", target["expr"])
     words = set(re.findall(NAME, GROUPING.sub(" by ", rest)))
     assert words <= WORDS_OF_PROMQL, "neither PromQL nor a metric with a selector"
@@ -101,7 +101,7 @@ def test_quantiles_are_of_histograms():
 
 
 @pytest.mark.parametrize("variable", DASHBOARD["templating"]["list"][1:], ids=lambda variable: variable["name"])
-def test_choices_at_the_top_come_from_metrics_that_exist_and_are_used(variable):
+def test_dashboard_variables_use_exported_metrics_and_are_used(variable):
     name = re.fullmatch(rf"label_values\(({NAME}), instance\)", variable["query"]["query"]).group(1)
     assert name in EXPORTED[variable["name"]]
     assert any(f"${variable['name']}" in target["expr"] for _, target in TARGETS)

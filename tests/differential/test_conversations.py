@@ -107,7 +107,7 @@ def test_every_turn_is_an_answer_to_all_before_it(name, page_size):
 
 
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_conversations_that_began_with_a_handoff_go_on_where_they_arrived(page_size):
+def test_conversations_after_handoff_continue_on_decode_worker(page_size):
     pair = make_pair(
         enable_overlap=True,
         page_size=page_size,

@@ -244,7 +244,7 @@ def push_layers(dice: random.Random) -> DisaggConfig:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("trouble", [NONE, SLOW, HOSTILE], ids=["no faults", "slow", "hostile"])
 @pytest.mark.parametrize("seed", range(3))
-def test_two_engines_give_the_output_of_one_or_an_error_worth_retrying(engine, trouble, seed):
+def test_disaggregated_output_is_equal_or_retryable_error(engine, trouble, seed):
     dice = random.Random(f"{engine}{trouble}{seed}")
     # The KV of a request may arrive before its receiver has the grammar; or a sender may be late with it.
     prefill, decode = (30, 2) if seed % 2 else (2, 30)

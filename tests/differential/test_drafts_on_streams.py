@@ -151,7 +151,7 @@ def test_head_guesses_on_a_device_what_it_guesses_on_a_cpu(model):
 
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("algorithm", [SpecAlgorithm.DRAFT, SpecAlgorithm.EAGLE])
-def test_proposal_and_the_step_that_verifies_it_are_queued_before_anybody_waits(model, algorithm, overlap, monkeypatch):
+def test_proposal_and_its_verify_step_are_queued_without_sync(model, algorithm, overlap, monkeypatch):
     calls: list[str] = []
     queue, arrived, guess = StreamRunner._queue, StreamFuture._arrived, StreamRunner.guess
 
@@ -182,7 +182,7 @@ def test_proposal_and_the_step_that_verifies_it_are_queued_before_anybody_waits(
 
 
 @pytest.mark.parametrize("algorithm", [SpecAlgorithm.DRAFT, SpecAlgorithm.EAGLE])
-def test_grammar_is_told_of_guesses_behind_the_step_that_verifies_them(model, algorithm):
+def test_drafts_on_streams_with_grammar_equal_no_drafts(model, algorithm):
     """Its masks need the drafts of its run: they wait for these, and the step for the masks."""
     asked = [
         request("plain", [7, 8, 9, 10, 11] * 3),

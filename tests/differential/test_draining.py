@@ -94,7 +94,7 @@ def test_streams_survive_roles_that_change_again_and_again(engine, seed):
     fleet.assert_exact()
 
 
-def test_long_outputs_move_with_their_kv_and_are_not_computed_again():
+def test_migrated_long_outputs_keep_their_kv():
     fleet = make_fleet(enable_overlap=True, usable_pages=400, max_rows=32)
     a = fleet.sides[0]
     prompt = range(1, 10)
@@ -110,7 +110,7 @@ def test_long_outputs_move_with_their_kv_and_are_not_computed_again():
     assert [output.cached_tokens for output in sent] == [10] * 10
 
 
-def test_without_room_anywhere_requests_go_on_where_they_are_and_move_when_there_is_some():
+def test_migration_waits_for_capacity_while_requests_run():
     fleet = make_fleet(usable_pages=100)
     a = fleet.sides[0]
     fleet.has_room = lambda: False

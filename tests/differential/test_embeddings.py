@@ -65,7 +65,7 @@ def test_chunks_pages_and_prefixes_do_not_show(overlap, chunk, page_size, radix)
 
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 @pytest.mark.parametrize("page_size", [1, 4])
-def test_prompt_that_is_put_back_half_computed_sums_each_token_once(page_size, overlap):
+def test_retracted_embedding_prompt_pools_each_token_once(page_size, overlap):
     engine = make_engine(
         enable_overlap=overlap,
         enable_mixed_chunk=True,
@@ -110,7 +110,7 @@ def test_forced_retraction_at_any_moment_does_not_show(page_size, overlap, every
 )
 @pytest.mark.parametrize("overlap", [False, True], ids=["normal", "overlap"])
 @pytest.mark.parametrize("page_size", [4, 16])
-def test_prefixes_of_lower_tiers_and_swapped_requests_do_not_show(page_size, overlap, stored, policy):
+def test_embeddings_are_unchanged_by_cache_tiers_and_swaps(page_size, overlap, stored, policy):
     engine = make_engine(
         enable_overlap=overlap,
         enable_mixed_chunk=True,

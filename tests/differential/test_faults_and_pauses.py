@@ -80,7 +80,7 @@ configs = st.fixed_dictionaries(
     pauses=st.lists(st.tuples(st.integers(0, 6), st.sampled_from([PauseMode.IN_PLACE, PauseMode.RETRACT])), max_size=4),
     spare=st.integers(0, 20),
 )
-def test_only_the_poisoned_fail_and_the_others_get_what_is_theirs(requests, config, chance, pauses, spare):
+def test_only_poison_requests_fail_under_faults_and_pauses(requests, config, chance, pauses, spare):
     executor = LateExecutor if config["enable_overlap"] else EagerExecutor
     faults = Faults(chance)
     longest = max(len(each.input_ids) + each.sampling.max_tokens for each in requests)

@@ -110,7 +110,7 @@ def merged(engines: dict[str, object]) -> dict[str, object]:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_late_and_lost_renewals_cost_requests_at_most_and_never_a_late_write(seed):  # [late-write] [grant-expiry]
+def test_late_and_lost_renewals_never_allow_a_late_write(seed):  # [late-write] [grant-expiry]
     dice = random.Random(seed)
     pair = make_tiny_pair()
     get_acquainted(pair)

@@ -83,7 +83,7 @@ def test_prefix_that_comes_back_from_host_memory_is_what_it_was(mode, policy):
 
 
 @pytest.mark.parametrize("stored", [False, True])
-def test_tokens_of_an_output_that_is_resumed_are_no_cached_prompt_in_any_tier(stored):
+def test_resumed_output_tokens_are_not_counted_as_cached_prompt(stored):
     storage = MemoryStorage() if stored else None
     host_pages = 24 if stored else 100
     engine = engine_of((False, False, 4), host_pages=host_pages, host=HostConfig(enable_cache=True), storage=storage)

@@ -11,7 +11,7 @@ RANKS = 2
 
 
 @pytest.mark.timeout(300)
-def test_ranks_replay_their_collectives_and_give_what_transformers_gives(tmp_path):
+def test_ranks_replay_collectives_and_match_transformers(tmp_path):
     checkpoint = write_tiny_checkpoint("qwen3", tmp_path)
     platforms: list[TwinPlatform] = []
 

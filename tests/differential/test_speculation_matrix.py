@@ -285,7 +285,7 @@ TIERS = {
 @pytest.mark.parametrize("tier", TIERS)
 @pytest.mark.parametrize("page_size", [1, 4])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_draft_model_notices_pages_that_left_and_came_back_elsewhere(tier, page_size, overlap):
+def test_draft_model_output_is_right_after_swap_or_host_load(tier, page_size, overlap):
     """Draft KV stays behind when KV is copied to host memory and to other pages of the device."""
     pages = 160 // page_size
     drafts = make_fake_drafts(num_pages=pages + 1, page_size=page_size, vocab_size=VOCAB)
@@ -326,7 +326,7 @@ def test_draft_model_catches_up_with_kv_that_was_handed_over():
 
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_drafts_do_not_care_whether_pages_left_the_device_and_came_back(overlap, policy):
+def test_drafted_output_is_unchanged_by_swapping(overlap, policy):
     engine = engine_of(
         "every third wrong",
         enable_overlap=overlap,

@@ -78,7 +78,7 @@ def key_file(folder: Path) -> Path:
     return path
 
 
-async def test_two_nodes_serve_as_one_hand_over_both_ways_and_leave_in_order(checkpoint, tmp_path):
+async def test_two_nodes_serve_hand_off_both_ways_and_drain(checkpoint, tmp_path):
     keys = key_file(tmp_path)
     async with AsyncExitStack() as stack:
         single = await stack.enter_async_context(

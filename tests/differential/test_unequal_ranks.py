@@ -117,7 +117,7 @@ def test_unequal_ranks_give_the_output_of_one_engine(engine, senders, receivers,
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
 @pytest.mark.parametrize("seed", range(2))
-def test_whatever_becomes_of_slices_no_token_is_wrong_and_no_page_is_lost(engine, senders, receivers, seed):
+def test_slice_faults_cause_no_wrong_token_or_page_leak(engine, senders, receivers, seed):
     pair = ranked_pair(senders, receivers, **ENGINES[engine])
     name = f"{engine}{senders}{receivers}{seed}"
     make_hostile(pair, name)
@@ -128,7 +128,7 @@ def test_whatever_becomes_of_slices_no_token_is_wrong_and_no_page_is_lost(engine
 
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
-def test_pages_go_into_quarantine_on_all_ranks_alike_until_the_writer_has_ended(senders, receivers):  # [late-write]
+def test_all_ranks_quarantine_equal_pages_until_writer_exits(senders, receivers):  # [late-write]
     pair = ranked_pair(senders, receivers)
     pair.fabric.fates = lambda _push: Fate(delay=10_000)
     pair.network.lost = _is_ending

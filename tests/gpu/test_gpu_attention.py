@@ -53,7 +53,7 @@ def test_prompts_of_real_models(shape, dtype):
 
 
 @MODELS
-def test_captured_graph_gives_the_bits_of_a_plan_and_nothing_waits_for_the_host(shape):
+def test_attention_graph_equals_plan_bitwise_without_sync(shape):
     from tandem_engine.model.attention.triton import TritonBackend
 
     num_heads, kv_heads, head_dim = shape["heads"], shape["kv_heads"], shape["head_dim"]

@@ -130,7 +130,7 @@ def outputs(model: LoadedModel, config: EngineConfig) -> list[tuple[int, ...]]:
         return [generation.token_ids for generation in engine.generate(requests(6), steps_between=2)]
 
 
-def test_every_path_of_one_engine_gives_the_tokens_of_transformers(model):
+def test_engine_paths_match_transformers_tokens(model):
     results = run_paths_of(model, ALONE)
     assert {result.path: result.difference for result in results} == dict.fromkeys(ALONE)
 
@@ -169,7 +169,7 @@ def test_outputs_are_the_same_with_graphs_and_without(model):
     assert outputs(model, config_of(model)) == outputs(model, config_of(model, graphs=GraphConfig(enabled=False)))
 
 
-def test_graphs_of_a_closed_engine_are_not_freed_while_others_are_captured(model):
+def test_closed_engine_graphs_are_not_freed_during_capture(model):
     """They are garbage in cycles, and with these thresholds any allocation could collect it."""
     expected = outputs(model, config_of(model))
     gc.disable()
@@ -210,7 +210,7 @@ def test_nothing_waits_for_the_device_while_requests_decode(model, graphs):
 
 
 @torch.inference_mode()
-def test_nothing_waits_for_the_device_but_for_results_while_a_head_drafts(model):
+def test_drafting_head_syncs_only_for_results(model):
     with Engine.build(model, config_of(model, speculative=head_of(model)), sink=discard) as engine:
         for request in requests(6):
             engine.add(request)

@@ -77,7 +77,7 @@ def test_products_by_quantized_weights_of_a_real_model(coding, group_size, token
 
 
 @pytest.mark.parametrize("coding", ["int4", "int8", "float8"])
-def test_token_has_the_same_bits_alone_and_in_a_prompt_of_a_real_model(coding):
+def test_quantized_linear_is_batch_invariant_bitwise(coding):
     """Tiles of 16 and of 64 tokens are multiplied by instructions of different width."""
     from tandem_engine.kernels.triton.quantized_gemm import quantized_linear
     from tandem_testing.triton_kernels import quantized_kernels
@@ -99,7 +99,7 @@ def test_packed_experts_of_a_real_model(coding, tokens):
 
 
 @pytest.mark.parametrize("coding", ["int4", "int8", "float8"])
-def test_token_of_packed_experts_has_the_same_bits_alone_and_in_a_prompt_of_a_real_model(coding):
+def test_packed_experts_are_batch_invariant_bitwise(coding):
     """Blocks of 16 and of 64 pairs are multiplied by instructions of different width."""
     from tandem_testing.triton_kernels import quantized_expert_kernels as checks
 

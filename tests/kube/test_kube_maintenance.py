@@ -132,7 +132,7 @@ def test_stuck_rollout_does_not_block_a_drain(services, running):
     )
 
 
-def test_rolling_restart_of_everything_in_turn_never_leaves_a_part_short(services, running):
+def test_rolling_restart_keeps_minimum_pods_of_every_component(services, running):
     """By `kubectl rollout restart`: it stays, for the operator takes back what is its own alone."""
     services.apply(prefill=TWO, decode=TWO, gateway=TWO)
     services.wait_ready()

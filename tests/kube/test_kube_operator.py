@@ -171,7 +171,7 @@ def test_objects_of_others_are_left_alone_and_named(services, running):
     services.wait_ready()
 
 
-def test_what_admission_refuses_is_told_and_heals_when_it_no_longer_does(services, running):
+def test_admission_rejection_sets_degraded_until_accepted(services, running):
     """The API server's own words, and nothing else stops [specs-refused]."""
     quotas = f"/api/v1/namespaces/{services.namespace}/resourcequotas"
     quota = {"metadata": {"name": "one"}, "spec": {"hard": {"services": "1"}}}

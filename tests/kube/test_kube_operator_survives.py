@@ -35,7 +35,7 @@ def expire(cluster: ControlPlane, namespace: str) -> None:
     cluster.merge(path, {"spec": {"leaseDurationSeconds": 1}}).raise_for_status()
 
 
-def test_of_two_operators_one_acts_and_the_other_takes_over_when_it_dies(services, start, control_plane):
+def test_standby_operator_takes_over_when_leader_dies(services, start, control_plane):
     """No double create, and everything converges under the new leader [one-leader]."""
     first = start("first", *LEASE)
     wait_for(lambda: first.leading, PATIENCE_S, first.log)

@@ -118,7 +118,7 @@ def generate(model: torch.nn.Module, prompt: list[int], params: SamplingParams |
 
 
 @pytest.mark.parametrize("edits", CASES.values(), ids=CASES)
-def test_greedy_output_is_that_of_transformers_with_the_same_processors(ours, theirs, edits):
+def test_greedy_output_with_edits_matches_transformers(ours, theirs, edits):
     params = SamplingParams(max_tokens=TOKENS, temperature=0.0, ignore_eos=True, **edits)
     requests = [GenerateRequest(rid=f"{i}", input_ids=tuple(p), sampling=params) for i, p in enumerate(PROMPTS)]
     outputs = ours.generate(requests, steps_between=2)

@@ -65,7 +65,7 @@ def verified(family, checkpoint) -> tuple[int, dict[str, Any]]:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a hundred engines, one after the other
-def test_every_path_gives_the_tokens_and_logprobs_of_transformers(verified) -> None:
+def test_paths_match_transformers_tokens_and_logprobs(verified) -> None:
     status, report = verified
     assert [row["difference"] for row in report["paths"]] == [None] * len(report["paths"])
     assert status == 0
@@ -217,7 +217,7 @@ def test_report_names_model_and_what_was_computed(verified) -> None:
         (-2.03, False, "r (prompt of 2): output 1 is 9, reference 6"),
     ],
 )
-def test_two_tokens_as_likely_are_no_difference_where_kv_is_rounded(rival, rounded_kv, difference) -> None:
+def test_near_tied_tokens_are_equal_with_rounded_kv(rival, rounded_kv, difference) -> None:
     """KV of float8 rounds what differs in its last bit to one side or the other; what follows has another history."""
     output = generation(tokens=(5, 9, 8))
     tied = TokenLogprob(logprob=-2.0, top=((9, -2.0), (6, rival)))

@@ -40,7 +40,7 @@ def geometry_of(model, dtype):
         return engine.geometry, engine.compat_hash
 
 
-def test_pages_are_exchanged_with_workers_of_the_same_dtype_and_scales_alone(model, tmp_path):  # [same-kind-paired]
+def test_compat_hash_depends_on_kv_dtype_and_scales(model, tmp_path):  # [same-kind-paired]
     geometries, hashes = zip(
         *(geometry_of(model, dtype) for dtype in set(KvCacheDtype) - {KvCacheDtype.FLOAT16}), strict=True
     )
@@ -56,7 +56,7 @@ def test_pages_are_exchanged_with_workers_of_the_same_dtype_and_scales_alone(mod
     assert mine[1] != theirs[1]
 
 
-def test_worker_that_computes_in_another_dtype_is_another_even_where_pages_are_alike(model):
+def test_kv_geometry_includes_model_dtype(model):
     geometry, _ = geometry_of(model, KvCacheDtype.BFLOAT16)
     assert (geometry.dtype, geometry.model_dtype) == ("bfloat16", "float32")
 

@@ -93,7 +93,7 @@ def test_prompt_computed_in_chunks_has_the_logits_of_the_whole(pair):
     torch.testing.assert_close(torch.cat(parts), reference(pair.theirs, ids), atol=ATOL, rtol=0)
 
 
-def test_greedy_tokens_are_those_of_transformers_past_the_original_context(pair):
+def test_greedy_tokens_match_transformers_past_original_context(pair):
     """Decodes from position 40 to 100: beyond the 64 positions that some of the rotary scalings start from."""
     from transformers import DynamicCache
 

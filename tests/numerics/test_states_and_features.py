@@ -78,7 +78,7 @@ def outputs(loaded: LoadedModel, scheduler: SchedulerConfig, cache: CacheConfig)
         return found
 
 
-def test_requests_of_all_kinds_get_the_same_with_anchors_and_faults(model):
+def test_stateful_outputs_are_unchanged_by_anchors_and_faults(model):
     expected = outputs(model, PLAIN, replace(PAGES, enable_prefix_cache=False))
     found = outputs(model, DISTURBED, PAGES)
     assert {each.finish.reason for each in found.values()} == {each.finish.reason for each in expected.values()}

@@ -162,7 +162,7 @@ def test_calibration_finds_each_factor_by_itself(queue, compute, itl, rest_s):
 
 
 @given(st.floats(0.0, 1e5), st.floats(0.0, 1e5), st.floats(0.0, 1e5))
-def test_factors_and_predictions_are_bounded_whatever_is_measured(queue, compute, itl):
+def test_calibration_factors_and_predictions_are_bounded(queue, compute, itl):
     known = Calibration()
     learn(known, 2 * MIN_SAMPLES, queue=queue, compute=compute, itl=itl)
     predicted = known.predict(latency(), Placement.PAIR, gateway_wait_s=0.0)

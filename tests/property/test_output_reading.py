@@ -72,7 +72,7 @@ def test_calls_are_numbered_begin_once_and_keep_to_their_order(output, family, s
 
 
 @given(output=cut_outputs(), style=styles, opened=st.booleans())
-def test_without_tools_all_but_markers_and_the_blanks_around_them_is_shown(output, style, opened):
+def test_text_without_tools_is_shown_except_markers(output, style, opened):
     text, pieces = output
     parts = read(OutputReading(reasoning=style, opened=opened), pieces)
     shown = "".join(part.text for part in parts if isinstance(part, Content | Reasoning))
@@ -81,7 +81,7 @@ def test_without_tools_all_but_markers_and_the_blanks_around_them_is_shown(outpu
 
 
 @given(output=cut_outputs(), family=st.sampled_from(sorted(PARSERS)))
-def test_only_the_first_call_is_shown_when_calls_are_not_parallel(output, family):
+def test_only_first_call_is_read_if_not_parallel(output, family):
     several = OutputReading(tool_parser=PARSERS[family], schemas=SCHEMAS)
     single = OutputReading(tool_parser=PARSERS[family], schemas=SCHEMAS, parallel=False)
     parts = [part for part in read(several, output[1]) if getattr(part, "index", 0) == 0]

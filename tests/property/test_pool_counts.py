@@ -17,7 +17,7 @@ pool_counts = st.builds(PoolCounts.of, counts, counts)
 
 
 @given(pool_counts, counts)
-def test_as_many_serve_as_are_wanted_once_the_pools_have_followed(now, wanted):
+def test_serving_counts_equal_desired_after_pools_are_scaled(now, wanted):
     pools = now.pools_for(wanted, ScalingConfig(prefill=FREE, decode=FREE))
     assert all(pools[role] >= 0 for role in ROLES)
     assert sum(pools.values()) == sum(wanted.values())

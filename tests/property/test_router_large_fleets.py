@@ -119,7 +119,7 @@ def test_prompts_of_two_lengths_name_the_same_blocks_of_a_prefix():
 
 
 @pytest.mark.parametrize("held", [0, 1, 3, 17, 350, 699, 700])
-async def test_match_of_a_long_prompt_is_known_to_the_named_block_before_its_end(server, held):
+async def test_long_prompt_match_is_rounded_to_sampled_block(server, held):
     prompt = tuple(range(700 * PAGE + 5))
     chain = chain_of(prompt)
     server.command("FLUSHALL")
@@ -199,7 +199,7 @@ async def test_redis_chooses_among_64_workers_as_the_formula(server):
     assert looks / decisions < 260  # halving for everybody takes 448
 
 
-async def test_fourth_longest_match_is_a_source_in_whatever_order_workers_are_looked_at(server):
+async def test_fourth_longest_match_is_a_source_for_any_seed(server):
     """It is the only one with a fast link."""
     shares = [50, 55, 60, 62, *range(1, 36)]
     async with Fleet.of(server, LEASE_MS=600_000) as workers:

@@ -93,7 +93,7 @@ def run(service: SlowerTogether, periods: int, tokens_per_s: float, requests_per
     return service.history[-periods:]
 
 
-def test_load_of_nearly_two_workers_changes_nothing_for_ten_minutes():
+def test_load_near_two_workers_keeps_counts_stable():
     """Survivors would take the load of who leaves: with one less, steps are longer and sequences more."""
     # A worker bears 40 sequences of 15 s: 2.67 per second.
     service = SlowerTogether(with_objectives(flip_roles=False), there={"prefill": 4, "decode": 4}, places=64.0)

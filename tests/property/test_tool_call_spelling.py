@@ -152,7 +152,7 @@ def test_long_whitespace_around_colon_keeps_arguments(family, blank):
     check_all_cuts(family, text.get(family, call), [("f", {"s": "x"})])
 
 
-def test_pythonic_call_with_long_key_and_whitespace_keeps_arguments():
+def test_pythonic_call_with_long_key_and_blanks_keeps_arguments():
     key, blank = "k" * 200, " " * 40
     text = f"[{blank}f({blank}{key}{blank}={blank}'x'{blank}),{blank}g(),]"
     check_all_cuts("pythonic", text, [("f", {key: "x"}), ("g", {})])

@@ -61,7 +61,7 @@ def test_upgrade_moves_the_roles_with_the_namespaces(control_plane, operator, na
     assert operator.revisions() == 2
 
 
-def test_models_and_their_definitions_outlive_the_operators_release(helm, control_plane, namespace):
+def test_uninstall_of_operator_keeps_models_and_crds(helm, control_plane, namespace):
     release = Release(helm, control_plane, namespace, namespace, "tandem")
     release.install()
     service = f"/apis/tandem.dev/v1beta1/namespaces/{namespace}/modelservices/chat"

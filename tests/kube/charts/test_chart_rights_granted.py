@@ -60,9 +60,7 @@ def listed(release: str) -> tuple[str, str]:
     )
 
 
-def test_rights_in_listed_namespaces_are_those_of_the_list_and_none_elsewhere(
-    control_plane, operator, namespace, second
-):
+def test_namespaced_rights_are_limited_to_listed_namespaces(control_plane, operator, namespace, second):
     operator.upgrade({"namespaces": [second]})
     models, lease = listed(namespace)
     with account_client(control_plane, namespace, f"{namespace}-tandem") as client:
@@ -73,7 +71,7 @@ def test_rights_in_listed_namespaces_are_those_of_the_list_and_none_elsewhere(
         assert rights_in(client, "kube-system") == ""
 
 
-def test_rights_in_the_cluster_are_those_of_the_list_and_the_lease_at_home(control_plane, operator, namespace):
+def test_cluster_rights_are_the_documented_list_and_own_lease(control_plane, operator, namespace):
     operator.upgrade({"scope": "Cluster"})
     models, lease = listed(namespace)
     with account_client(control_plane, namespace, f"{namespace}-tandem") as client:
@@ -114,7 +112,7 @@ def test_what_would_be_a_way_to_more_is_denied(control_plane, operator, namespac
         assert may(client, "list", "secrets", "kube-system") is False
 
 
-def test_people_with_edit_may_write_models_and_with_view_read_them(control_plane, operator, namespace):
+def test_edit_role_may_write_models_and_view_role_read(control_plane, operator, namespace):
     """By aggregation into the cluster's own roles."""
     for role, verb, expected in (("edit", "create", True), ("view", "create", False), ("view", "list", True)):
         rules = f"/apis/rbac.authorization.k8s.io/v1/clusterroles/{role}"

@@ -122,7 +122,7 @@ def live_behind(front: Front, services: Services) -> None:
     front.delete()
 
 
-def test_operator_is_granted_what_it_asks_for_and_asks_for_what_it_is_granted(control_plane, namespace, running):
+def test_operator_rights_equal_its_requests(control_plane, namespace, running):
     live(Services(control_plane, namespace))
     assert running.stop() == 0, running.log()
     requests = asked(control_plane, namespace)

@@ -71,7 +71,7 @@ def test_another_model_or_image_comes_pair_by_pair_and_goes_back(served, service
     assert fewest == {"prefill": 2, "decode": 2, "gateway": 2}
 
 
-def test_setting_is_carried_out_within_the_revision_one_pod_at_a_time(served, services):
+def test_setting_change_replaces_pods_one_by_one_in_revision(served, services):
     revisions = services.workers("decode").keys()
     before = {one["metadata"]["uid"] for one in services.pods("worker")}
     with watched(services) as fewest:

@@ -65,7 +65,7 @@ def test_parameters_are_those_of_the_models_matrices(tmp_path, name):
     assert sum(torch.Size(size).numel() for size in matrices) == shape.parameters
 
 
-def test_decode_step_reads_all_matrices_once_and_the_kv_of_every_sequence():
+def test_decode_bytes_are_weights_plus_kv_of_all_sequences():
     shape = SHAPES["8B"]
     matrices = 2 * (shape.body_parameters + shape.head_parameters)
     assert shape.decode_bytes(32, 1000, 2) == matrices + 32 * 1000 * 128 * 1024

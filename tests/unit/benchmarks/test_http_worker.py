@@ -51,7 +51,7 @@ def test_requests_follow_one_another_on_a_connection(http_worker):
     assert http_worker.read_request(rest) == ("/b", b"hi", b"")
 
 
-def test_http2_is_hung_up_on_as_gateways_try_it_to_find_grpc_workers(http_worker):
+def test_mock_worker_closes_http2_connections(http_worker):
     worker, connection = connected(http_worker)
     worker.data_received(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(9))
     assert connection.closed

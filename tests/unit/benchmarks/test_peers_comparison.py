@@ -236,7 +236,7 @@ def test_answer_of_another_length_is_an_error():
         base.require_lengths("x", [jobs.Job(prompt=(1,), output_len=4)], [3])
 
 
-def test_tables_replace_what_stands_between_the_marks_and_nothing_else():
+def test_tables_replace_only_the_text_between_markers():
     docs = part("docs")
     page = f"before\n{docs.BEGIN}\nold\n{docs.END}\nafter\n"
     once = docs.replaced(page, "| new |\n")

@@ -85,7 +85,7 @@ def test_process_that_was_started_by_somebody_else_is_left_alone(processes):
         other.wait()
 
 
-def test_shares_of_the_machine_are_those_of_the_watched_and_of_the_rest(processes, tmp_path):
+def test_watch_reports_cpu_share_of_watched_processes(processes, tmp_path):
     busy = processes.start([sys.executable, "-c", "while True: pass"], log=tmp_path / "log")
     try:
         with machine().Watch([busy.pid]) as watch:

@@ -146,7 +146,7 @@ def fail(_):
     raise part("processes").PeerError("tandem did not answer:\n  its log")
 
 
-def test_stage_that_fails_or_has_no_time_is_noted_and_the_others_go_on(clock, tmp_path):
+def test_failed_or_skipped_stage_is_noted_and_others_run(clock, tmp_path):
     def late(_):
         clock.now = 101.0
 
@@ -171,7 +171,7 @@ def test_results_are_written_when_a_run_is_interrupted(clock, tmp_path):
     assert [(each.name, each.notes) for each in written.stages] == [("a", []), ("b", ["cut: interrupted"])]
 
 
-def test_run_that_goes_on_repeats_what_was_not_complete_and_nothing_else(clock, tmp_path):
+def test_resumed_comparison_repeats_only_incomplete_stages(clock, tmp_path):
     sample = part("rounds").Sample(
         engine="tandem",
         model="q25m",
@@ -216,7 +216,7 @@ def test_results_of_other_code_are_not_gone_on_with(tmp_path):
         main.earlier(options, plan)
 
 
-def test_engine_that_did_not_start_twice_is_not_tried_a_third_time(clock, tmp_path, monkeypatch):
+def test_engine_failing_to_start_twice_is_not_retried(clock, tmp_path, monkeypatch):
     tried = []
 
     def refuse(name, _):
@@ -248,7 +248,7 @@ def test_process_that_takes_too_long_is_ended(tmp_path):
         processes.told_by(["false"], log=tmp_path / "bad.log", limit_s=30.0)
 
 
-def test_step_of_an_installation_that_hangs_is_ended_and_its_peer_left_out(tmp_path, monkeypatch):
+def test_hanging_install_step_is_ended_and_peer_skipped(tmp_path, monkeypatch):
     steps, peers = part("install.steps"), part("install.peers")
     monkeypatch.setattr(steps, "LIMIT_S", 0.05)
     monkeypatch.setitem(

@@ -120,7 +120,7 @@ def test_version_is_the_projects():
         assert f"VERSION={PROJECT['version']}" in [one.text for one in STAGES[name].of("ARG")]
 
 
-def test_packages_are_installed_without_recommendations_and_lists_are_removed():
+def test_apt_installs_skip_recommends_and_remove_lists():
     for stage in STAGES.values():
         for run in stage.of("RUN"):
             if "apt-get install" in run.text:
@@ -128,7 +128,7 @@ def test_packages_are_installed_without_recommendations_and_lists_are_removed():
                 assert run.text.endswith("rm -rf /var/lib/apt/lists/*") or "rm -rf /var/lib/apt/lists/*" in run.text
 
 
-def test_installed_packages_leave_nothing_that_differs_between_builds():
+def test_apt_installs_are_cleaned_for_reproducible_builds():
     """What is in images; the stage with pip is not."""
     kept = [run for name, stage in STAGES.items() if name != "build" for run in stage.of("RUN")]
     installs = [run for run in kept if "apt-get install" in run.text]
@@ -300,7 +300,7 @@ def test_locks_have_what_the_python_of_images_requires(name: str):
                 assert canonicalize_name(line.name) in there, f"{package.name} requires {line}"
 
 
-def test_only_workers_have_torch_each_in_the_build_for_its_device():
+def test_only_engine_images_lock_torch_for_their_device():
     version = constraints()["torch"]
     found = {name: locked(name).get("torch") for name in OURS}
     assert found == {"engine-cpu": f"{version}+cpu", "engine-cuda": version, "services": None, "operator": None}

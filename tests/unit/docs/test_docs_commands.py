@@ -78,7 +78,7 @@ def test_page_shows_only_commands_and_flags_that_exist(page) -> None:
     assert wrong == {}
 
 
-def test_examples_of_the_help_show_only_commands_and_flags_that_exist() -> None:
+def test_help_examples_use_existing_commands_and_flags() -> None:
     known = parsers()
     wrong = {}
     for parser in [known["tandem"], *commands_of(known["tandem"]).values()]:

@@ -40,7 +40,7 @@ def test_every_scenario_is_on_its_page_with_its_bound():
     assert shown == promised
 
 
-def test_operators_are_told_of_every_fault_what_users_see_and_what_shows_it():
+def test_faults_page_covers_every_scenario_with_its_signals():
     faults = list(rows("faults.md", "What happens when …"))
     told = set().union(*(numbers(scenario) for _, scenario, _, _ in faults))
     assert told == {line.number for line in PROMISES} - NO_FAULT_OF_THEIR_OWN

@@ -61,7 +61,7 @@ def test_every_file_may_be_read_by_another_user():
     assert all(path.stat().st_mode & 0o044 == 0o044 for path in MODEL.iterdir())
 
 
-def test_architecture_is_qwen3_with_grouped_heads_and_tied_embeddings():
+def test_bundled_model_is_qwen3_with_gqa_and_tied_embeddings():
     config = read_json("config.json")
     assert config["architectures"] == ["Qwen3ForCausalLM"]
     assert config["model_type"] == "qwen3"

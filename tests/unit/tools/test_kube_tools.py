@@ -42,7 +42,7 @@ def test_folder_of_somebody_else_is_not_emptied(tmp_path):
     assert kept.exists()
 
 
-def test_part_that_ends_is_named_with_its_last_words_and_nothing_is_left(tmp_path):
+def test_exited_component_is_reported_and_all_are_stopped(tmp_path):
     pretend_built(tmp_path)
     done = control_plane(tmp_path, "start")
     assert done.returncode == 1
@@ -77,7 +77,7 @@ def test_run_that_is_in_use_is_left_alone(tmp_path, action):
         assert etcd.wait() != 0
 
 
-def test_tests_that_need_a_cluster_skip_with_one_line_where_none_is_built(tmp_path):
+def test_kube_tests_without_control_plane_skip_with_one_line(tmp_path):
     command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests/kube")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment |= {"TANDEM_KUBE_HOME": str(tmp_path)}

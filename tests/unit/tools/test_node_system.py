@@ -47,7 +47,7 @@ def test_only_chains_of_services_are_found(system, commands):
     assert system.service_chains() == [("iptables", "filter", "KUBE-FIREWALL"), ("iptables", "filter", "KUBE-SERVICES")]
 
 
-def test_chains_go_with_the_rules_that_jump_to_them_and_nothing_else(system, commands):
+def test_remove_chains_removes_only_service_chains_and_jumps(system, commands):
     system.remove_chains(system.service_chains())
     ((command, script),) = [(words, text) for words, text in commands if words[0] == "iptables-restore"]
     assert command == ("iptables-restore", "--noflush")

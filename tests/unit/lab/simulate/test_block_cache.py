@@ -120,7 +120,7 @@ def test_prompt_longer_than_the_cache_keeps_its_beginning():
 
 
 @given(st.lists(st.text("ab", max_size=6), max_size=30), st.integers(1, 8))
-def test_cache_never_holds_more_than_fits_and_the_index_ends_at_its_content(prompts, capacity):
+def test_block_cache_is_bounded_and_events_match_its_content(prompts, capacity):
     cache = BlockCache(capacity)
     for text in prompts:
         # Digests of a chain depend on all that came before.

@@ -88,7 +88,7 @@ async def test_from_an_idle_worker_it_takes_the_messages_and_the_bytes():
     assert two.asker.cache.match([b"a", b"b", b"c"]) == two.holder.cache.match([b"a", b"b", b"c"]) == 3
 
 
-async def test_busy_worker_hears_of_the_question_and_of_the_end_of_its_writes_between_steps():
+async def test_busy_source_handles_fetch_messages_between_steps():
     two = Two()
     two.at(1.0, two.holder, "other", tokens=400, chain="wxyz")
     two.ask(1.01)
@@ -145,7 +145,7 @@ async def test_one_fetch_serves_everybody_who_wants_the_prefix():
     assert two.asker.fetches.blocks == 3
 
 
-async def test_queue_goes_on_and_keeps_the_place_of_who_waits_beside_it():
+async def test_queue_continues_and_keeps_slot_of_fetching_request():
     two = Two()
     two.at(0.9, two.asker, "before", tokens=400, chain="defg", output=1)
     two.ask()

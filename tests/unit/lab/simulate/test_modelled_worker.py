@@ -124,7 +124,7 @@ async def test_request_waits_until_its_pages_and_its_row_are_free():
         assert told["b prompt"] == pytest.approx(told["a end"] + 0.1)
 
 
-async def test_newest_sequence_is_retracted_when_outputs_outgrow_the_pool():
+async def test_newest_sequence_is_retracted_when_pool_is_full():
     bench = Bench(capacity=7)
     for name in "ab":
         bench.submit_at(0.0, bench.job(name, prompt=100, output=390, chain=name))
@@ -137,7 +137,7 @@ async def test_newest_sequence_is_retracted_when_outputs_outgrow_the_pool():
     assert bench.worker.cache.room == bench.worker.cache.capacity
 
 
-async def test_prompt_from_elsewhere_takes_room_at_once_and_decodes_when_its_kv_is_there():
+async def test_remote_prompt_reserves_pages_and_decodes_on_kv_arrival():
     bench = Bench(role=Role.DECODE)
     remote = bench.job("r", prompt=200, output=3, chain="rs", remote=True)
     bench.submit_at(0.0, bench.job("l", prompt=400, output=2, chain="abcd"))

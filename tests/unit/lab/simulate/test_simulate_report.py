@@ -108,7 +108,7 @@ def test_table_names_each_policy_and_leaves_out_what_nobody_has():
     assert not any(line.startswith(("ITL", "goodput")) for line in lines)
 
 
-def test_plot_is_svg_with_a_bar_for_each_policy_and_the_limit_dashed():
+def test_plot_is_svg_with_bar_per_policy_and_dashed_limit():
     root = ElementTree.fromstring(plot(REPORT, "a < b"))
     texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
     assert "a < b" in texts

@@ -9,7 +9,7 @@ def row(at: float, blocks: tuple[int, ...], short: int = 0) -> TraceRow:
     return TraceRow(at=at, prompt_tokens=len(blocks) * TRACE_BLOCK - short, output_tokens=5, blocks=blocks)
 
 
-def test_chain_is_that_of_the_token_ids_without_the_partial_block():
+def test_request_chain_hashes_full_blocks_of_token_ids():
     (request,) = simulated_requests([row(0.0, (0, 7, 300), short=1)], limit=None, speed=1.0)
     tokens = request.token_ids()
     assert len(tokens) == request.prompt_tokens == 3 * TRACE_BLOCK - 1
@@ -17,7 +17,7 @@ def test_chain_is_that_of_the_token_ids_without_the_partial_block():
     assert len(request.chain) == 2
 
 
-def test_equal_leading_blocks_are_equal_digests_and_others_are_not():
+def test_equal_leading_blocks_have_equal_digests():
     first, second = simulated_requests([row(0.0, (0, 1, 2)), row(0.0, (0, 1, 3))], limit=None, speed=1.0)
     assert first.chain[:2] == second.chain[:2]
     assert first.chain[2] != second.chain[2]
@@ -29,7 +29,7 @@ def test_arrivals_are_ordered_from_zero_and_sped_up():
     assert len(simulated_requests([row(1.0, (1,))] * 5, limit=2, speed=1.0)) == 2
 
 
-def test_requests_that_share_more_than_the_system_prompt_are_one_conversation():
+def test_sessions_are_grouped_by_shared_blocks_after_the_first():
     turns = [(0, 1), (0, 2), (0, 1, 5), (0, 2, 6), (0, 1, 5, 8), (9,)]
     sessions = [r.session for r in simulated_requests([row(0.0, blocks) for blocks in turns], limit=None, speed=1.0)]
     assert sessions[0] == sessions[2] == sessions[4]

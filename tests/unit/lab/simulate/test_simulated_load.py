@@ -50,7 +50,7 @@ def test_arrivals_count_at_arrival_not_admission():
     assert (later.prefill.arrived_tokens_per_s, later.decode.arrived_per_s) == (0.0, 0.0)
 
 
-def test_fleet_that_nobody_asks_is_idle_and_its_workers_sizes_are_known():
+def test_idle_fleet_load_has_worker_sizes():
     load = seen_load(NOBODY).load(5.0)
     assert load.idle
     assert (load.prefill.worker_tokens_per_s, load.decode.worker_places, load.decode.worker_pages) == (10_000.0, 4, 10)

@@ -63,7 +63,7 @@ def test_limits_are_flags_of_the_worker():
     assert words[words.index("--max-cpu-loras") :][:4] == ["--max-cpu-loras", "64", "--lora-turn", "2.5"]
 
 
-def test_repository_is_downloaded_to_the_folder_that_commands_name():
+def test_adapter_repository_is_downloaded_to_its_flag_path():
     service = service_of(adapters=adapters(hub(tokenSecret={"name": "hub", "key": "token"})))
     (source,) = (one.source for one in service.spec.adapters)
     pod = pod_of(adapters=adapters(hub(tokenSecret={"name": "hub", "key": "token"})))

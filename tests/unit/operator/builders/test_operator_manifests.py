@@ -81,7 +81,7 @@ def test_pods_meet_the_restricted_standard(path):
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_pods_have_no_rights_and_write_nowhere_but_into_their_volumes(path):
+def test_pods_have_no_rights_and_read_only_root_filesystems(path):
     for name, template in templates(path):
         pod = template["spec"]
         assert pod["automountServiceAccountToken"] is False, name

@@ -157,7 +157,7 @@ async def test_canary_without_key_file_reports_it(make):
     assert found["r1"] == Canary(passed=False, message="Secret 'chat-curve' does not exist yet")
 
 
-async def test_workers_of_a_revision_are_offered_when_its_canary_has_passed(make, fleet):
+async def test_workers_are_offered_once_canary_of_revision_passes(make, fleet):
     send = answering(r1=GOOD, r2=GOOD, gateway=GOOD)
     canary_runner = make(send)
     await turn(canary_runner, *OLD, *NEW)

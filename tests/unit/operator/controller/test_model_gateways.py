@@ -53,7 +53,7 @@ def test_change_of_a_gateway_concerns_the_services_behind_it():
     assert [seen.key for seen in store.services()] == [CHAT, OTHER]
 
 
-def test_objects_of_a_gateway_concern_it_and_no_service_of_its_name():
+def test_gateway_objects_map_to_gateway_not_service_of_same_name():
     assert gateway_pod("gateway", "front").key == FRONT
     assert gateway_pod("service", "front").key == ServiceKey("models", "front")
 
@@ -65,7 +65,7 @@ def test_contents_of_secrets_are_compared_and_not_kept():
     assert an_object(CONFIG_MAP, "front-models", data={"a": "b"}).body["data"] == {"a": "b"}
 
 
-def test_pods_of_a_service_are_its_workers_and_the_gateways_it_refers_to():
+def test_polled_pods_are_own_workers_and_referenced_gateway():
     pods = (gateway_pod("gateway", "front"), a_pod("w"), gateway_pod("service", "chat"))
     row = {"name": "chat", "served": True, "models": ["chat", "alias"]}
     store = a_store(a_gateway(services=[row]), *pods)

@@ -107,7 +107,7 @@ async def test_no_reconcile_before_the_first_full_list():
         (NotLeading("another one leads"), "stopped"),
     ],
 )
-async def test_every_outcome_is_counted_and_the_next_service_has_its_turn(outcome, result):
+async def test_every_outcome_is_counted_and_next_service_reconciled(outcome, result):
     world = World(Outcomes(chat=outcome))
     world.apply("chat")
     world.apply("search")
@@ -245,7 +245,7 @@ async def test_polls_are_frequent_while_workers_start():
     assert watch.made[0].turns == 4
 
 
-async def test_pods_that_change_hurry_the_next_turn_and_not_more_than_that():
+async def test_pod_changes_advance_only_the_next_poll():
     watch = Watch()
     watch.store.put(a_service())
     await watch.tick(0.0)

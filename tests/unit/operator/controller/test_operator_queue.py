@@ -40,7 +40,7 @@ def test_earlier_due_time_replaces_later_one():
     assert (schedule.next_at(), len(schedule)) == (None, 0)
 
 
-def test_failures_come_back_later_each_time_and_success_forgets_them():
+def test_failure_backoff_grows_and_resets_on_success():
     schedule: Schedule[str] = Schedule()
     pauses = []
     now = 0.0

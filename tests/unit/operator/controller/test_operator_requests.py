@@ -67,7 +67,7 @@ async def test_one_that_stays_busy_is_given_up(cluster, script):
     assert len(script.asked) == 4
 
 
-async def test_nothing_is_written_when_leadership_was_lost_during_a_pause(cluster, script):
+async def test_no_write_after_leadership_loss_during_retry_pause(cluster, script):
     """Not even a write that was decided before [one-leader]."""
     script.answers = [(503, {}, {})]
 

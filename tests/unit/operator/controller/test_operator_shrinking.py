@@ -39,7 +39,7 @@ def test_least_loaded_pod_has_the_lowest_deletion_cost():
         assert found.get("empty", 0) < found["full"]
 
 
-def test_nothing_is_noted_when_nothing_shrinks_or_everything_goes():
+def test_deletion_costs_are_set_only_for_partial_scale_down():
     for plan in (scaled_to(2), scaled_to(3), scaled_to(0), applied_with(2)):
         assert costs(plan) == {}
 

@@ -302,7 +302,7 @@ def test_own_gateways_stay_until_the_model_gateway_serves():
     assert moved(ready, GATEWAY_CANARY) == gone
 
 
-def test_workers_and_redis_admit_the_gateways_of_their_model_gateway():
+def test_network_policies_admit_pods_of_the_model_gateway():
     policies = {
         one["metadata"]["name"]: one["spec"]
         for one in make_plan(

@@ -124,7 +124,7 @@ def test_last_error_is_found_whoever_wrote_it(log, said):
     assert termination_message(log) == said
 
 
-def test_whatever_was_logged_is_one_line_without_control_characters():
+def test_failure_message_is_one_line_without_control_characters():
     """Records escape what a client has sent; `kubectl describe` writes a condition to the terminal as it is."""
     log = json.dumps({"level": "ERROR", "message": "no model 'a\x1b[2J'\nat\u2028all"})
     assert troubles(state={"terminated": {"exitCode": 1, "message": log}}) == [

@@ -32,13 +32,13 @@ def test_skew_names_pods_releases_and_the_fix():
     assert "operator first, then workers, then gateways (spec.images)" in one.message
 
 
-def test_pods_of_one_release_that_the_operator_does_not_know_are_named():
+def test_version_skew_names_pods_unlike_operator_release():
     one = version_skew(observed(chat_decode=FAR, chat_gateway=FAR))
     assert one.status == "True"
     assert f"pods chat-decode ({FAR}), chat-gateway ({FAR}), operator ({RELEASE})" in one.message
 
 
-def test_pods_two_windows_apart_are_skewed_though_each_meets_the_operator():
+def test_pods_two_windows_apart_are_skewed_among_themselves():
     one = version_skew(observed(new=RELEASE + WINDOW, old=RELEASE - 1))
     assert (one.status, f"new ({RELEASE + WINDOW})" in one.message) == ("True", True)
     assert f"old ({RELEASE - 1})" in one.message
@@ -52,7 +52,7 @@ def test_message_has_an_end():
     assert len(one.message) < 700
 
 
-def test_rollout_of_an_image_that_is_too_new_is_reported_until_it_is_undone():
+def test_rollout_of_too_new_image_is_skewed_until_reverted():
     cluster, images = KubeCluster(), {"engine": "tandem-engine:1"}
     cluster.settle(service_of(images=images))
     old = cluster.status.revision

@@ -34,7 +34,7 @@ def test_need_of_decode_is_the_scarcer_of_places_and_pages():
     assert decode_need(full, TARGETS).workers == pytest.approx(4 / 0.85)
 
 
-def test_before_a_rate_is_measured_one_worker_is_enough_to_measure_it():
+def test_unmeasured_prefill_rate_needs_one_worker():
     load = replace(FluidService(config_of(), queued_tokens=9e9).load().prefill, worker_tokens_per_s=0.0)
     assert prefill_need(load, TARGETS).workers == 1.0
 

@@ -105,7 +105,7 @@ def targets() -> list[tuple[str, dict[str, Any], dict[str, Any]]]:
     return [(name, one, one["spec"]["scaleTargetRef"]) for name in ("hpa.yaml", "keda.yaml") for one in documents(name)]
 
 
-def test_every_example_scales_a_pool_of_the_service_within_its_bounds():
+def test_autoscaler_examples_target_pools_within_bounds():
     [service] = documents("service.yaml")
     assert service["spec"]["autoscaling"] == {"mode": "external"}
     for name, one, target in targets():

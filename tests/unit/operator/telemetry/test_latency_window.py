@@ -52,7 +52,7 @@ def test_old_traffic_counts_half_after_a_half_life():
     assert window.prompts(0.0).tokens.count == 8
 
 
-def test_attainment_and_goodput_are_of_all_requests_with_objectives():
+def test_slo_attainment_and_goodput_count_judged_requests():
     window = LatencyWindow()
     assert window.attainment == 1.0
     window.take([traffic(good=8.0, judged=10.0), traffic(good=10.0, judged=10.0)], [])

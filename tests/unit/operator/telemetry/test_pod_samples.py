@@ -127,7 +127,7 @@ def test_pods_that_start_or_go_do_not_hold_anything_up():
     assert looked(answers, answers, pods=(P, D, starting, going, G)).load is not None
 
 
-def test_engine_that_has_stalled_counts_until_its_pod_is_not_ready():
+def test_stalled_engine_counts_until_its_pod_is_unready():
     stalled = {**IDLE, "d0": worker(age_s=60.0, running=9)}
     assert "60 s old" in looked(stalled, stalled).load.error()
     not_ready = (P, pod("d0", ready=False), G)
@@ -158,7 +158,7 @@ def test_sizes_are_remembered_while_there_is_no_worker():
     assert (seen.load.decode.worker_places, seen.load.prefill.worker_tokens_per_s) == (10, 1000)
 
 
-def test_how_long_a_choice_decodes_is_the_whole_less_the_first_token():
+def test_decode_time_per_choice_excludes_first_token_time():
     sampler = PodSampler()
     for n in range(60):
         answers = {**IDLE, "g0": gateway(finished=n, finished_s=5.0 * n, first_tokens=n, first_token_s=1.0 * n)}

@@ -50,6 +50,6 @@ def test_new_bounds_are_no_change_of_others(owner):
     assert owner.judge(60.0, {"prefill": 5, "decode": 2}, {**BOUNDS, "prefill": (5, 16)}).restore == {}
 
 
-def test_pools_that_belonged_to_others_meanwhile_are_taken_as_they_are(owner):
+def test_pools_written_by_others_are_not_restored_after_reset(owner):
     owner.forget()
     assert owner.judge(60.0, THEIRS, BOUNDS).restore == {}
