@@ -225,7 +225,7 @@ def test_adapter_stays_when_the_one_that_waited_has_gone(engine, refs):
     step_until(engine, lambda: engine.idle)
 
 
-def test_request_put_back_keeps_the_adapter_that_leaves(engine, folder, all_loaded, refs):
+def test_retracted_request_keeps_adapter_being_unloaded(engine, folder, all_loaded, refs):
     """It does not wait for its adapter, so it may be computed at any step."""
     shelf = engine._parts.shelf
     shelf.clock = FastClock()

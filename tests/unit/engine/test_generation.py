@@ -8,7 +8,7 @@ from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob, T
 END = Finish(reason=FinishReason.LENGTH)
 
 
-def test_positions_are_accepted_once_whoever_sends_them() -> None:
+def test_positions_are_accepted_once_from_any_worker() -> None:
     generation = Generation(rid="r", resumed=0)
     generation.take(TokenOutput(rid="r", index=0, token_ids=(5,), cached_tokens=16))
     generation.take(TokenOutput(rid="r", index=0, token_ids=(5, 6), cached_tokens=0))

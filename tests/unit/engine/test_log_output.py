@@ -74,7 +74,7 @@ def test_full_disk_and_a_reader_that_has_gone(make):
     output.flush()
 
 
-def test_process_whose_log_nobody_reads_goes_on_and_ends():
+def test_process_with_unread_log_pipe_serves_and_exits():
     """With the whole set-up of a worker or a gateway, its end included."""
     program = (
         "import logging\n"

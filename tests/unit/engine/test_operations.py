@@ -249,7 +249,7 @@ def test_without_a_folder_nothing_is_traced(loaded):
         engine.profiler(None).start(launched=0, steps=1, seconds=1.0)
 
 
-def test_engine_that_cannot_send_answers_that_nobody_leaves(desk):
+def test_engine_without_sender_reports_zero_migrations(desk):
     desk.engine.add(request("r"))
     desk.turn(3)
     desk.operations.handle(DecodeElsewhere(nonce=4, wanted=True))

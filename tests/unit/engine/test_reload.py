@@ -48,7 +48,7 @@ class Rank:
             pass
 
 
-def test_answer_says_what_serves_and_whom_it_cost():
+def test_reload_result_has_path_fingerprint_and_ended_count():
     rank = Rank()
     answer = rank.reload.expect()
     rank.reload.start("/new")

@@ -109,7 +109,7 @@ def assert_same(whole: Generation, parts: list[Generation]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_output_goes_on_from_any_of_its_tokens(engines, loaded, kind):
+def test_output_resumes_identically_from_any_token(engines, loaded, kind):
     first, second = engines
     asked = request(loaded, kind.name, kind.sampling)
     (whole,) = first.generate([asked])
@@ -148,7 +148,7 @@ def test_stop_token_ends_it_in_the_same_place(engines, loaded):
     assert_same(whole, continued(second, asked, tuple(whole.token_ids)))
 
 
-def test_members_of_a_group_go_on_each_from_its_own_token(engines, loaded):  # [resume-from-tokens]
+def test_group_choices_resume_each_from_its_own_token(engines, loaded):  # [resume-from-tokens]
     first, second = engines
     members = [
         request(loaded, f"member-{nth}", {**NOISE, "seed": nth, "logprobs": 1}, group="choices") for nth in range(4)
@@ -167,7 +167,7 @@ def test_members_of_a_group_go_on_each_from_its_own_token(engines, loaded):  # [
         assert len(part.logprobs) == LENGTH - at
 
 
-def test_output_that_goes_on_twice_is_the_same(engines, loaded):
+def test_output_resumed_twice_is_unchanged(engines, loaded):
     first, second = engines
     asked = request(loaded, "twice", {**NOISE, "frequency_penalty": 0.5, **grammar(GrammarKind.JSON_SCHEMA, SCHEMA)})
     (whole,) = first.generate([asked])

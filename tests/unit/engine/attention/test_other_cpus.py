@@ -59,6 +59,6 @@ def test_kernels_agree_without_the_instruction_for_pairs():
     assert done.stdout.strip() == "products agree on AVX512"
 
 
-def test_cpu_that_nobody_knows_is_refused():
+def test_as_cpu_rejects_unknown_cpu():
     done = subprocess.run([AS_CPU, "sse9", "true"], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stderr.strip()) == (2, "as_cpu: sse9 is none of avx2, portable")

@@ -120,7 +120,7 @@ def test_pages_before_a_window_are_not_shared():
     assert all(len(members) == 1 for members, _ in found[1:])
 
 
-def test_whoever_reads_part_of_a_chunk_hides_no_group():
+def test_partial_chunk_reader_does_not_split_a_task_group():
     """The second's window begins within chunk 1. Others that read all of it found only this one there."""
     pool = make_pool(num_pages=200)
     sequences = decodes(PageDealer(pool=pool), [PREFIX + 10, PREFIX + 300, PREFIX + 20])

@@ -150,7 +150,7 @@ def test_gated_repository_needs_the_token(download, server, monkeypatch):
     assert download().commit
 
 
-def test_absent_names_are_told_apart(download, server):
+def test_download_errors_distinguish_auth_not_found_unreachable(download, server):
     assert failure(download, "org/other").reason is Reason.AUTH_REFUSED
     assert failure(download, f"{REPO}@nope").reason is Reason.NOT_FOUND
     server.repos[REPO].status = 503
@@ -215,7 +215,7 @@ def test_two_downloads_of_a_volume_exclude_each_other(download, volume):
     assert download()
 
 
-def test_other_commits_go_when_nobody_uses_them(download, server, volume):
+def test_unused_commits_are_removed_from_the_volume(download, server, volume):
     first = download().commit
     files = dict(server.repos[REPO].commits[first])
     second = server.repos[REPO].commit(files | {"more.txt": b"more"})

@@ -27,7 +27,7 @@ def test_abort_keeps_the_pages_until_the_writer_acks(receiver):  # [late-write]
     assert receiver.held() == []
 
 
-def test_late_write_after_an_abort_changes_nothing_for_anybody(receiver):  # [late-write] [late-signal-ignored]
+def test_late_write_after_abort_corrupts_no_request(receiver):  # [late-write] [late-signal-ignored]
     grant = receiver.granted()
     receiver.fabric.fates = lambda _push: Fate(delay=4)
     receiver.writer.write(grant)
@@ -76,7 +76,7 @@ def test_rejected_request_sends_abort_to_the_writer(receiver):  # [abort-both-wa
     assert [abort.room for abort in receiver.aborts()] == [ROOM]
 
 
-def test_transfer_whose_writer_falls_silent_fails_and_drains(receiver):  # [grant-expiry]
+def test_transfer_of_silent_writer_fails_and_drains(receiver):  # [grant-expiry]
     grant = receiver.granted()
     receiver.writer.write(grant, 0, 1)
     receiver.turn()
@@ -165,7 +165,7 @@ def test_output_that_ended_with_its_first_token_ends_silently(granted):
     assert "r" not in {req.rid for req in receiver.side.stage.live()}
 
 
-def test_abort_by_anybody_but_the_writer_is_ignored(receiver):
+def test_abort_from_other_peer_or_generation_is_ignored(receiver):
     receiver.granted()
     stranger = make_scripted_peer(
         make_peer("q"),

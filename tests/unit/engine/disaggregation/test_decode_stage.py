@@ -148,7 +148,7 @@ def test_short_prompt_does_not_overtake_a_long_one_that_waits():
 
 
 @pytest.mark.parametrize(("policy", "first"), [(SchedulePolicy.FCFS, "plain"), (SchedulePolicy.PRIORITY, "urgent")])
-def test_policy_says_who_gets_pages_first(policy: SchedulePolicy, first: str):
+def test_schedule_policy_orders_page_grants(policy: SchedulePolicy, first: str):
     receiver = Receiver(usable_pages=8, schedule_policy=policy)
     receiver.submit("holder", range(24), max_tokens=1)
     receiver.submit("plain", range(30, 50), max_tokens=1)

@@ -84,7 +84,7 @@ def test_record_for_another_transfer_is_ignored(receiver, changed):
         ({}, {"logprobs": (TokenLogprob(logprob=-1.0),)}, "1 logprobs"),
     ],
 )
-def test_record_whose_output_makes_no_sense_fails_the_transfer(receiver, request_fields, record_fields, why):
+def test_malformed_handoff_record_fails_the_transfer(receiver, request_fields, record_fields, why):
     grant = receiver.granted(**request_fields)
     receiver.writer.write(grant)
     receiver.writer.record(grant, 1, **record_fields)

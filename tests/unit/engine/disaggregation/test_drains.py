@@ -27,7 +27,7 @@ def test_ack_waits_for_the_last_outstanding_push():  # [ack-per-grant]
     assert book.ended(push(0)) == DUE
 
 
-def test_pushes_that_nobody_asked_about_are_not_acked():
+def test_pushes_without_abort_are_not_acked():
     book = DrainBook()
     book.started(push(0), DECODE.incarnation)
     assert book.ended(push(0)) is None

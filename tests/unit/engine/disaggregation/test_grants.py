@@ -73,7 +73,7 @@ def test_grant_that_lay_unread_is_doubtful(clocks):
     assert not grant.renewed(140.0).doubtful(139.0)
 
 
-def test_grant_of_a_stranger_is_doubtful():
+def test_grant_from_peer_without_clock_is_expiry_uncertain():
     grant = received(at=100.0, granted_at=7049.0, clocks=PeerClocks())
     assert (grant.doubtful(100.0), grant.ends) == (True, 108.0)
 

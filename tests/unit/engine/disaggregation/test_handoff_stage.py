@@ -22,7 +22,7 @@ def test_request_computed_on_two_engines_has_the_output_of_one(pair):
 
 
 @pytest.mark.parametrize("first", ["prefill", "decode"])
-def test_either_end_may_hear_of_the_request_first(pair, first):
+def test_handoff_accepts_either_request_order(pair, first):
     late = pair.submit_decode if first == "prefill" else pair.submit_prefill
     (pair.submit_prefill if first == "prefill" else pair.submit_decode)()
     pair.turn(5)

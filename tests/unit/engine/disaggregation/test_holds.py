@@ -98,7 +98,7 @@ def test_ack_counts_only_for_its_generation_and_from_its_writer(table):  # [ack-
     assert table.free == []
 
 
-def test_ack_nobody_waits_for_changes_nothing(table):  # [late-signal-ignored]
+def test_unexpected_ack_is_ignored(table):  # [late-signal-ignored]
     hold = table.grant()
     assert not table.holds.acked(ROOM, writer=WRITER.incarnation)
     assert hold.state is HoldState.GRANTED
@@ -138,7 +138,7 @@ def test_quarantined_hold_becomes_overdue_again(table):
     assert table.holds.overdue() == [hold]
 
 
-def test_end_of_a_writer_frees_its_pages_and_nobody_elses(table):  # [dead-peer-released]
+def test_writer_exit_frees_only_its_own_pages(table):  # [dead-peer-released]
     other = room_key("other", 1)
     table.drained()
     table.holds.quarantine(table.drained(other, (PageId(7),)))
@@ -205,7 +205,7 @@ def test_only_a_live_transfer_is_renewed_and_only_by_its_writer(table):  # [ack-
     assert hold.deadline == 5.0
 
 
-def test_two_generations_of_a_room_are_strangers(table):
+def test_generations_of_a_room_have_separate_holds(table):
     table.grant()
     table.grant(room_key("room", 2), (PageId(9),))
     assert wrote(table, 1)

@@ -140,7 +140,7 @@ def test_prefix_is_fetched_up_to_a_state_on_trial():
     assert on_trial(pair.decode.engine) == 0
 
 
-def test_prefix_whose_state_arrives_wrong_is_computed():
+def test_prefix_with_corrupted_state_is_recomputed():
     pair = hybrid_pair()
     serve_there(pair, 150)
     pair.fabric.fates = lambda push: Fate(corrupt=push.key.group == STATES)

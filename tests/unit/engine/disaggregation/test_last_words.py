@@ -31,7 +31,7 @@ def ended(room: str, reason: str = "over") -> TransferAborted:
     return TransferAborted(room=room, generation=1, sender=ME, side=HandoffSide.SEND, reason=reason)
 
 
-def test_it_is_said_again_to_whom_it_was_said_and_to_nobody_else(said):
+def test_terminal_message_is_repeated_only_to_its_peer_and_room(said):
     said.keep(key_of("a"), PEER, ended("a"))
     assert said.said(key_of("a"), PEER) == ended("a")
     assert said.said(key_of("a"), STRANGER) is None
@@ -45,7 +45,7 @@ def test_newest_word_counts(said):
     assert said.said(key_of("a"), PEER) == ended("a", "really over")
 
 
-def test_it_is_dropped_when_nobody_waits_for_it_any_more(said, clock):
+def test_terminal_message_expires_after_keep_time(said, clock):
     said.keep(key_of("a"), PEER, ended("a"))
     clock.time += KEEP_S / 2
     said.keep(key_of("b"), PEER, ended("b"))

@@ -137,7 +137,7 @@ def test_waiting_for_memory_ends_with_the_requests_own_deadline():
     assert receiver.side.finish("first") is None
 
 
-def test_hold_is_put_off_before_its_writer_is_told():  # [grant-expiry]
+def test_hold_deadline_is_extended_with_grant_renewal():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
@@ -148,7 +148,7 @@ def test_hold_is_put_off_before_its_writer_is_told():  # [grant-expiry]
     assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT
 
 
-def test_hold_whose_writer_goes_silent_runs_out_on_time():  # [grant-expiry]
+def test_hold_of_silent_writer_expires_on_time():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
@@ -170,7 +170,7 @@ def test_undelivered_grant_expires_despite_writer_keepalives():
     assert len(receiver.side.link.messages(WriteGrant)) == 1 + MAX_REPEATS
 
 
-def test_grant_is_repeated_for_a_writer_that_goes_on_without_it():  # [lost-message-repeated]
+def test_grant_is_repeated_for_writer_waiting_without_it():  # [lost-message-repeated]
     receiver = make_receiver()
     receiver.submit()
     receiver.hears(waiting())
@@ -192,7 +192,7 @@ def test_grant_is_not_repeated_for_granted_or_other_room(named):
     assert len(receiver.side.link.messages(WriteGrant)) == 1
 
 
-def test_no_grant_is_repeated_on_a_strangers_word():
+def test_grant_is_not_repeated_for_keepalive_of_other_peer():
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(PERIOD)
@@ -291,7 +291,7 @@ def test_questions_put_off_nothing():  # [abort-both-ways]
     assert receiver.side.finish().retryable
 
 
-def test_receiver_in_which_nothing_moves_lets_go_of_what_waits():
+def test_stalled_receiver_stops_renewing_waiting_rooms():
     receiver = crowded_receiver()
     for _ in range(2 * int(CONFIG.stall_timeout / PERIOD)):
         receiver.pass_time(PERIOD)
@@ -359,7 +359,7 @@ def test_prompt_is_not_kept_for_another_room(named):
     assert sender.gave_up() == ["room-r"]
 
 
-def test_prompt_is_not_kept_on_a_strangers_word():
+def test_keepalive_of_other_peer_does_not_extend_prompt_hold():
     sender = make_sender()
     stranger = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
@@ -604,7 +604,7 @@ def test_handoff_succeeds_after_memory_wait_longer_than_lease():
     pair.assert_clean()
 
 
-def test_engines_that_wait_for_each_other_in_a_circle_let_go():
+def test_engines_in_circular_wait_fail_one_request_retryable():
     """The writer is full of the prompt that comes second at the receiver, and the other way round."""
     pair = make_pair(usable_pages=8)
     first, second = tuple(range(1, 25)), tuple(range(30, 54))

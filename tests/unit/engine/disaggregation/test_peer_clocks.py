@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.disaggregation.grants import DRIFT, PeerClocks
 
 
-def test_stranger_cannot_be_dated():
+def test_clock_bound_of_unknown_peer_is_minus_infinity():
     assert PeerClocks().earliest("d@1", 5.0) == -math.inf
 
 

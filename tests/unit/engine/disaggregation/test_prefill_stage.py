@@ -230,7 +230,7 @@ def test_cached_pages_are_sent_when_the_receiver_lacks_them(sender):
     assert (record.cached_tokens, record.cache_hits) == (8, CacheHits())
 
 
-def test_without_push_layers_only_settled_chunks_are_pushed():  # [settled-only-sent]
+def test_only_committed_chunks_are_pushed_without_push_layers():  # [settled-only-sent]
     sender = Sender(chunked_prefill_size=4, enable_overlap=True, config=replace(CONFIG, kv_push_layers=0))
     pushed = []
     sender.fabric.fates = lambda push: pushed.append(push) or Fate()
@@ -402,7 +402,7 @@ def test_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread): 
     sender.side.assert_clean()
 
 
-def test_doubtful_grant_that_nobody_confirms_is_given_up(sender):  # [late-write]
+def test_unconfirmed_uncertain_grant_expires(sender):  # [late-write]
     sender.submit()
     sender.allow(granted_at=-30.0, valid_s=2.0)
     sender.turn(3)
@@ -433,7 +433,7 @@ def test_failed_push_gives_the_transfer_up(sender, fate):
     sender.side.assert_clean()
 
 
-def test_receiver_that_never_greeted_is_told_so():
+def test_receiver_without_hello_gets_not_connected_error():
     sender = Sender()
     sender.receiver.link.network.links[sender.side.peer.incarnation].inbox.clear()
     sender.submit()
@@ -571,7 +571,7 @@ def test_abort_after_the_handover_is_acked(sender):
     assert len(sender.acks()) == 1
 
 
-def test_strangers_abort_stops_nothing(sender):
+def test_abort_from_other_peer_does_not_stop_sender(sender):
     stranger = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )

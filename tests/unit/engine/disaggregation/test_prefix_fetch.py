@@ -157,7 +157,7 @@ def test_fetch_of_evicted_prefix_misses_immediately():
     assert cached_tokens(pair) == 0
 
 
-def test_others_are_served_meanwhile():
+def test_other_requests_are_served_during_the_wait():
     pair = make_warm_pair()
     pair.network.delay = lambda _message: 10**9
     ask(pair)
@@ -189,7 +189,7 @@ def test_late_fetch_is_computed_and_pages_wait_for_ack():
     finish(pair)
 
 
-def test_nobody_waits_longer_than_the_engine_allows():
+def test_prefix_fetch_wait_is_bounded_by_engine_timeout():
     pair = make_warm_pair(prefill={"config": replace(CONFIG, prefix_fetch_timeout=0.25)})
     pair.network.delay = lambda _message: 10**9
     ask(pair)
@@ -262,7 +262,7 @@ def test_write_that_fails_ends_the_fetch_at_once(fate):
     assert counters(pair).failed == 1
 
 
-def test_lender_that_has_ended_frees_the_pages_at_once():  # [dead-peer-released]
+def test_source_exit_frees_fetch_pages():  # [dead-peer-released]
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=50)
     ask(pair)
@@ -290,7 +290,7 @@ def test_fenced_asker_frees_the_loan():
     pair.decode.assert_clean()
 
 
-def test_when_the_request_is_aborted_both_ends_let_go():
+def test_abort_of_fetching_request_releases_both_ends():
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=6)
     ask(pair)
@@ -330,7 +330,7 @@ def test_paused_engine_still_lends():
     assert cached_tokens(pair) == len(PREFIX)
 
 
-def test_lost_question_is_acknowledged_by_who_never_heard_it():  # [ack-per-grant]
+def test_lost_fetch_request_is_acked_by_source():  # [ack-per-grant]
     pair = make_warm_pair()
     pair.network.lost = lambda message: isinstance(message, PrefixAsk)
     ask(pair)
@@ -397,7 +397,7 @@ def test_record_that_names_no_adapter_ends_a_fetch_of_one():
     assert cached_tokens(pair) == 0
 
 
-def test_ask_whose_grant_is_for_another_adapter_is_refused():
+def test_fetch_with_grant_of_other_adapter_is_rejected():
     pair = make_warm_pair()
     ask(pair, adapter=ADAPTER)
     (asked,) = pair.prefill.link.messages(PrefixAsk)
@@ -475,7 +475,7 @@ def test_only_as_much_as_memory_can_spare_is_fetched():
     assert pair.prefill.engine.scheduler.stats().retracted_total == 0
 
 
-def test_no_more_is_lent_than_running_requests_can_spare():
+def test_source_serves_only_pages_spare_of_running_requests():
     pair = make_pair(decode={"usable_pages": 9})
     warm(pair)
     pair.decode.engine.add(make_message("busy", (80, 81), max_tokens=30))
@@ -543,7 +543,7 @@ def test_without_a_prefix_cache_nothing_is_asked():
     assert counters(pair).skipped == 1
 
 
-def test_lender_without_a_prefix_cache_has_nothing():
+def test_source_without_prefix_cache_misses():
     pair = make_warm_pair(decode={"radix": False})
     ask(pair)
     finish(pair)
@@ -583,7 +583,7 @@ def test_record_that_makes_no_sense_ends_the_fetch(changes):
     finish(pair)
 
 
-def test_strangers_cannot_end_a_fetch():
+def test_messages_of_other_peers_do_not_end_a_fetch():
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=5)
     ask(pair)

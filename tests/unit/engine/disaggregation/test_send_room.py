@@ -57,7 +57,7 @@ def pushes(room: SendRoom, max_pages: int = 100) -> list[Push]:
     return started
 
 
-def test_whole_settled_pages_go_once():  # [settled-only-sent]
+def test_full_committed_pages_are_pushed_once():  # [settled-only-sent]
     room = make_room(settled=7)
     (push,) = pushes(room)
     assert (push.source, push.target, push.start_before) == (ids(1), ids(11), 8.0)
@@ -118,7 +118,7 @@ def test_digests_follow_page_order_for_any_push_order():
 
 
 @pytest.mark.parametrize("pages", [(1, 9, 3), ()])
-def test_push_whose_source_changed_hands_is_not_vouched_for(pages):
+def test_push_from_replaced_pages_is_invalid(pages):
     room = make_room(settled=8)
     (push,) = pushes(room)
     room.req.kv.pages = [*ids(*pages)]
@@ -201,7 +201,7 @@ def test_step_above_a_failed_one_is_void_too():
     assert [push.key.first for push in early(room, 10)] == [0]
 
 
-def test_settled_pages_stay_pushed_when_a_later_step_fails():
+def test_committed_pages_stay_pushed_when_later_step_fails():
     room = make_room(settled=4)
     finish(room, *pushes(room))
     finish(room, *early(room, 10))
@@ -209,7 +209,7 @@ def test_settled_pages_stay_pushed_when_a_later_step_fails():
     assert [push.key.first for push in early(room, 10)] == [1]
 
 
-def test_settled_push_that_fails_is_not_tried_again():
+def test_failed_push_of_committed_pages_is_not_retried():
     room = make_room(settled=4)
     (push,) = pushes(room)
     assert not room.failed(push.key)

@@ -197,7 +197,7 @@ def test_room_is_complete_with_its_state():
     assert (room.all_digests(), room.state_digests, room.written) == ((1, 2, 3), (77,), 3)
 
 
-def test_state_whose_row_changed_hands_proves_nothing():
+def test_state_push_from_replaced_row_is_invalid():
     room = make_room()
     push = room.state_push()
     assert push is not None

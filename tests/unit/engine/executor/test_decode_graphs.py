@@ -152,7 +152,7 @@ def test_all_captures_of_a_kind_are_within_one_collection(monkeypatch):
 
 
 @torch.inference_mode()
-def test_other_weights_are_captured_anew():
+def test_decode_graphs_are_recaptured_for_new_weights():
     both = Beside(graph_sizes=(2,))
     model = ToyModel.random()
     model.head = torch.randn(NUM_HEADS * HEAD_DIM, 97, generator=torch.Generator().manual_seed(9))
@@ -204,7 +204,7 @@ class RisingMemory:
         return next(self._used)
 
 
-def test_memory_of_all_graphs_is_told_from_the_two_largest():
+def test_graph_memory_is_extrapolated_from_two_largest():
     both = Beside(graph_sizes=(4,))
     decoding = both.platform.decoding_of(both.streams)
     meter = RisingMemory(1000, 1600, 1620, 1620, 1700, 1705)

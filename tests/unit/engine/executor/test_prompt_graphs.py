@@ -193,7 +193,7 @@ def test_step_of_too_many_sequences_does_not_fit():
     assert not shape.fits(make_batch([prompt(17)]))
 
 
-def test_long_step_that_is_sent_meanwhile_reports_each_layer():
+def test_long_step_in_transfer_uses_no_graph_for_layer_reports():
     both = both_of()
     graphs = both.streams._graphs.prompts
     sent = replace(make_batch([prompt(20)]), kv_progress=KvProgress(MonotonicClock()))
@@ -247,7 +247,7 @@ def test_shapes_have_room_for_padding():
     assert shape_of(1024).extends == MOST_EXTENDS + 1
 
 
-def test_models_whose_attention_needs_lengths_are_not_captured():
+def test_prompts_of_stateful_or_latent_models_are_not_captured():
     plain, here = ToyModel.random().config, torch.device("cpu")
     assert can_capture_prompts(plain, here, states=False)
     assert not can_capture_prompts(plain, here, states=True)

@@ -45,7 +45,7 @@ def test_one_that_does_not_is_not_asked_to():
     assert plan.heard == [("attend", 2), ("wrote", 2)]
 
 
-def test_layer_that_raises_is_not_told_of():
+def test_failing_layer_is_not_reported():
     told = []
 
     def attend(layer, q, k, v):

@@ -40,7 +40,7 @@ def test_draft_chain_cut_for_lack_of_pages_keeps_other_chains():
     assert input_ids.tolist() == [0, 10, 0, 20, 0, 0, 30, 31]
 
 
-def test_drafts_are_read_once_by_whoever_needs_their_tokens():
+def test_device_drafts_are_read_once_on_demand():
     proposal = Proposal()
     drafts = StepDrafts(chains=proposal.chains, guesses=proposal.guesses, propose_s=1.0)
     assert proposal.reads == 0

@@ -131,7 +131,7 @@ async def test_unread_messages_do_not_spin_the_event_loop(context, monkeypatch) 
     router.close()
 
 
-async def test_closed_channel_leaves_nobody_waiting(context) -> None:
+async def test_closing_a_channel_cancels_pending_receives(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
     waiting = asyncio.create_task(dealer.receive())
@@ -142,7 +142,7 @@ async def test_closed_channel_leaves_nobody_waiting(context) -> None:
     router.close()
 
 
-async def test_client_with_other_keys_is_not_heard(context) -> None:
+async def test_client_with_other_keys_is_rejected(context) -> None:
     router = open_router(context)
     stranger_context = IpcContext(KeyPair.generate())
     stranger = open_dealer(stranger_context, router.endpoint)
@@ -158,7 +158,7 @@ async def test_client_with_other_keys_is_not_heard(context) -> None:
     router.close()
 
 
-async def test_client_without_keys_is_not_heard(context) -> None:
+async def test_client_without_keys_is_rejected(context) -> None:
     router = open_router(context)
     plain_context = IpcContext()
     plain = open_dealer(plain_context, router.endpoint)

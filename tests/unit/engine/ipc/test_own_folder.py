@@ -155,7 +155,7 @@ def test_newer_folder_of_the_same_name_is_left_alone(temporary, monkeypatch):
     assert (abandoned / "store").exists()
 
 
-def test_folder_that_vanishes_while_it_is_made_is_made_anew(monkeypatch):
+def test_own_folder_removed_during_creation_is_recreated(monkeypatch):
     make, made = tempfile.mkdtemp, []
 
     def interrupted(**options: str) -> str:

@@ -193,7 +193,7 @@ def test_late_kernel_is_used_once_it_is_in_a_file(kernels, monkeypatch):
         assert late.get() is found
 
 
-def test_kernel_that_nobody_compiles_is_compiled_at_once(kernels):
+def test_late_kernel_without_builder_compiles_on_use(kernels):
     late = kept.LateKernel(kernels.build, 11)
     assert call(late.get(), 1) == 12
 

@@ -9,7 +9,7 @@ from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
 @pytest.mark.parametrize("parse", [True, False])
 @pytest.mark.parametrize("prompts", ["a<|im_end|>", ["a<|im_end|>"], {"prompt": "a<|im_end|>"}])
-def test_special_tokens_in_library_prompts_parse_unless_told(tmp_path, prompts, parse):
+def test_library_prompts_parse_special_tokens_by_default(tmp_path, prompts, parse):
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path))
     default = encode_prompts(prompts, tokenizer)
     [encoded] = encode_prompts(prompts, tokenizer, parse_special_tokens=parse)

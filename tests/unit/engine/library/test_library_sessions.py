@@ -71,7 +71,7 @@ def test_only_the_new_turn_is_computed_and_shown(llm):
     session.close()
 
 
-def test_many_conversations_go_on_together(llm):
+def test_concurrent_sessions_match_separate_conversations(llm):
     openings = [["A fox", " ran"], ["A river", " froze"], ["The moon", " rose"]]
     sessions = [llm.open_session() for _ in openings]
     by_turn = [
@@ -92,7 +92,7 @@ def test_closed_session_is_lost_and_the_error_says_what_to_do(llm):
         tokens(llm, " ran", session=session)
 
 
-def test_session_used_longest_ago_gives_way(llm):
+def test_least_recently_used_session_is_evicted(llm):
     sessions = [llm.open_session() for _ in range(5)]
     for session in sessions:
         tokens(llm, "The fox", session=session)

@@ -217,7 +217,7 @@ def test_spent_budget_ends_the_reasoning_and_the_answer_follows(llm, prompt, bud
     assert bounded.outputs[0].token_ids == (reasoning + rest.outputs[0].token_ids)[:12]
 
 
-def test_budget_bounds_nothing_while_nobody_reasons(llm):
+def test_thinking_budget_without_reasoning_changes_nothing(llm):
     [free] = llm.generate("The fox", GREEDY, use_tqdm=False)
     [bounded] = llm.generate("The fox", replace(GREEDY, thinking_token_budget=2), use_tqdm=False)
     assert bounded.outputs[0].token_ids == free.outputs[0].token_ids

@@ -66,7 +66,7 @@ def test_sums_that_match_do_not_hide_a_swap(memory: KvMemory, kv: RequestKv) -> 
     assert f"page {doubled} has 2 owners: a request and a transfer hold" in problems
 
 
-def test_dummy_page_belongs_to_nobody(memory: KvMemory) -> None:  # [dummy-page]
+def test_audit_reports_held_dummy_page(memory: KvMemory) -> None:  # [dummy-page]
     assert audit(memory, held=(DUMMY_PAGE,)).problems == ("page 0 has 2 owners: a transfer hold and the dummy",)
 
 

@@ -8,7 +8,7 @@ from tandem_engine.config import KvCacheDtype
 from tandem_engine.memory.pool import kv_dtype, require_kv_dtype
 
 
-def test_pages_have_the_dtype_of_the_model_unless_told_otherwise():
+def test_kv_dtype_defaults_to_model_dtype():
     assert kv_dtype(KvCacheDtype.AUTO, torch.bfloat16) is torch.bfloat16
     assert kv_dtype(KvCacheDtype.FLOAT32, torch.bfloat16) is torch.float32
     assert kv_dtype(KvCacheDtype.FP8, torch.bfloat16) is torch.float8_e4m3fn

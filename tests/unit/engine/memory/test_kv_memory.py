@@ -151,7 +151,7 @@ def test_fenced_pages_are_not_available(memory: KvMemory) -> None:  # [page-fenc
     assert_conserved(memory)
 
 
-def test_reserved_pages_are_nobodys_until_they_are_given_back(memory: KvMemory) -> None:
+def test_reserved_pages_are_held_until_released(memory: KvMemory) -> None:
     pages = memory.reserve_pages(3)
     assert pages is not None
     assert_conserved(memory, held=pages)

@@ -82,7 +82,7 @@ def test_fenced_pages_are_unavailable_but_free_in_the_audit(allocator: PageAlloc
     assert sorted(allocator.free_page_ids()) == [1, 2, 3, 4, 5]
 
 
-def test_step_that_settled_does_not_fence(allocator: PageAllocator) -> None:
+def test_pages_freed_after_completed_step_are_not_fenced(allocator: PageAllocator) -> None:
     allocator.settled(3)
     allocator.free_after(3, allocator.alloc(2))
     assert (allocator.available, allocator.fenced_pages) == (5, 0)

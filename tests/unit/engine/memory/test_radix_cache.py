@@ -433,7 +433,7 @@ def test_replaying_the_events_gives_the_snapshot(size: int, seed: int) -> None:
             assert known == replayed(cache.snapshot_events())
 
 
-def test_audit_names_a_lock_that_nobody_holds(cache: RadixCache, size: int) -> None:
+def test_audit_reports_leaked_tree_locks(cache: RadixCache, size: int) -> None:
     root_and_leaf = cache.insert(run(size, 1), pages(1, 1)).lock
     assert cache.audit([root_and_leaf]) == []
     assert cache.audit([]) == [

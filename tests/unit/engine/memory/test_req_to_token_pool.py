@@ -57,7 +57,7 @@ def test_recycled_row_shows_nothing_of_its_last_request(rows: ReqToTokenPool) ->
     assert rows.table[second].tolist() == [5, 0, 0, 0]
 
 
-def test_freed_row_is_zero_before_anybody_takes_it(rows: ReqToTokenPool) -> None:
+def test_freed_row_is_zeroed(rows: ReqToTokenPool) -> None:
     row = alloc(rows)
     rows.write(row, 0, pages(7, 8))
     rows.free_after(1, row)
@@ -75,7 +75,7 @@ def test_fenced_row_is_given_out_only_after_its_step(rows: ReqToTokenPool) -> No
     assert {*rows.in_use()} == {fenced, other}
 
 
-def test_step_that_settled_does_not_fence_a_row(rows: ReqToTokenPool) -> None:
+def test_row_freed_after_completed_step_is_not_fenced(rows: ReqToTokenPool) -> None:
     row = alloc(rows)
     rows.settled(5)
     rows.free_after(5, row)

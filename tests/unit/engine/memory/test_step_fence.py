@@ -18,7 +18,7 @@ def test_later_step_settles_all_before_it() -> None:
     assert list(fence) == ["c"]
 
 
-def test_step_that_settled_never_makes_anybody_wait() -> None:
+def test_step_fence_passes_steps_up_to_latest_completed() -> None:
     fence: StepFence[str] = StepFence()
     assert not fence.passed(0)
     fence.settled(7)

@@ -58,7 +58,7 @@ def test_tensor_in_two_shards_is_refused(tmp_path, tensors):
         assert "model-1.safetensors" in message
 
 
-def test_tensor_the_index_promises_in_vain_is_refused(tmp_path, tensors):
+def test_tensor_listed_but_missing_in_shard_is_rejected(tmp_path, tensors):
     weight_map = write_sharded(tmp_path, tensors)
     write_index(tmp_path, {**weight_map, "ghost": "model-0.safetensors"})
     assert "'ghost' into 'model-0.safetensors', which lacks it" in refusal(tmp_path)

@@ -64,7 +64,7 @@ def test_input_is_left_alone():
     assert torch.equal(hidden, before)
 
 
-def test_expert_that_nobody_chose_is_not_computed():
+def test_expert_without_tokens_is_not_computed():
     moe, hidden = layer(chosen=1), weight(1, HIDDEN, seed=3)
     best = int(moe.router(hidden).experts[0, 0])
 

@@ -115,7 +115,7 @@ def test_value_that_cannot_work_is_refused_by_name(refusal, changes, name):
     assert name in refusal(**changes)
 
 
-def test_gemma2_alternates_and_caps_unless_told_otherwise(parse):
+def test_gemma2_defaults_to_alternating_windows_and_soft_caps(parse):
     config = parse(**GEMMA2, **LONG)
     assert config.windows == (4096, None)
     assert (config.attention_soft_cap, config.logit_soft_cap) == (50.0, 30.0)

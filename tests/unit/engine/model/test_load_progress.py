@@ -34,7 +34,7 @@ def test_load_progress_without_terminal_is_logged_periodically(lines) -> None:
     assert lines()[1:] == ["loading weights: 2.00 of 8.00 GiB, 25 %", "loading weights: 4.00 of 8.00 GiB, 50 %"]
 
 
-def test_nobody_is_told_of_a_load_that_is_not_shown(lines, capfd) -> None:
+def test_hidden_load_progress_writes_nothing(lines, capfd) -> None:
     clock = SetClock()
     with load_progress(GIB, shown=False, clock=clock) as advance:
         clock.seconds += PERIOD_S

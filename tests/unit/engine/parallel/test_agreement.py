@@ -77,7 +77,7 @@ def test_step_that_samples_nothing_agrees_on_its_time():
     assert [(len(fact.token_ids), fact.compute_s) for fact in facts] == [(0, 1.0)] * 2
 
 
-def test_everybody_hears_what_each_rank_has_to_say():
+def test_gather_returns_values_of_all_ranks():
     said = {0: "a", 1: "", 2: "b" * 3 * GATHERED_BYTES}
 
     def work(parallel: Parallel) -> list[list[str]]:
@@ -87,6 +87,6 @@ def test_everybody_hears_what_each_rank_has_to_say():
     assert on_ranks(3, work) == [[[*said.values()], ["0", "1", "2"]]] * 3
 
 
-def test_rank_that_is_alone_hears_itself():
+def test_gather_on_single_rank_returns_own_value():
     value = object()
     assert Agreement(SingleRank()).gather(value, object) == [value]

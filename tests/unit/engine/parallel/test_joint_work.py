@@ -24,7 +24,7 @@ def total(parallel: Parallel) -> int:
 
 @pytest.mark.parametrize("collectives_before", [0, 1, 3])
 @pytest.mark.parametrize("guilty", [(0,), (2,), (0, 1, 2)])
-def test_fault_is_everybodys_and_nobody_is_lost(guilty, collectives_before):
+def test_joint_work_error_raises_on_all_ranks_and_ranks_continue(guilty, collectives_before):
     def work(parallel: Parallel) -> list[str | int]:
         def faulty() -> int:
             for count in range(3):

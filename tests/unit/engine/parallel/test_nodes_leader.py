@@ -132,7 +132,7 @@ def test_silence_is_the_end_and_rank_0_has_a_bound_to_leave(running, time):
     assert not running.look()
 
 
-def test_words_of_a_lost_node_are_told_to_the_others(running):
+def test_exit_message_of_lost_node_is_reported_to_other_nodes(running):
     assert running.answer(NodeLost(session="another", node_rank=1, reason="old")) is None
     assert running.failure.error is None
     running.answer(NodeLost(session=running.session, node_rank=1, reason="rank 2 was ended by signal 9"))

@@ -68,7 +68,7 @@ def remote_store(desk: LeaderDesk, keys: Path, *, session: str | None = None, ti
     return context, store
 
 
-def test_ranks_on_two_addresses_form_groups_and_form_them_anew(desk, keys):
+def test_ranks_on_two_addresses_form_and_reform_groups(desk, keys):
     context, theirs = remote_store(desk, keys)
 
     def work(rank: int) -> list[float]:
@@ -107,7 +107,7 @@ def test_rank_of_another_engine_reads_and_writes_nothing(desk, keys):
     assert not desk.leader.store.check(["k"])
 
 
-def test_without_the_deployments_keys_nobody_is_answered(desk, tmp_path):
+def test_node_without_deployment_keys_gets_no_reply(desk, tmp_path):
     strange = tmp_path / "strange.json"
     KeyPair.generate().save(strange)
     for keys in (strange, None):
@@ -122,7 +122,7 @@ def test_off_loopback_nodes_have_keys_or_do_not_start(config):
         NodeAccess(host="10.0.0.7").open()
 
 
-def test_connection_to_somebody_else_is_no_group():
+def test_group_connected_to_foreign_process_is_rejected():
     def strange(output: torch.Tensor, mine: torch.Tensor) -> None:
         output.copy_(mine)  # as one who gives back what it gets
 
@@ -198,7 +198,7 @@ def test_when_the_engine_is_over_the_node_ends_in_order(monkeypatch, desk, confi
     assert desk.leader.everybody_told
 
 
-def test_refusal_is_final_and_told(desk, config, keys):
+def test_rejected_node_fails_with_reason_without_retry(desk, config, keys):
     with pytest.raises(ConfigError, match=r"node 0 at .* refuses this node: .*page_size"):
         follow(replace(config, cache=replace(config.cache, page_size=64)), keys).follow()
 

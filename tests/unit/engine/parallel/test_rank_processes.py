@@ -29,7 +29,7 @@ def become(monkeypatch, program: str) -> None:
     monkeypatch.setattr(rank_processes, "COMMAND", (sys.executable, "-c", program))
 
 
-def test_engine_that_is_alone_starts_nobody(monkeypatch):
+def test_single_rank_engine_starts_no_processes(monkeypatch):
     monkeypatch.setattr(rank_processes, "COMMAND", ("/no/such/program",))
     with other_ranks(replace(CONFIG, parallel=ParallelConfig()), self_test=False) as parallel:
         assert (parallel.rank, parallel.size) == (0, 1)

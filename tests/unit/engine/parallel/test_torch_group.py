@@ -36,7 +36,7 @@ def test_gathering_no_rows_needs_no_exchange():
     assert on_ranks(2, lambda p: p.forward.all_gather(torch.empty(0, 4)).shape) == [(0, 8), (0, 8)]
 
 
-def test_least_and_rank_0s_values_reach_everybody():
+def test_least_and_broadcast_reach_all_ranks():
     def work(parallel: Parallel) -> tuple[list[int], list[int]]:
         least = parallel.schedule.least(torch.tensor([parallel.rank, 5 - parallel.rank]))
         return least.tolist(), parallel.schedule.broadcast(torch.tensor([parallel.rank + 7])).tolist()

@@ -99,7 +99,7 @@ def forbidden(edited: torch.Tensor) -> set[int]:
     return {*(edited == -math.inf).nonzero().flatten().tolist()}
 
 
-def test_nobody_asking_costs_no_copy():
+def test_logit_editor_without_edits_returns_same_tensor():
     logits = torch.zeros(2, VOCAB)
     assert LogitEditor().edit(logits, None) is logits
     assert LogitEditor().edit(logits, None, ((), ())) is logits

@@ -63,5 +63,5 @@ def test_requested_logprob_ids_replace_top_logprobs_in_order(queued):
             assert value == pytest.approx(LOGPROBS[token])
 
 
-def test_nobody_asks():
+def test_sampler_returns_no_logprobs_by_default():
     assert Sampler().sample(LOGITS, make_sampling(temperature=[1.0])).logprobs == ()

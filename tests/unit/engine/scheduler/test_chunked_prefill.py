@@ -76,7 +76,7 @@ def test_only_one_prompt_is_half_computed_at_a_time():
     assert extend_lens(engine) == [[8], [8], [4, 8], [8], [4]]
 
 
-def test_nobody_overtakes_the_first_request_that_does_not_fit():  # [no-overtaking]
+def test_head_without_memory_is_not_overtaken():  # [no-overtaking]
     engine = make_engine(usable_pages=8, page_size=4, init_new_token_ratio=1.0, min_new_token_ratio=1.0)
     engine.add(make_message("running", prompt(12), max_tokens=6))
     engine.add(make_message("large", prompt(17, 2), max_tokens=4))

@@ -43,7 +43,7 @@ def worker():
     return Worker()
 
 
-def test_nobody_is_asked_before_it_is_wanted_nor_after(worker):
+def test_migration_is_requested_only_while_desired(worker):
     worker.begin("r")
     assert worker.asked() == []
     worker.engine.scheduler.decode_elsewhere(wanted=True)
@@ -100,7 +100,7 @@ def test_unmigrated_request_fails_retryable_after_timeout(worker):
     worker.engine.assert_nothing_held()
 
 
-def test_time_for_leaving_begins_anew_when_it_is_wanted_again(worker):
+def test_migration_timeout_restarts_when_desired_again(worker):
     worker.begin("r")
     worker.engine.scheduler.decode_elsewhere(wanted=True, within_s=25.0)
     worker.engine.step()
@@ -114,7 +114,7 @@ def test_time_for_leaving_begins_anew_when_it_is_wanted_again(worker):
     worker.engine.assert_expected("r")
 
 
-def test_drain_ends_nobody_by_itself(worker):
+def test_drain_does_not_end_running_requests(worker):
     """The worker service does, for all at once, when its time is over."""
     worker.begin("r")
     worker.engine.scheduler.drain()
@@ -141,7 +141,7 @@ def test_conversation_that_is_kept_here_ends_its_turn_here():
     worker.engine.assert_expected("turn")
 
 
-def test_engine_that_cannot_send_asks_nobody():
+def test_engine_without_sender_requests_no_migration():
     engine = make_engine()
     engine.add(make_message("r", PROMPT, max_tokens=LONG))
     engine.step(2)

@@ -22,7 +22,7 @@ def loads(engine: Engine) -> list[tuple[int, ...]]:
     return [history.output_ids for edits in edits_of(engine) if edits for history in edits.histories]
 
 
-def test_nobody_asking_sends_nothing():
+def test_edit_columns_are_absent_without_edits():
     assert EditColumns.of([make_request(1, PLAIN), make_request(2, PLAIN)], PenaltySlots()) is NO_EDITS
     engine = make_engine(enable_overlap=True)
     engine.add(make_message(max_tokens=5, min_tokens=2, stop=("ab",), logprobs=1))
@@ -30,7 +30,7 @@ def test_nobody_asking_sends_nothing():
     assert edits_of(engine) == [None] * len(engine.executor.batches)
 
 
-def test_parts_that_nobody_asks_for_are_absent():
+def test_unused_edit_columns_are_none():
     edits = make_edits([make_request(1, PLAIN), make_request(2, SamplingParams(max_tokens=9, logit_bias=((4, 1.5),)))])
     assert (edits.penalties, edits.allowed, edits.forbidden, edits.bad_words, edits.histories) == (None,) * 4 + ((),)
     assert edits.biases.index.tolist() == [1]
@@ -76,7 +76,7 @@ def test_retracted_request_brings_its_history_back(overlap):  # [history-rebuilt
     assert len(loads(engine)) == engine.scheduler.tally.retracted + 1
 
 
-def test_prompt_is_sent_only_to_those_who_penalise_it():
+def test_prompt_ids_are_sent_only_for_repetition_penalty():
     engine = make_engine()
     engine.add(make_message(prompt=range(1, 50), max_tokens=2, presence_penalty=1.0))
     engine.run()

@@ -49,14 +49,14 @@ def test_resumed_tokens_are_reported_separately():
 
 
 @pytest.mark.parametrize("trace", [None, UNSAMPLED])
-def test_nothing_is_kept_of_requests_whose_trace_nobody_wants(trace):
+def test_unsampled_trace_is_not_logged(trace):
     engine = watched(make_engine())
     engine.add(make_message("r", [1, 2, 3], trace=trace))
     engine.run()
     assert engine.scheduler.ended.take() == []
 
 
-def test_nothing_is_kept_where_nobody_reports_it():
+def test_finished_log_is_empty_without_reporting():
     engine = make_engine()
     engine.add(make_message("r", [1, 2, 3], trace=TRACE))
     engine.run()
@@ -152,7 +152,7 @@ def test_receiver_abort_before_transfer_is_logged_as_abort():
     assert (ended.finish, ended.transfer) == (FinishReason.ABORT, None)
 
 
-def test_prompt_that_nobody_takes_ends_without_a_transfer():
+def test_prompt_without_receiver_is_logged_without_transfer():
     pair = make_pair()
     watched(pair.prefill.engine)
     pair.submit_prefill("r", PROMPT, max_tokens=3, trace=TRACE)
@@ -164,7 +164,7 @@ def test_prompt_that_nobody_takes_ends_without_a_transfer():
     assert (ended.side, ended.finish, ended.transfer) == (HandoffSide.SEND, None, None)
 
 
-def test_end_is_told_once_even_if_it_is_noted_twice():
+def test_finished_request_is_logged_once():
     engine = watched(make_engine())
     engine.add(make_message("r", [1, 2, 3], max_tokens=1, trace=TRACE))
     req = engine.scheduler.queues.requests[RequestId("r")]

@@ -38,7 +38,7 @@ def following(overlap: bool, **config: object) -> Engine:
 # Waiting
 
 
-def test_request_waits_for_its_grammar_and_holds_up_nobody():
+def test_request_awaiting_grammar_does_not_block_others():
     engine, grammars = held()
     spec = toy_grammar()
     engine.add(make_message("g", grammar=spec))
@@ -68,7 +68,7 @@ def test_it_joins_the_queue_where_it_would_have_stood():
     engine.assert_expected()
 
 
-def test_it_does_not_overtake_those_who_had_their_turn():  # [retraction-bounded]
+def test_request_after_grammar_queues_behind_retracted_requests():  # [retraction-bounded]
     def request(rid: str, arrived_at: float, *, scheduled: bool = False) -> Request:
         return Request(
             rid=RequestId(rid),
@@ -332,7 +332,7 @@ def test_resumed_tokens_are_replayed(overlap, resume, reason, known):
 # Deferred masks
 
 
-def test_nobody_with_a_grammar_means_no_masks():
+def test_batch_without_grammars_has_no_masks():
     engine = following(overlap=True)
     engine.add(make_message("plain"))
     engine.run()

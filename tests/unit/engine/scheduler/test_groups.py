@@ -45,7 +45,7 @@ def test_group_shares_full_prompt_pages_and_copies_partial_page():
     assert len({table[3] for table in tables}) == len(rids)
 
 
-def test_follower_waits_for_nobody_else_and_nobody_waits_for_it():
+def test_group_followers_do_not_delay_other_requests():
     engine = make_engine(chunked_prefill_size=4, enable_mixed_chunk=True)
     choices(engine)
     engine.add(make_message("other", [7, 8, 9], max_tokens=2))

@@ -96,7 +96,7 @@ def test_poison_request_in_decode_keeps_streamed_tokens(overlap):
     engine.assert_nothing_held()
 
 
-def test_fault_that_does_not_come_again_ends_nobody(overlap):  # one accusation may be chance
+def test_transient_step_error_fails_no_request(overlap):  # one accusation may be chance
     broken = {2, 5, 6}
 
     def faults(batch: ForwardBatch) -> None:
@@ -121,7 +121,7 @@ def test_single_request_is_tried_twice_and_no_more(overlap):
     assert faults.raised == 2
 
 
-def test_nothing_of_a_request_whose_step_raised_enters_the_cache(overlap):
+def test_failed_request_leaves_nothing_in_prefix_cache(overlap):
     engine = engine_with(Poisoned(), overlap=overlap, page_size=2)
     engine.add(make_message("bad", [1, 2, 3, 4, POISON], max_tokens=9))
     engine.run()
@@ -228,7 +228,7 @@ def test_errors_say_what_they_are(error, fault):
     assert fault_of(error) is fault
 
 
-def test_lost_device_ends_the_engine_and_blames_nobody():
+def test_device_loss_raises_without_failing_a_request():
     def faults(batch: ForwardBatch) -> None:
         raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
 

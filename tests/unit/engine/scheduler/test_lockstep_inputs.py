@@ -26,7 +26,7 @@ def agreed(engine: Engine, **options: object) -> AgreedInputs:
     return AgreedInputs(scheduler=engine.scheduler, clock=engine.clock, **{**parts, **options})
 
 
-def test_scheduler_that_is_alone_hears_at_once():
+def test_direct_inputs_apply_immediately():
     engine = make_engine()
     inputs = DirectInputs(scheduler=engine.scheduler)
     inputs.submit(Add(message=make_message("a"), client=b"me"))
@@ -97,7 +97,7 @@ def test_stop_after_exit_of_other_ranks_only_logs(caplog):
     assert "cannot notify the other ranks to stop" in caplog.text
 
 
-def test_every_client_hears_of_a_failure_and_may_try_again():
+def test_engine_failure_fails_all_requests_as_retryable():
     engine = make_engine(max_running_requests=1)
     for rid in ("running", "waiting"):
         engine.add(make_message(rid), client=rid.encode())

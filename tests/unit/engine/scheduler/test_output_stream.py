@@ -6,7 +6,7 @@ from tandem_engine.messages.outputs import CacheHits, FinishReason
 from tandem_testing.scheduler_builders import expected_output, make_engine, make_message
 
 
-def test_every_token_is_streamed_in_the_step_that_settled_it():
+def test_tokens_are_streamed_in_the_step_that_completes_them():
     engine = make_engine()
     engine.add(make_message(max_tokens=3))
     for tokens in (1, 2, 3):

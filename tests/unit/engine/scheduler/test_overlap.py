@@ -17,7 +17,7 @@ def overlapped(**settings: object) -> Engine:
     return make_engine(enable_overlap=True, **settings)
 
 
-def test_step_is_launched_before_the_one_before_it_is_settled():
+def test_step_is_launched_before_previous_step_completes():
     engine = overlapped()
     engine.add(make_message(max_tokens=4))
     engine.step()
@@ -134,7 +134,7 @@ def test_abort_between_launch_and_completion_drops_the_token():  # [abort-is-def
     engine.assert_nothing_held()
 
 
-def test_request_with_a_wish_to_end_is_launched_no_more():
+def test_aborted_request_is_not_launched_again():
     engine = overlapped()
     engine.add(make_message(max_tokens=9))
     engine.step(3)

@@ -77,7 +77,7 @@ def test_in_place_keeps_kv_and_retract_gives_it_back():
     assert [req.rid for req in engine.scheduler.queues.waiting] == ["r0", "r1", "r2", "r3"]
 
 
-def test_abort_mode_ends_everybody():
+def test_pause_in_abort_mode_aborts_all_requests():
     engine = busy_engine(overlap=True)
     engine.step(3)
     assert engine.scheduler.pause(PauseMode.ABORT) == 4
@@ -97,7 +97,7 @@ def test_aborts_and_deadlines_are_obeyed_while_paused():
     assert engine.finish("hasty").code == "deadline_exceeded"
 
 
-def test_cache_is_flushed_only_when_nobody_holds_any_of_it():
+def test_cache_flush_requires_no_held_pages():
     engine = busy_engine(overlap=False, page_size=2)
     engine.step(4)
     with pytest.raises(BusyError, match="requests hold KV pages: wait"):
@@ -112,7 +112,7 @@ def test_cache_is_flushed_only_when_nobody_holds_any_of_it():
     engine.assert_expected()
 
 
-def test_those_who_have_begun_can_be_ended_while_the_others_wait():
+def test_end_started_fails_only_started_requests():
     engine = busy_engine(overlap=True, max_running_requests=2)
     engine.step(4)
     finish = Finish(reason=FinishReason.ERROR, error="replaced", code="model_replaced", retryable=True)

@@ -50,7 +50,7 @@ def test_decode_waits_at_most_max_prefill_streak_steps():
     engine.assert_expected()
 
 
-def test_prefills_do_not_pause_when_nobody_decodes():
+def test_prefill_streak_is_unbounded_without_decodes():
     engine = make_engine(max_prefill_tokens=4, chunked_prefill_size=4)
     engine.add(make_message(prompt=range(1, 41), max_tokens=1))
     engine.run()

@@ -56,7 +56,7 @@ def test_pages_are_taken_from_as_many_as_it_needs_and_no_more(overlap, tokens, l
     engine.assert_nothing_held()
 
 
-def test_difference_below_the_threshold_preempts_nobody():
+def test_priority_difference_below_threshold_does_not_preempt():
     engine = engine_of(max_running_requests=1)
     add(engine, "low", 0)
     engine.step(3)
@@ -71,7 +71,7 @@ def test_difference_below_the_threshold_preempts_nobody():
     engine.assert_expected()
 
 
-def test_nobody_is_disturbed_when_it_would_not_be_enough():
+def test_no_preemption_if_it_would_not_free_enough():
     engine = engine_of(usable_pages=24, page_size=4, init_new_token_ratio=1.0, min_new_token_ratio=1.0)
     add(engine, "small", 0, tokens=8)
     add(engine, "peer", 9, tokens=60)
@@ -97,7 +97,7 @@ def test_chunked_prefill_is_preempted_by_urgent_chunked_prompt():
     engine.assert_nothing_held()
 
 
-def test_age_protects_from_being_put_back():
+def test_aged_request_is_not_preempted():
     engine = engine_of(max_running_requests=1, policy_ageing_seconds=10.0)
     add(engine, "patient", 0)
     engine.step(2)

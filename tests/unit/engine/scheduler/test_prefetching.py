@@ -42,7 +42,7 @@ def test_request_waits_for_its_prefix_and_computes_the_rest(storage, overlap):
     assert (first.cached_tokens, first.cache_hits) == (12, CacheHits(disk=12))
 
 
-def test_others_are_served_meanwhile(storage):
+def test_other_requests_are_served_during_the_wait(storage):
     engine = tiered(storage)
     engine.add(make_message("r", PROMPT))
     engine.add(make_message("other", [90, 91]))
@@ -67,7 +67,7 @@ def test_late_prefetch_is_computed(storage):
     engine.assert_nothing_held()
 
 
-def test_without_patience_nobody_waits(storage):
+def test_prefetch_timeout_zero_skips_the_wait(storage):
     engine = tiered(storage, timeout=0.0)
     engine.add(make_message("r", PROMPT))
     engine.run()
@@ -146,7 +146,7 @@ def test_patience_with_storage_counts_from_arrival(storage):
     engine.assert_nothing_held()
 
 
-def test_request_that_ends_while_both_go_on_leaves_nothing(storage):
+def test_abort_during_prefetch_and_compilation_leaks_nothing(storage):
     engine = tiered(storage, grammars=ToyGrammars(hold=True))
     engine.add(make_message("r", PROMPT, grammar=toy_grammar()))
     engine.step()

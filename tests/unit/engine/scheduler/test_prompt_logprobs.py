@@ -58,7 +58,7 @@ def test_gap_is_a_bug_and_not_a_wrong_answer():
         wanted.take(1, scores(range(1, 11)))
 
 
-def test_nothing_is_collected_for_those_who_do_not_ask():
+def test_prompt_logprobs_are_collected_only_on_request():
     assert PromptLogprobs.wanted_by(SamplingParams(max_tokens=1), 9) is None
 
 

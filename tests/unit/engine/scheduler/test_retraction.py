@@ -36,7 +36,7 @@ def test_newest_request_is_retracted_first_and_output_is_equal(overlap):
     engine.assert_nothing_held()
 
 
-def test_less_important_is_put_back_before_the_newer():
+def test_lower_priority_is_retracted_before_newer_request():
     engine = make_engine(usable_pages=9, **TIGHT)
     add_two(engine, priority=1)
     run_until_retracted(engine)
@@ -56,7 +56,7 @@ def test_retracted_request_returns_to_queue_head_beyond_limit():  # [retraction-
     engine.assert_expected()
 
 
-def test_several_put_back_in_one_plan_keep_their_order():
+def test_requests_retracted_in_one_plan_keep_their_order():
     engine = make_engine(usable_pages=12, **TIGHT)
     for number in range(4):
         engine.add(make_message(f"r{number}", [number + 1] * 4, max_tokens=14))
@@ -134,7 +134,7 @@ def test_no_retraction_while_request_in_flight_is_finishing():  # [finish-before
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_half_computed_prompt_gives_way_to_running_requests(overlap):
+def test_chunked_prefill_is_retracted_for_running_requests(overlap):
     engine = make_engine(
         usable_pages=12,
         chunked_prefill_size=2,
@@ -155,7 +155,7 @@ def test_half_computed_prompt_gives_way_to_running_requests(overlap):
     engine.assert_nothing_held()
 
 
-def test_step_that_put_somebody_back_takes_in_nobody():  # [swapped-first]
+def test_step_with_retraction_admits_no_request():  # [swapped-first]
     engine = make_engine(force_retract_every=3, enable_mixed_chunk=True)
     add_two(engine)
     run_until_retracted(engine)
@@ -173,7 +173,7 @@ def test_check_that_decides_is_the_check_that_converges():  # [one-memory-check]
         assert fits == (engine.scheduler.tally.retracted == 0)
 
 
-def test_no_request_is_put_back_while_its_step_is_in_flight():  # [settle-before-retract]
+def test_no_retraction_while_step_of_request_is_in_flight():  # [settle-before-retract]
     engine = make_engine(usable_pages=9, enable_overlap=True, **TIGHT)
     add_two(engine)
     run_until_retracted(engine)

@@ -39,7 +39,7 @@ def refusal(engine: Engine, message: GenerateRequest):
         (make_message(handoff=handoff(HandoffSide.RECEIVE, make_peer("p"), "room", 2**60)), "handoff", "generation"),
     ],
 )
-def test_request_at_fault_is_told_the_field_and_the_limit(message, param, text):
+def test_invalid_request_error_names_field_and_limit(message, param, text):
     finish = refusal(make_engine(context_length=64), message)
     assert (finish.code, finish.param, finish.retryable) == ("invalid_request", param, False)
     assert text in finish.error
@@ -106,7 +106,7 @@ def test_resumed_output_that_is_complete_ends_at_once():
     assert engine.executor.batches == []
 
 
-def test_stages_hear_of_refused_requests():  # [abort-both-ways]
+def test_stages_are_notified_of_rejected_requests():  # [abort-both-ways]
     engine = make_engine()
     stage = QuietStage()
     engine.scheduler.attach(stage)
@@ -135,7 +135,7 @@ def test_waiting_tokens_are_queued_plus_uncomputed_chunked_ones():
     assert engine.scheduler.stats().waiting_tokens == 6 + 7
 
 
-def test_oldest_wait_is_that_of_the_first_who_has_not_begun():
+def test_oldest_wait_is_of_first_unstarted_request():
     engine = make_engine(chunked_prefill_size=4, max_prefill_tokens=4)
     engine.add(make_message("chunked", [1] * 10))
     engine.step()

@@ -143,7 +143,7 @@ def test_drafts_are_cut_to_free_pages_without_retraction():  # [one-memory-check
     engine.assert_nothing_held()
 
 
-def test_step_waits_for_the_one_before_when_somebody_drafts():
+def test_step_with_drafts_waits_for_previous_completion():
     engine = drafting(enable_overlap=True, num_draft_tokens=3)
     engine.add(make_message("r", PROMPT, max_tokens=30))
     engine.step(5)
@@ -153,7 +153,7 @@ def test_step_waits_for_the_one_before_when_somebody_drafts():
     engine.assert_expected()
 
 
-def test_requests_overlap_while_nobody_drafts():
+def test_steps_overlap_without_drafts():
     engine = drafting(enable_overlap=True, max_draft_batch=1)
     for rid in ("a", "b"):
         engine.add(make_message(rid, PROMPT, max_tokens=30))
@@ -242,7 +242,7 @@ def test_ranks_choose_equal_drafts_despite_different_clocks():  # [rank-zero-dra
     assert any(first)
 
 
-def test_request_that_was_waited_for_in_vain_is_waited_for_less():
+def test_request_without_drafts_is_proposed_for_less_often():
     engine = drafting(lengths=lambda _: 0, adaptive=True, enable_overlap=True)
     engine.add(make_message("r", PROMPT, max_tokens=60))
     engine.run()
@@ -287,7 +287,7 @@ def test_failed_verification_step_is_recomputed_without_loss():
     assert engine.scheduler.stats().engine_errors_total == 1
 
 
-def test_request_whose_drafts_meet_nan_ends_alone():
+def test_nan_in_verification_fails_only_its_request():
     class Unsound:
         """From the sixth step on the first sequence of every step is unsound."""
 

@@ -36,7 +36,7 @@ def expected(engine: Engine, rid: str = "r") -> list[int]:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_handed_over_request_goes_on_where_it_was(overlap):
+def test_handed_off_request_continues_on_decode(overlap):
     pair = make_pair(enable_overlap=overlap, delay=3)
     add(pair, max_tokens=9)
     pair.run()
@@ -127,7 +127,7 @@ def test_partly_sent_prompt_is_not_retracted_for_decode():  # [settled-only-sent
     assert merged(pair, "sent") == expected(engine, "sent")
 
 
-def test_when_neither_can_go_on_the_newest_gives_up():  # [last-request-fails]
+def test_newest_fails_when_sent_and_running_lack_pages():  # [last-request-fails]
     engine = cramped(11, chunk=2)
     pair = Pair.of(engine, make_engine(page_size=2))
     engine.add(make_message("running", [1, 2], max_tokens=16))
@@ -158,7 +158,7 @@ def test_request_to_be_sent_that_no_stage_keeps_decodes_here():
     engine.assert_expected()
 
 
-def test_both_sides_are_told_of_an_abort_once():  # [abort-both-ways]
+def test_both_stages_are_notified_of_abort_once():  # [abort-both-ways]
     pair = make_pair(chunked_prefill_size=2)
     add(pair, max_tokens=9)
     pair.prefill.step(2)

@@ -115,7 +115,7 @@ def test_pins_stay_within_their_bound_and_the_oldest_goes_first():
     assert len(engine.scheduler.sessions) == 3
 
 
-def test_conversation_goes_on_after_its_pages_were_flushed():
+def test_session_continues_after_cache_flush():
     engine = kept()
     turn(engine, 0, tuple(range(1, 15)))
     engine.run()
@@ -301,14 +301,14 @@ def test_first_turn_that_is_aborted_leaves_no_session():
     assert len(engine.scheduler.sessions) == 0
 
 
-def test_turn_zero_begins_anew():
+def test_turn_zero_restarts_the_session():
     engine = kept()
     turn(engine, 0, FIRST)
     again = turn(engine, 0, SECOND)
     assert engine.output(again) == expected_output(make_message("x", SECOND, max_tokens=6))
 
 
-def test_closed_session_lets_go_of_its_pages():
+def test_closed_session_unpins_its_pages():
     engine = kept()
     turn(engine, 0, FIRST)
     engine.scheduler.sessions.close("", "s")

@@ -103,7 +103,7 @@ def test_fixed_cost_disables_drafts_for_one_stream_not_eight():
     assert all(any(lengths) for lengths in all_of_them.run(100)[-20:])
 
 
-def test_only_those_whose_drafts_please_take_some():
+def test_only_requests_with_accepted_drafts_draft():
     chosen = Machine([4, 0]).run(400)
     assert sum(lengths[0] == 4 for lengths in chosen[100:200]) > 90
     assert sum(lengths[1] for lengths in chosen[100:200]) < 5
@@ -133,7 +133,7 @@ def test_machine_that_gets_faster_at_drafts_is_found_out():
     assert [4] * 4 in machine.run(3)
 
 
-def test_everybody_tries_in_the_same_steps():
+def test_trial_drafts_of_all_requests_share_steps():
     machine = Machine([0] * 4, fixed_s=3.0)
     tried = [lengths for lengths in machine.run(1500)[FIRST_REST:] if any(lengths)]
     assert tried

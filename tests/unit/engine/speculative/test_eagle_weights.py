@@ -78,7 +78,7 @@ def test_folder_without_weights_is_no_head(head, facts, tmp_path):
         read_head_config(str(tmp_path / "other"), facts)
 
 
-def test_head_whose_blocks_read_one_norm_is_refused(facts, tmp_path):
+def test_draft_head_of_unsupported_family_is_rejected(facts, tmp_path):
     head = write_tiny_head(write_tiny_checkpoint("cohere2", tmp_path / "target"), tmp_path / "head")
     with pytest.raises(CheckpointError, match="a block of the family cohere2, which is not supported as a head"):
         read_head_config(str(head), facts)

@@ -60,7 +60,7 @@ def test_longer_context_beats_a_newer_occurrence():
     assert index_of(text, shortest=2, longest=2).continuation(1) == (80,)
 
 
-def test_repetition_that_reaches_the_end_goes_on_for_ever():
+def test_ngram_repetition_at_text_end_continues():
     assert index_of([5, 1, 2, 3, 1, 2, 3]).continuation(7) == (1, 2, 3, 1, 2, 3, 1)
 
 

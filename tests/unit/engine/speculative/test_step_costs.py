@@ -15,7 +15,7 @@ def measured(batch: int, *, plain_s: float, steps: list[tuple[int, float]]) -> S
     return costs
 
 
-def test_fixed_cost_is_told_from_that_of_each_draft():
+def test_step_costs_separate_fixed_and_per_draft_cost():
     prices = measured(8, plain_s=1.0, steps=[(8, 2.5), (32, 4.0)]).prices(8)
     assert prices.fixed == pytest.approx(2.0, rel=0.1)
     assert prices.draft == pytest.approx(1.5 / 24, rel=0.15)

@@ -65,7 +65,7 @@ def test_trial_waits_for_a_step_that_has_drafts():
     assert trials.trial_left == TRIAL_STEPS
 
 
-def test_trial_in_which_nobody_had_drafts_is_over_too():
+def test_trial_without_drafts_ends():
     trials = Trials(trial_left=2)
     trials.tried()
     trials.tried()

@@ -29,11 +29,11 @@ class Turns:
         return timed and timed.seconds
 
 
-def test_plain_step_takes_the_turn_that_settled_it():
+def test_plain_step_time_is_iteration_that_completed_it():
     assert Turns().turn(PLAIN, 3.0) == 3.0
 
 
-def test_turn_that_settled_nothing_or_prompts_tells_nothing():
+def test_iteration_without_decode_completion_is_not_measured():
     assert Turns().turn(None, 3.0) is None
 
 
@@ -65,7 +65,7 @@ def test_first_plain_step_after_drafts_is_not_measured():
     assert turns.turn(PLAIN, 3.0) == 3.0
 
 
-def test_time_in_which_the_engine_slept_is_nobodys():
+def test_idle_time_is_not_measured():
     turns = Turns()
     turns.timer.settled(PLAIN)
     turns.timer.interrupt()

@@ -91,7 +91,7 @@ def test_add_peer_checks_network_interfaces_first(refusing, monkeypatch):
     assert refusing._agent.calls == ["add b'p@1'"]
 
 
-def test_agent_whose_name_is_no_text_is_removed_by_it(refusing):
+def test_agent_with_undecodable_name_is_removed(refusing):
     """Anybody may have written it."""
     with pytest.raises(TransferError, match="belongs to agent"):
         refusing.add_peer("p@1", b"\xff\xfe")

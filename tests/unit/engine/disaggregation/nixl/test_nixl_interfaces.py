@@ -55,7 +55,7 @@ def test_interface_with_an_ipv6_address_is_found(machine, monkeypatch, tmp_path)
         ("^eth0", set()),
     ],
 )
-def test_interfaces_that_ucx_was_told_to_use_are_watched(machine, net_devices, names):
+def test_interfaces_of_ucx_net_devices_are_watched(machine, net_devices, names):
     assert watched("tcp://worker.example:5601", net_devices) == names
 
 
@@ -106,7 +106,7 @@ def test_interfaces_allowed_by_ucx_are_watched(addresses):
 
 
 @pytest.mark.parametrize("now", [0, 7])
-def test_one_that_is_gone_or_made_anew_is_lost_for_good(machine, now):
+def test_removed_or_recreated_interface_stays_lost(machine, now):
     seen = Interfaces(frozenset({"lo", "eth0"}))
     assert seen.same()
     del machine["eth0"]
@@ -169,7 +169,7 @@ def asked_to_leave(seen: Interfaces, *happens: object) -> list[str]:
     return asked
 
 
-def test_process_whose_interface_has_come_back_asks_to_leave(machine):
+def test_drain_is_requested_after_interface_is_recreated(machine):
     seen = Interfaces(frozenset({"eth0"}))
 
     def gone() -> None:
@@ -187,5 +187,5 @@ def test_process_whose_interface_has_come_back_asks_to_leave(machine):
     assert {*again} <= {reason}
 
 
-def test_process_whose_network_stays_never_asks_to_leave(machine):
+def test_drain_is_not_requested_while_interfaces_are_unchanged(machine):
     assert asked_to_leave(Interfaces(frozenset({"eth0"})), 100.0, 100.0) == []

@@ -162,7 +162,7 @@ def failed(one: Push, *, peer_lost: bool, reason: str = UNEXPECTED) -> PushFaile
     return PushFailed(key=one.key, reason=reason, peer_lost=peer_lost)
 
 
-def test_pushes_end_well_though_nobody_can_attend_to_peers(caplog):
+def test_pushes_complete_despite_errors_in_peer_polling(caplog):
     nixl = ran(StartPush(push("first")), StartPush(push("second")), fails=frozenset({"attend"}))
     assert [type(event) for event in nixl.heard()] == [PushDone, PushDone]
     assert "unexpected error while attending to peers" in caplog.text
@@ -240,7 +240,7 @@ def test_pages_that_cannot_be_digested_count_as_damaged():
     assert 0 not in whole.digests
 
 
-def test_peer_that_could_not_be_added_is_a_stranger():
+def test_push_to_peer_that_failed_to_connect_fails():
     one = push("one")
     nixl = ran(StartPush(one), fails=frozenset({f"add {THERE.incarnation}"}))
     assert nixl.heard() == [failed(one, peer_lost=True, reason=f"not connected to {THERE.incarnation}")]

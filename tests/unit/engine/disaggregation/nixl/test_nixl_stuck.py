@@ -98,7 +98,7 @@ def test_large_write_has_the_time_that_a_slow_network_takes(monkeypatch):
     assert event.reason == "the transport is closing"
 
 
-def test_write_that_ended_while_nobody_could_look_has_ended():
+def test_write_completed_while_process_was_stopped_succeeds():
     """This process was stopped for a while, or the machine was."""
     calls, event = pushed(STUCK_S + 1.0, done=True)
     assert calls == ["add", "write", "release", "remove"]

@@ -143,7 +143,7 @@ def test_record_of_another_rank_count_fails_verification(writers):
     assert link.prove(writers=writers).digests != done.digests
 
 
-def test_peer_whose_heads_lie_elsewhere_is_refused_by_name():
+def test_peer_with_other_head_ranges_fails_with_reason():
     link = Link(1, 2)
     hello = link.there.ranks[0].hello()
     swapped = msgspec.structs.replace(hello, ranks=hello.ranks[::-1])

@@ -111,7 +111,7 @@ def test_damaged_file_is_a_miss_and_goes(opened, tmp_path, damage):
     assert fetch(storage, 1)[0] is Fetched.ABSENT
 
 
-def test_file_that_somebody_removed_is_a_miss(opened, tmp_path):
+def test_removed_storage_file_is_a_miss(opened, tmp_path):
     storage = opened()
     storage.put(key(1), page(1)).result()
     next(tmp_path.iterdir()).unlink()

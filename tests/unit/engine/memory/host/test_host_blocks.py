@@ -70,7 +70,7 @@ def test_dropped_block_is_not_found_and_frees_page_at_last_unpin(blocks):
     assert [*blocks.pages()] == []
 
 
-def test_dropped_block_that_nobody_uses_gives_its_page_at_once(blocks):
+def test_dropped_block_without_pins_frees_its_page(blocks):
     (a,) = add(blocks, "a")
     assert blocks.drop(a) == a.page
     assert blocks.evictable == 0

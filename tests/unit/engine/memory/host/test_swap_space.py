@@ -28,7 +28,7 @@ def begin_again(tiers: Tiers, swapped, tokens: list[int]):
     return kv
 
 
-def test_settled_kv_comes_back_with_its_partial_page(tiers):
+def test_committed_kv_is_swapped_in_with_partial_page(tiers):
     swapped = swap_out(tiers, PROMPT)
     assert (swapped.first_page, len(swapped.pages), swapped.committed_len) == (0, 3, 10)
     assert_conserved(tiers.memory, swapped=[swapped])
@@ -86,7 +86,7 @@ def test_without_room_nothing_is_swapped():
     assert tiers.host.tier.pages.available == 2
 
 
-def test_cached_blocks_give_way_to_a_swapped_request(tiers):
+def test_cached_host_blocks_are_evicted_for_swapped_request(tiers):
     tiers.serve([*range(20, 29)])
     tiers.evict_device()
     tiers.turn()
@@ -126,7 +126,7 @@ def test_state_goes_with_the_pages_of_its_request():
     assert not tiers.memory.readable(kv)
 
 
-def test_request_whose_state_has_no_room_is_not_swapped():
+def test_request_without_host_space_for_state_is_not_swapped():
     tiers = stateful_tiers(host_pages=4)
     assert swap_out(tiers, PROMPT) is None
     assert tiers.host.tier.pages.available == 4

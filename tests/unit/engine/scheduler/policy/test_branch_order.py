@@ -22,7 +22,7 @@ queues = st.lists(st.lists(st.integers(0, 2), max_size=4), max_size=12).map(
 
 
 @given(queues)
-def test_everybody_is_served_once(queue):
+def test_branch_order_is_a_permutation_of_the_queue(queue):
     assert sorted(HeaviestBranchFirst(page_size=PAGE)(queue), key=queue.index) == queue
 
 

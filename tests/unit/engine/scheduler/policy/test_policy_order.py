@@ -119,7 +119,7 @@ def test_queue_too_long_to_match_is_served_in_its_order():
 
 
 @pytest.mark.parametrize("policy", [FCFS, LPM, DFS, PRIORITY])
-def test_newest_of_the_least_important_gives_way(policy):
+def test_newest_of_lowest_priority_is_retracted(policy):
     engine = make_engine(schedule_policy=policy, force_retract_every=2, policy_ageing_seconds=1000.0)
     for rid, priority in [("old", 0), ("important", 1), ("new", 0)]:
         engine.add(make_message(rid, [len(rid)] * 3, max_tokens=6, priority=priority))
@@ -129,7 +129,7 @@ def test_newest_of_the_least_important_gives_way(policy):
     assert [req.rid for req in engine.scheduler.queues.waiting] == ["new"]
 
 
-def test_under_srf_the_one_with_most_left_gives_way():
+def test_srf_retracts_request_with_most_remaining_tokens():
     engine = make_engine(schedule_policy=SRF, force_retract_every=2)
     for rid, tokens in [("short", 6), ("long", 20), ("medium", 9)]:
         engine.add(make_message(rid, [len(rid)] * 3, max_tokens=tokens))

@@ -30,7 +30,7 @@ def test_prefix_that_came_with_several_requests_is_computed_once(policy, overlap
     engine.assert_nothing_held()
 
 
-def test_without_a_prefix_cache_nobody_waits_for_a_prefix():
+def test_no_shared_prefix_wait_without_prefix_cache():
     engine = engine_of(SchedulePolicy.FCFS, radix=False)
     for number in range(5):
         engine.add(make_message(f"r{number}", [*PREFIX, 60 + number], max_tokens=2))
@@ -38,7 +38,7 @@ def test_without_a_prefix_cache_nobody_waits_for_a_prefix():
     assert computed(engine) == 5 * 41
 
 
-def test_under_fcfs_nobody_overtakes_one_that_waits_for_a_prefix():
+def test_fcfs_keeps_order_behind_shared_prefix_wait():
     engine = engine_of(SchedulePolicy.FCFS)
     for rid, prompt in [("first", [*PREFIX, 60]), ("waits", [*PREFIX, 61]), ("other", [70, 71])]:
         engine.add(make_message(rid, prompt, max_tokens=2))
@@ -87,7 +87,7 @@ def test_salts_share_nothing_to_wait_for():
     assert len(engine.scheduler.queues.waiting) == 0
 
 
-def test_nobody_waits_for_a_request_that_was_aborted():
+def test_shared_prefix_wait_ends_at_abort_of_first_request():
     engine = engine_of(chunked_prefill_size=16, max_prefill_tokens=16)
     engine.add(make_message("gone", [*PREFIX, 60], max_tokens=2))
     engine.add(make_message("waits", [*PREFIX, 61], max_tokens=2))

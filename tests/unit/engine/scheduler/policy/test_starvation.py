@@ -40,7 +40,7 @@ def seconds_until_served(policy: SchedulePolicy) -> float:
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_nobody_waits_longer_than_the_ageing_and_those_before_it(policy):
+def test_queue_wait_is_bounded_by_aging_period(policy):
     # Two favourites arrive for each second: under `priority` those of the first AGEING seconds go before it.
     before = 2 * AGEING if policy is SchedulePolicy.PRIORITY else AGEING
     assert seconds_until_served(policy) <= before + 2
