@@ -53,7 +53,7 @@ def test_another_server_s_cache_needs_no_salt(served) -> None:
     assert [body.get("cache_salt") for body in bodies] == [None] * 6
 
 
-def test_server_that_refuses_is_told_in_its_own_words(served, capsys) -> None:
+def test_bench_reports_error_message_of_the_server(served, capsys) -> None:
     served[1]["/v1/models"] = 401
     assert main(RUN) == 3
     assert capsys.readouterr().err.strip().endswith("http://127.0.0.1:8000: Incorrect API key provided.")

@@ -90,7 +90,7 @@ def test_cores_that_cannot_be_claimed_are_not_bound(claim, tmp_path):
     assert claim(4, workers=2, folder=tmp_path / "missing").of_worker == ()
 
 
-def test_worker_is_told_its_cores():
+def test_cpu_affinity_flag_is_passed_to_the_worker():
     args = build_parser().parse_args(["up", "--threads", "1"])
     assert "--cpu-affinity" not in engine_argv(args)
     args.model, args.role, args.cpu_affinity = "m", "both", "4"

@@ -91,7 +91,7 @@ def test_root_adds_a_key_to_the_file_of_another_user(tmp_path) -> None:
     assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (65534, 65534, 0o600)
 
 
-def test_file_whose_owner_cannot_be_kept_is_left_alone(tmp_path, monkeypatch, capsys, of_somebody_else) -> None:
+def test_key_file_is_unchanged_if_owner_cannot_be_kept(tmp_path, monkeypatch, capsys, of_somebody_else) -> None:
     path = tmp_path / "keys.json"
     assert create("search", "--file", str(path)) == 0
     before = path.read_bytes()

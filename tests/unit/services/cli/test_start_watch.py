@@ -137,7 +137,7 @@ def test_logging_child_is_waited_for(start):
     assert start.time_s >= 1000.0
 
 
-def test_child_whose_progress_moves_is_waited_for(start):
+def test_starting_child_with_progress_is_awaited(start):
     child = start.child("decode-0", ready_at=1000.0)
     start.each_turn.append(lambda: report(child, "weights", int(start.time_s) // 100, 10))
     start.run()

@@ -43,7 +43,7 @@ NEVER = [
 
 
 @pytest.mark.parametrize("host", ALWAYS)
-def test_names_that_no_stranger_can_register_are_allowed(host) -> None:
+def test_unregistrable_host_names_are_allowed(host) -> None:
     assert AllowedHosts.of((), listening=("127.0.0.1",)).allow(host)
 
 

@@ -135,7 +135,7 @@ async def test_commands_share_a_connection_and_keep_reply_order(line, wires):
     assert wires.all == [wire]
 
 
-async def test_reply_of_a_command_that_was_given_up_is_nobody_elses(line, wires):
+async def test_reply_of_cancelled_command_is_discarded(line, wires):
     wire = wires.next
     first, second, third = (ask(line, "GET", number) for number in range(3))
     await wire.has_sent(3)
@@ -384,7 +384,7 @@ async def test_slow_connect_is_reused_after_commands_time_out(line, wires):
     assert len(wires.all) == 1
 
 
-async def test_reply_that_nobody_asked_for_ends_the_connection(line, wires):
+async def test_unexpected_reply_closes_the_connection(line, wires):
     wire = wires.next
     assert await answered(line, wire, 0) == 0
     wire.replies.put_nowait(b"nobody's")
@@ -404,7 +404,7 @@ async def test_connection_waiter_gets_the_connection_error(line, wires):
     assert not wire.sent
 
 
-async def test_closing_fails_who_waits(wires):
+async def test_close_fails_pending_commands(wires):
     line = RedisLine(wires)
     wire, asked = wires.next, ask(line, "GET", 0)
     await wire.has_sent(1)

@@ -111,7 +111,7 @@ async def test_nodes_that_a_cluster_lists_are_tried_after_the_given():
     assert cluster.open == 1, "a connection that was found stays open"
 
 
-async def test_user_who_may_not_list_nodes_has_the_given():
+async def test_cluster_without_permission_uses_given_node():
     places = nodes({A: Server(HELLO=hello(mode="cluster"), CLUSTER=ResponseError("NOPERM"))}, A)
     assert [await opened(places) for _ in range(2)] == [A, A]
 

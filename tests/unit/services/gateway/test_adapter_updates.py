@@ -151,7 +151,7 @@ async def test_worker_without_a_usable_reply_is_tried_again(fleet):
     assert results(await fleet.unload())["d0"] == "unloaded"
 
 
-async def test_worker_whose_engine_hangs_is_tried_once(fleet):
+async def test_adapter_load_on_hanging_engine_is_tried_once(fleet):
     fleet.ports[2].hung = True
     status, _, message = error(await fleet.load())
     assert (status, "1 workers have not carried out the command (d1: the engine did not answer" in message) == (

@@ -94,7 +94,7 @@ BODIES = [
 
 @BOTH
 @pytest.mark.parametrize(("body", "message"), BODIES, ids=lambda value: str(value)[:25])
-async def test_body_that_is_no_request_is_told_why(gateway, engine, path, body, message):  # [body-is-json]
+async def test_malformed_request_body_error_names_the_reason(gateway, engine, path, body, message):  # [body-is-json]
     assert re.search(message, refusal(await send(gateway, path, body))["message"])
     assert not engine.received
 
@@ -195,14 +195,14 @@ PROMPTS = [  # [token-id-prompts]
 
 
 @pytest.mark.parametrize(("prompt", "message"), PROMPTS, ids=lambda value: str(value)[:25])
-async def test_bad_prompt_is_told_where_and_what_the_limit_is(gateway, engine, prompt, message):  # [token-id-prompts]
+async def test_invalid_prompt_error_names_position_and_limit(gateway, engine, prompt, message):  # [token-id-prompts]
     error = refusal(await gateway.complete(prompt, max_tokens=1))
     assert re.search(message, error["message"])
     assert error["param"] in ("prompt", "prompt[0]", "n")
     assert not engine.received
 
 
-async def test_bad_embedding_input_is_told_where(gateway, engine):  # [token-id-prompts]
+async def test_invalid_embedding_input_error_names_position(gateway, engine):  # [token-id-prompts]
     body = {"model": "mock", "input": [[5], [6, 400]]}
     error = refusal(await gateway.http.post("/v1/embeddings", json=body))
     assert (error["param"], error["message"].partition(":")[0]) == ("input", "input[1][1]")
@@ -366,7 +366,7 @@ async def test_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # [
     assert len(engine.received) == 201
 
 
-async def test_deadlines_that_nobody_can_meet_leave_nothing_behind(gateway, engine):  # [deadlines-hold]
+async def test_unattainable_deadlines_leak_no_reservation_or_task(gateway, engine):  # [deadlines-hold]
     engine.behaviour.mute = True
     tasks = len(asyncio.all_tasks())
     for number in range(10):

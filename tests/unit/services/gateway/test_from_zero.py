@@ -79,6 +79,6 @@ def test_checkpoint_that_does_not_say_is_named(tmp_path, content):
         checkpoint_length(tmp_path / "absent")
 
 
-def test_checkpoint_without_a_length_is_told_which_flag_needs_it(tmp_path):
+def test_checkpoint_without_context_length_error_names_flag(tmp_path):
     with pytest.raises(CheckpointError, match="--from-zero-timeout"):
         checkpoint_length(write_config(tmp_path, hidden_size=8))

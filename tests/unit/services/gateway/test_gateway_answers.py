@@ -295,7 +295,7 @@ async def test_newer_name_of_max_tokens_wins(gateway):
 
 
 @pytest.mark.parametrize("fields", [{}, {"add_generation_prompt": False}])
-async def test_model_goes_on_with_the_final_message(gateway, rack, tokenizer, fields):  # [known-fields]
+async def test_continue_final_message_extends_the_assistant_message(gateway, rack, tokenizer, fields):  # [known-fields]
     messages = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "the quick"}]
     body = {"model": "mock", "messages": messages, "continue_final_message": True, **fields}
     answer = await gateway.http.post("/v1/chat/completions", json={**body, "max_tokens": 2})

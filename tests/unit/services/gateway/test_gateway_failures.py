@@ -155,7 +155,7 @@ async def test_next_attempt_resumes_after_the_tokens_received(rack, faulty, refe
     assert [query.compat_hash for query in gateway.chooser.queries] == [None, first.view.compat_hash]
 
 
-async def test_requests_of_a_dead_worker_go_on_after_an_exception(rack, faulty, monkeypatch):
+async def test_requests_of_dead_worker_resume_despite_an_exception(rack, faulty, monkeypatch):
     rack.add("d1", healthy(die_after=4))
     second = rack.add("d2", healthy())
     mark_dead = FakeChooser.mark_dead
@@ -287,7 +287,7 @@ async def test_without_workers_a_new_request_is_refused_at_once(faulty):
     assert answer.headers["retry-after"] == "2"
 
 
-async def test_stream_whose_only_worker_died_ends_with_one_clear_error(rack, faulty):  # [streams-wait]
+async def test_stream_of_sole_dead_worker_ends_with_503_error(rack, faulty):  # [streams-wait]
     rack.add("only", healthy(die_after=3))
     async with faulty() as gateway:
         chunks = events(await gateway.complete([7, 8], max_tokens=30, stream=True, skip_special_tokens=False))

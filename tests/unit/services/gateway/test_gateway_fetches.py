@@ -46,7 +46,7 @@ async def test_aggregated_worker_gets_fetch_plan_and_explain_shows_it(rack, gate
     assert attempt["fetch"] == {"source": SOURCE.incarnation, "tokens": 48, "seconds": 0.01}
 
 
-async def test_without_anything_to_fetch_nobody_is_told(rack, gateway):
+async def test_request_without_fetch_plan_has_no_fetch_field(rack, gateway):
     alone = rack.add("solo", healthy())
     async with gateway() as live:
         await live.complete(max_tokens=4)

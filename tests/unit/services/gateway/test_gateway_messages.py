@@ -174,7 +174,7 @@ async def test_deltas_add_up_to_the_blocks_of_the_whole_answer(says, tokens_per_
     assert found[-2]["delta"]["stop_reason"] == whole["stop_reason"] == "tool_use"
 
 
-async def test_stream_that_cannot_go_on_ends_with_an_error(says):
+async def test_messages_stream_without_workers_ends_with_error_event(says):
     async with says("hello there you all", die_after=4) as gateway:
         found = named_events(await ask(gateway, stream=True, timeout=30))
     assert found[-1]["type"] == "error"
@@ -269,7 +269,7 @@ async def test_no_tools_are_shown_when_none_may_be_used(says, rack):
     assert first.input_ids == second.input_ids
 
 
-async def test_error_of_a_tool_is_told_in_words(says, rack):
+async def test_tool_result_error_is_marked_in_the_prompt(says, rack):
     use = {"type": "tool_use", "id": "t", "name": "weather", "input": {}}
     result = {"type": "tool_result", "tool_use_id": "t", "content": "no such city", "is_error": True}
     messages = [*HI, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]

@@ -21,7 +21,7 @@ from tandem_testing.gateway_builders import config_of
         ({"host": "0.0.0.0", "api_keys": Path("keys.json")}, []),
     ],
 )
-def test_gateway_without_keys_warns_of_who_can_use_it(config, warnings, caplog) -> None:
+def test_gateway_without_keys_logs_open_access_warnings(config, warnings, caplog) -> None:
     with caplog.at_level(logging.INFO):
         _tell_who_may_use(config_of(**config))
     said = [

@@ -38,7 +38,7 @@ def sampling_of(rack: EngineRack) -> SamplingParams:
 
 @pytest.mark.parametrize("opened", [True, False])
 @pytest.mark.parametrize("stream", [True, False])
-async def test_engines_are_told_the_budget_and_the_markers(says, rack, thinking, opened, stream):
+async def test_engine_request_has_reasoning_budget_and_markers(says, rack, thinking, opened, stream):
     async with says("ok") as gateway:
         answer = await gateway.chat(
             stream=stream, n=2, **{FIELD: 7}, chat_template_kwargs={"enable_thinking": opened}, stop="x"

@@ -53,7 +53,7 @@ async def test_request_that_crashed_two_workers_is_quarantined(rack, serving, st
     assert [POISON in [r.input_ids for r in engine.received] for engine in rack.engines] == [True, True, False]
 
 
-async def test_those_who_lost_the_same_workers_go_on(rack, serving):
+async def test_requests_lost_with_poison_request_resume(rack, serving):
     """Nobody knows at first who it was; only the one that dies again at the same place is refused."""
     first = rack.add("a", healthy(dies_of=POISON, hold_at=10))
     for name in ("b", "c"):
@@ -67,7 +67,7 @@ async def test_those_who_lost_the_same_workers_go_on(rack, serving):
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [60] * 3
 
 
-async def test_those_who_had_no_time_to_prove_themselves_get_a_trial(rack, serving):
+async def test_requests_lost_early_with_poison_request_get_a_retry(rack, serving):
     first = rack.add("a", healthy(dies_of=POISON, hold_at=1))
     for name in ("b", "c", "d"):
         rack.add(name, healthy(dies_of=POISON, step_s=0.05))
@@ -94,7 +94,7 @@ class KilledForMemory:
         return Endings(ended=ended, for_memory=ended)
 
 
-async def test_request_whose_workers_ran_out_of_memory_is_no_poison(rack, serving):
+async def test_oom_kills_do_not_quarantine_the_request(rack, serving):
     for name in ("a", "b", "c", "d"):
         rack.add(name, healthy(dies_of=POISON))
     async with serving(end_reports=KilledForMemory(late=2)) as gateway:
@@ -246,7 +246,7 @@ async def test_paused_workers_are_retried_after_an_interval(rack, serving):
     assert max(len(worker.received) for worker in workers) <= 3
 
 
-async def test_router_is_told_who_drains_and_of_no_other_failure(rack, serving):
+async def test_only_draining_rejections_are_reported_to_router(rack, serving):
     rack.add("a", healthy(fail_after=(0, Finish(reason=FinishReason.ERROR, code="draining", retryable=True))))
     rack.add("b", healthy(fail_after=(0, Finish(reason=FinishReason.ERROR, code="engine_error", retryable=True))))
     rack.add("c", healthy())

@@ -131,7 +131,7 @@ def _nameless(item: dict) -> dict:
     return {key: value for key, value in item.items() if key not in ("id", "call_id")}
 
 
-async def test_stream_that_cannot_go_on_has_failed(says):
+async def test_responses_stream_without_workers_ends_as_failed(says):
     async with says("hello there", die_after=3, step_s=0.01) as gateway:
         found = named_events(await respond(gateway, stream=True))
     assert found[-1]["type"] == "response.failed"

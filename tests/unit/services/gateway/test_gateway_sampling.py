@@ -120,7 +120,7 @@ async def test_tokens_before_logprob_start_are_null(gateway, rack):
     assert rack.engines[0].received[0].sampling.logprob_start == 2
 
 
-async def test_nobody_asking_gets_no_field(gateway):
+async def test_prompt_logprobs_field_is_absent_by_default(gateway):
     assert "prompt_logprobs" not in (await gateway.chat(max_tokens=1)).json()
     assert "prompt_logprobs" not in (await gateway.complete(max_tokens=1)).json()["choices"][0]
 
@@ -137,7 +137,7 @@ async def test_more_of_them_than_an_answer_may_hold_are_refused(gateway, rack, f
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_logprobs_of_named_tokens_are_told_in_their_order(gateway, rack, tokenizer, stream):
+async def test_requested_logprob_ids_are_returned_in_order(gateway, rack, tokenizer, stream):
     fields = {"max_tokens": 3, "logprob_token_ids": [9, 5], "stream": stream}
     answers = [await gateway.chat(logprobs=True, **fields), await gateway.complete(logprobs=0, **fields)]
     assert {request.sampling.logprob_token_ids for request in rack.engines[0].received} == {(9, 5)}

@@ -84,7 +84,7 @@ async def test_closed_session_is_lost(two):
     assert_lost(await turn(gateway))
 
 
-async def test_session_nobody_opened_is_lost(two):
+async def test_turn_of_unknown_session_is_lost(two):
     gateway, engines = two
     assert_lost(await turn(gateway))
     assert_lost(await turn(gateway, number=3))
@@ -185,7 +185,7 @@ async def test_nothing_is_sent_while_bindings_cannot_be_read(two):
     assert (await gateway.complete("without a session")).status_code == 200
 
 
-async def test_chat_goes_on_with_its_new_messages_alone(rack, tokenizer):
+async def test_session_chat_sends_only_new_messages(rack, tokenizer):
     answer = [*tokenizer.encode("fox", add_special_tokens=False), EOS]
     engine = rack.add("a", MockBehaviour(token=scripted_tokens(answer), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:

@@ -410,7 +410,7 @@ async def test_template_without_a_place_for_tools_is_named(gateway):
     assert "chat template" in answer.json()["error"]["message"]
 
 
-async def test_model_whose_form_of_calls_nobody_knows_is_named(says):
+async def test_unknown_tool_call_format_error_names_the_flag(says):
     async with says("ok", config={"tool_call_parser": "none"}) as gateway:
         answer = await gateway.chat(tools=[TIME])
     assert answer.status_code == 400

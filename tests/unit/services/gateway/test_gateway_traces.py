@@ -115,7 +115,7 @@ async def test_client_trace_context_is_continued_to_the_engine(rack, tokenizer, 
     assert explained.json()["trace_id"] == CLIENT_TRACE
 
 
-async def test_both_workers_of_a_handoff_hear_of_the_same_attempt(rack, tokenizer, collector, spans):
+async def test_both_workers_of_a_handoff_get_the_attempt_span(rack, tokenizer, collector, spans):
     rack.add("p", MockBehaviour(token=hash_tokens(3, 250)), Role.PREFILL)
     rack.add("d", MockBehaviour(token=hash_tokens(3, 250)), Role.DECODE)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:

@@ -153,7 +153,7 @@ async def test_other_words_for_a_model_leave_the_others_alone(serve):
         (None, "cannot read"),
     ],
 )
-async def test_bad_file_changes_nothing_and_is_told_once(serve, caplog, text, complaint):
+async def test_invalid_models_file_is_logged_once_and_ignored(serve, caplog, text, complaint):
     async with serve("a", "b") as live:
         live.door.refusal = RedisUnavailableError("Redis cannot be reached")
         before = live.models.fleets

@@ -60,14 +60,14 @@ async def test_conversation_is_cut_as_it_is_rendered(gateway, rack, tokenizer):
     assert received(rack) == [whole[-40:], whole[:500]]
 
 
-async def test_output_too_long_for_any_prompt_is_told_as_that(gateway, rack):
+async def test_max_tokens_beyond_context_is_rejected_with_truncation(gateway, rack):
     answer = await gateway.complete(IDS, max_tokens=600, truncate_prompt_tokens=-1)
     assert (answer.status_code, answer.json()["error"]["code"]) == (400, "context_length_exceeded")
     assert not rack.engines[0].received
 
 
 @pytest.mark.parametrize(("side", "kept"), [(None, IDS[:4]), ("right", IDS[:4]), ("left", IDS[-4:])])
-async def test_embeddings_keep_the_beginning_unless_told_otherwise(gateway, rack, side, kept):
+async def test_embedding_truncation_keeps_beginning_by_default(gateway, rack, side, kept):
     body = {"model": "mock", "input": [IDS, [5]], "truncate_prompt_tokens": 4, "truncation_side": side}
     answer = await gateway.http.post("/v1/embeddings", json=body)
     assert answer.json()["usage"]["prompt_tokens"] == 5

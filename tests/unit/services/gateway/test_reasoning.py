@@ -39,7 +39,7 @@ def test_reasoning_is_cut_from_the_answer(style, opened, text, expected):
     assert read(style, text, opened=opened) == expected
 
 
-def test_reasoning_that_nobody_wants_is_left_out():
+def test_hidden_reasoning_is_omitted():
     assert read("qwen3", "<think>Well.</think>Yes", shows_reasoning=False) == [Content("Yes")]
 
 

@@ -57,7 +57,7 @@ def behaviour(**knobs) -> MockBehaviour:
     return MockBehaviour(token=TOKEN, eos=EOS, **knobs)
 
 
-async def test_all_connections_cut_at_once_cost_nobody_anything(rack, tokenizer):
+async def test_cutting_all_connections_keeps_all_streams(rack, tokenizer):
     """Every worker is lost in the same moment, and none has died: the streams go on where they were."""
     engines = [rack.add(name, behaviour(hold_at=5)) for name in ("a", "b")]
     async with contextlib.AsyncExitStack() as stack:
@@ -159,7 +159,7 @@ async def test_line_that_does_not_hold_is_tried_less_and_less_often(rack, reviva
     assert revival.pause_s("w@1") == 0.0
 
 
-async def test_closed_gateway_asks_nobody(rack, revival, alive):
+async def test_closed_revival_stops_probing(rack, revival, alive):
     worker = rack.add("w", behaviour(deaf=True))
     revival.ask(worker.view)
     revival.close()

@@ -106,7 +106,7 @@ async def test_trials_follow_one_another(end):
     first.cleared()
 
 
-async def test_trial_that_is_given_up_while_it_waits_holds_up_nobody():
+async def test_cancelled_waiting_trial_does_not_block_others():
     suspects, guilty = Suspects(), lost("a@1", "b@1", alone=False)
     first = await suspects.enter(guilty, "x", ["c@1"])
     leaving = asyncio.ensure_future(suspects.enter(guilty, "y", ["c@1"]))

@@ -73,7 +73,7 @@ async def test_echo_alone_has_no_output_ids(gateway, stream):
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_stop_id_is_told_and_nothing_after_a_stop_string_is(rack, tokenizer, stream):
+async def test_token_ids_include_stop_id_and_end_at_stop_string(rack, tokenizer, stream):
     ids = tokenizer.encode("the quick STOP and more", add_special_tokens=False)
     rack.add("solo", MockBehaviour(token=lambda _, position: [*ids, EOS][position], eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
@@ -107,7 +107,7 @@ async def test_completion_logprobs_name_tokens_by_id_including_echo(gateway, rac
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_nobody_asking_gets_no_ids(gateway, stream):
+async def test_token_ids_are_absent_by_default(gateway, stream):
     for ask in (gateway.chat, gateway.complete):
         answer = await ask(max_tokens=3, return_token_ids=False, return_tokens_as_token_ids=None, stream=stream)
         assert "token_ids" not in answer.text

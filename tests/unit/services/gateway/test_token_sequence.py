@@ -81,7 +81,7 @@ def test_tokens_wait_for_the_prompts_logprobs():
     assert accept_all(sequence, [output(2, 12)]).prompt_logprobs is None
 
 
-def test_prompt_logprobs_that_nobody_awaits_any_more_are_dropped():
+def test_unexpected_prompt_logprobs_are_dropped():
     assert accept_all(TokenSequence(0), [scored(0, 10)]).prompt_logprobs is None
 
 

@@ -229,7 +229,7 @@ async def test_texts_that_arrive_while_busy_are_answered_together(threads, monke
 
 
 @pytest.mark.parametrize("characters", [1, LONG])
-async def test_work_that_nobody_waits_for_is_not_done(threads, characters):
+async def test_cancelled_tokenizer_job_is_not_run(threads, characters):
     gate, done = Gate(), []
     busy = asyncio.create_task(threads.run(gate, characters=characters))
     await gate.reached()

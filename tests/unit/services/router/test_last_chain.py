@@ -39,7 +39,7 @@ async def test_prompt_that_is_asked_for_again_is_hashed_once(hashed):
         (PROMPT, 16, BASE_SPACE, 2),
     ],
 )
-async def test_whatever_differs_is_hashed_anew(prompt, page_size, space, most_blocks):
+async def test_last_chain_rehashes_for_different_inputs(prompt, page_size, space, most_blocks):
     last = LastChain()
     await last.of(PROMPT, 16, space=BASE_SPACE, most_blocks=100)
     found = await last.of(prompt, page_size, space=space, most_blocks=most_blocks)

@@ -93,7 +93,7 @@ def test_kv_of_another_shape_is_not_fetched():
     assert option.computing.fetch is None
 
 
-def test_worker_with_a_queue_waits_for_a_fetch_meanwhile():
+def test_fetch_overlaps_with_queue_time_in_cost():
     have = candidate("d", Role.DECODE, matched=960, token_bytes=1e5)
     (idle, busy, _) = with_fetches(
         [candidate("idle", Role.PREFILL), candidate("busy", Role.PREFILL, queue_tokens=500), have], DEMAND, Random(0)
@@ -109,7 +109,7 @@ def test_nearer_of_two_sources_is_asked():
     assert fetches(candidate("p", Role.PREFILL), near, far)["p"] == "near"
 
 
-def test_who_has_most_fetches_from_nobody():
+def test_worker_with_longest_prefix_fetches_nothing():
     assert fetches(candidate("p", Role.PREFILL, matched=960), candidate("d", Role.DECODE, matched=320)) == {
         "p": None,
         "d": "p",
@@ -131,5 +131,5 @@ def test_fetch_timeout_is_compute_time_with_a_minimum():
     assert within(matched=960, links={"p@1": 2e8}, token_bytes=1e5) == pytest.approx(FETCH_TIMEOUT_FACTOR * slow)
 
 
-def test_who_computes_all_of_it_is_told_nothing():
+def test_no_fetch_is_planned_without_a_cached_prefix():
     assert planned_fetch(candidate("p", Role.PREFILL), DEMAND) is None

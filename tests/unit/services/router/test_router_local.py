@@ -110,5 +110,5 @@ def test_notes_about_workers_that_are_gone_are_dropped(clock):
     assert (own.wait_s("a@1"), own.sequences("a@1")) == (0.0, 0)
 
 
-def test_nobody_to_choose_from():
+def test_local_routing_without_candidates_returns_none():
     assert LocalRouting(own=OwnLoad(clock=ServiceClock()), random=Random(1)).choose([], DEMAND, None) is None

@@ -30,11 +30,11 @@ def picks(name: str, contenders, queries) -> list[str]:
 EVEN = [Contender(name, 0.0) for name in "abcd"]
 
 
-def test_locality_leaves_everybody():
+def test_locality_policy_narrows_no_candidates():
     assert POLICIES["locality"](Random(1)).narrow(EVEN, query()) == EVEN
 
 
-def test_round_robin_takes_turns_also_when_somebody_leaves():
+def test_round_robin_rotates_when_candidates_change():
     policy = POLICIES["round_robin"](Random(1))
     order = [policy.narrow(EVEN, query())[0].incarnation for _ in range(6)]
     assert order == ["a", "b", "c", "d", "a", "b"]
@@ -105,7 +105,7 @@ def test_prefill_choice_is_compatible_with_decode_worker():
     assert {view.incarnation for view in fleet} - over == {"p3@1", "d3@1"}
 
 
-def test_locality_for_all_asks_nobody():
+def test_locality_for_all_roles_does_not_narrow():
     assert not by_role("locality").narrows
     assert by_role("decode=session").narrows
 

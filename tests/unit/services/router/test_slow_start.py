@@ -46,7 +46,7 @@ def test_share_grows_to_all_of_it(slow_start, clock, after, share):
     assert slow_start.any is (after < RAMP_S)
 
 
-def test_at_the_start_of_a_fleet_nobody_is_new(clock):
+def test_workers_at_fleet_start_have_full_share(clock):
     fleet = SlowStart(clock=clock)
     fleet.observe(set())
     clock.time += 500.0
@@ -68,7 +68,7 @@ def test_slow_start_survives_short_absence_from_registry(slow_start, clock):
     assert slow_start.share("old@1") == 0.0
 
 
-def test_requests_reach_a_newcomer_as_often_as_its_share_says(slow_start, clock):
+def test_new_worker_gets_requests_in_proportion_to_its_share(slow_start, clock):
     policy = Ramping(First(), slow_start.share, Random(1))
     for after, least, most in ((0.0, 0, 0), (RAMP_S / 4, 200, 300), (RAMP_S, 1000, 1000)):
         clock.time = START_S + RAMP_S + after
@@ -76,7 +76,7 @@ def test_requests_reach_a_newcomer_as_often_as_its_share_says(slow_start, clock)
         assert least <= taken["new@1"] <= most
 
 
-def test_newcomer_that_is_alone_takes_everything(slow_start):
+def test_sole_new_worker_takes_all_requests(slow_start):
     assert Ramping(First(), slow_start.share, Random(1)).narrow([NEW], query()) == [NEW]
 
 

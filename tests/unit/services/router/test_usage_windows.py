@@ -15,7 +15,7 @@ def test_limit_is_reached_and_not_passed():
     assert verdicts == [Refused.NOTHING] * 3 + [Refused.REQUESTS] * 2
 
 
-def test_who_waits_as_long_as_told_is_served():
+def test_request_after_retry_time_is_accepted():
     windows, limits = UsageWindows(), UsageLimits(requests=2, tokens=100)
     windows.take(limits, Ask(requests=1, tokens=40), 100.5)
     windows.take(limits, Ask(requests=1, tokens=50), 110.5)

@@ -17,7 +17,7 @@ def test_cached_tokens_cost_less_than_computed_and_output_more():
     assert prompt_cost(100, 500) == prompt_cost(100, 100)
 
 
-def test_who_comes_back_starts_where_those_who_wait_are():
+def test_returning_tenant_starts_at_min_active_counter():
     counters = VirtualCounters()
     counters.arrive("busy")
     counters.charge("busy", 1000)
@@ -34,7 +34,7 @@ def test_tenant_at_empty_queue_starts_at_last_counter():
     assert counters.value("next") == 500
 
 
-def test_who_is_ahead_stays_ahead():
+def test_tenant_counter_is_kept_while_others_wait():
     counters = VirtualCounters()
     counters.arrive("a")
     counters.arrive("b")

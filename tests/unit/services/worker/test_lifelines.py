@@ -85,7 +85,7 @@ async def following(watched: Watched, peer: Peer):
 
 
 @pytest.mark.asyncio
-async def test_process_whose_socket_is_gone_has_ended(watched):
+async def test_process_with_closed_socket_has_exited(watched):
     with stopped_process() as listener:
         port = listener.getsockname()[1]
     async with following(watched, peer_at(port)) as task:

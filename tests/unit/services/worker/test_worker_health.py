@@ -276,7 +276,7 @@ async def test_links_are_exported_by_worker_id(probed, client):
     assert 'tandem_link_conditions{peer="d1"} 0.0' in text
 
 
-async def test_cache_hits_are_told_apart_by_tier_and_add_up(probed, client):
+async def test_prefix_cache_hit_metrics_split_by_tier(probed, client):
     probed.stats = idle_stats(cached_tokens_total=100, host_cached_tokens_total=30, disk_cached_tokens_total=8)
     text = (await client.get("/metrics")).text
     for tier, tokens in (("device", 62.0), ("host", 30.0), ("disk", 8.0)):

@@ -186,7 +186,7 @@ def test_index_knows_what_is_in_host_memory_alone(moves, replay_after):
     asyncio.run(scenario())
 
 
-async def test_index_left_behind_by_somebody_else_is_cleared_first():
+async def test_index_of_previous_owner_is_cleared_first():
     index = IndexInMemory()
     index.blocks, index.revision = {block(99)}, 5
     engine = Engine(index)
@@ -269,7 +269,7 @@ async def test_large_caches_go_in_bounded_updates():
     assert max(index.calls) <= CHUNK_HASHES
 
 
-async def test_replay_begins_slowly_and_what_is_new_is_told_at_once(monkeypatch):
+async def test_index_replay_is_paced_and_new_events_are_immediate(monkeypatch):
     monkeypatch.setattr(index_publisher, "PACE_S", 1)
     pauses = []
 

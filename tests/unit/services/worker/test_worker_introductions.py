@@ -66,7 +66,7 @@ class ScriptedRegistry:
         return FleetSnapshot(epoch="e", workers=tuple(records), malformed=0)
 
 
-async def test_engine_is_told_only_when_its_peers_are_others():
+async def test_engine_is_notified_only_of_changed_peers():
     first, second = make_record("p1", Role.PREFILL), make_record("p2", Role.PREFILL)
     orders: list[MeetPeers] = []
 

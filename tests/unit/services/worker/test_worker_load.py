@@ -37,7 +37,7 @@ def report_for(monitor: LoadMonitor, clock: ServiceClock, seconds: float, **stat
         monitor.update(idle_stats(**stats))
 
 
-def test_busy_engine_whose_loop_stands_still_is_stalled(monitor, clock):  # [loop-progress]
+def test_busy_engine_with_constant_loop_count_is_stalled(monitor, clock):  # [loop-progress]
     report_for(monitor, clock, 4, running=1, loop_count=7)
     assert monitor.state is WorkerState.STALLED
     monitor.update(idle_stats(running=1, loop_count=8))
@@ -52,7 +52,7 @@ def test_load_update_reports_state_changes(monitor):
     assert monitor.update(idle_stats())
 
 
-def test_rate_of_copies_from_host_memory_is_told_by_the_token(monitor):
+def test_host_load_rate_is_published_per_token(monitor):
     ready = ready_message("w1@1")
 
     def told() -> float:
@@ -145,7 +145,7 @@ def test_token_weighs_what_all_ranks_have_of_it(monitor):
     assert weights[1] == 2 * weights[0]
 
 
-def test_registry_is_told_the_role_that_the_worker_has_now(monitor):
+def test_record_has_current_role_of_the_worker(monitor):
     ready = ready_message("w1@1")
     monitor.role = Role.DECODE
     assert describe(config(), ready, monitor, health_endpoint="http://h:1").view.role is Role.DECODE

@@ -87,7 +87,7 @@ async def test_standby_waits_for_offer_during_its_canary(sight):
     assert await sight.look(*OLD_PAIR, SIBLING, later_s=0.2), "whoever tried it has gone"
 
 
-async def test_sibling_that_was_there_for_a_moment_is_no_reason(sight):
+async def test_briefly_seen_revision_peer_does_not_end_standby(sight):
     await sight.look(*OLD_PAIR, SIBLING)
     await sight.look(*OLD_PAIR)
     assert not await sight.look(*OLD_PAIR, SIBLING, later_s=UNTRIED_S)

@@ -109,7 +109,7 @@ def test_nothing_to_show_says_where_it_looked(kubectl, api):
     assert kubectl("status", "-A")[1] == "no ModelService in any namespace\n"
 
 
-def test_watch_goes_on_while_the_api_server_is_away(kubectl, api, monkeypatch):
+def test_status_watch_continues_while_api_server_is_unavailable(kubectl, api, monkeypatch):
     states = iter([500, KeyboardInterrupt()])
 
     def sleep(seconds: float) -> None:
@@ -179,7 +179,7 @@ def test_scale_patches_replicas_without_autoscaler(kubectl, api):
     assert api.writes == [("PATCH", f"{SERVICES}/llama", {"spec": spec})]
 
 
-def test_pools_are_scaled_where_somebody_outside_decides(kubectl, api):
+def test_scale_patches_worker_pool_with_external_autoscaling(kubectl, api):
     api.objects |= deployed(autoscaling={"mode": "external"})
     assert kubectl("scale", "llama", "--decode", "0")[0] == 0
     assert api.writes == [("PATCH", f"{POOLS}/llama-decode/scale", {"spec": {"replicas": 0}})]
@@ -215,7 +215,7 @@ def test_pod_is_evicted_in_the_words_of_the_api_server(kubectl, api, version):
     assert (body["apiVersion"], body["metadata"]["name"]) == (f"policy/{version}", "llama-decode-5d8f-a")
 
 
-def test_disruption_budget_that_forbids_a_drain_is_told(kubectl, api):
+def test_drain_reports_blocking_disruption_budget(kubectl, api):
     api.objects |= {"/api/v1": {"resources": []}, f"POST {PODS}/llama-decode-5d8f-a/eviction": 429}
     status, _, err = kubectl("drain", "llama-decode-5d8f-a")
     assert status == 1

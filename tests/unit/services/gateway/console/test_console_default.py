@@ -24,6 +24,6 @@ def test_on_a_network_it_needs_keys_or_a_port_of_its_own(host):
     assert served(host=host, admin_port=9090)
 
 
-def test_whoever_says_so_decides():
+def test_console_flag_overrides_the_default():
     assert served(host="0.0.0.0", console=True)
     assert not served(host="127.0.0.1", admin_port=9090, console=False)

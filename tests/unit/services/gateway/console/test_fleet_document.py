@@ -47,7 +47,7 @@ def test_several_fleets_are_one_and_as_old_as_the_oldest():
     assert (document.gateway.clusters, document.redis, document.view_age_s) == (("blue", "red"), "away", 7.0)
 
 
-def test_workers_are_told_by_role_and_name_with_their_figures():
+def test_fleet_document_orders_workers_with_statistics():
     document = described(member("b", Role.BOTH), member("d", Role.DECODE), member("p", Role.PREFILL))
     assert [worker.worker_id for worker in document.workers] == ["p", "d", "b"]
     figures = document.workers[0].figures
@@ -92,7 +92,7 @@ def test_fleet_document_lists_starting_workers_with_phase():
     ]
 
 
-def test_no_address_of_a_worker_is_told():
+def test_fleet_document_has_no_worker_addresses():
     told = encode_json(described(member("w1", links=(link("w2"),))))
     assert b"tcp://" not in told
     assert b"5600" not in told

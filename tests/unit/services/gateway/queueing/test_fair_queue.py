@@ -43,7 +43,7 @@ def test_tenants_take_turns_however_many_one_has_waiting():
     assert drained(queue)[:4] == ["a", "b", "a", "b"]
 
 
-def test_newcomer_waits_for_one_request_of_the_flood_not_for_all():
+def test_new_tenant_waits_for_one_request_of_busy_tenant():
     queue = queue_of()
     fill(queue, *"aaaaaaaa")
     for _ in range(3):
@@ -79,7 +79,7 @@ def test_unplaceable_request_is_skipped_for_a_while():
     assert queue.next(5.0) is first
 
 
-def test_full_queue_refuses_whose_tenant_fills_it():
+def test_full_queue_rejects_request_of_tenant_filling_it():
     queue = queue_of(seats=4)
     fill(queue, *"aaaa")
     newcomer = waiting("a")
@@ -87,7 +87,7 @@ def test_full_queue_refuses_whose_tenant_fills_it():
     assert len(queue) == 4
 
 
-def test_flood_pushes_out_its_own_last_and_nobody_elses():
+def test_full_queue_evicts_last_request_of_largest_tenant():
     queue = queue_of(seats=4)
     entries = fill(queue, "b", *"aaa")
     assert queue.add(waiting("b")) is entries[3]

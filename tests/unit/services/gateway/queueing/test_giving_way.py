@@ -63,7 +63,7 @@ def head(tenant: str, priority: int = 0, arrived: float = 0.0) -> Waiting:
         ([(1, 2000.0)], True),
     ],
 )
-def test_it_gives_way_to_who_has_had_less_or_goes_first(wishes, expected):
+def test_gateway_yields_to_lower_counter_or_higher_priority(wishes, expected):
     here = Here()
     here.hear(*wishes)
     assert here.gives_way() is expected
@@ -79,7 +79,7 @@ def test_stale_or_absent_offers_are_ignored():  # Redis is away
     assert not here.gives_way()
 
 
-def test_it_gives_way_for_a_while_and_then_takes():
+def test_gateway_alternates_between_yielding_and_taking_slots():
     here = Here()
     given = []
     for _ in range(400):
@@ -122,7 +122,7 @@ def test_gateway_ahead_after_a_pause_yields_first():
 
 
 @pytest.mark.parametrize(("waited", "expected"), [(0.0, None), (0.29, None), (0.31, Wish(priority=2, tenant="a"))])
-def test_place_is_wished_for_who_has_waited(waited, expected):
+def test_queue_head_is_reported_after_a_minimum_wait(waited, expected):
     assert wish_of(head("a", 2, arrived=10.0), 10.0 + waited) == expected
     assert wish_of(None, 10.0) is None
     assert WISH_AFTER_S == 0.3

@@ -130,7 +130,7 @@ class Desk:
         return self.registry.get_sample_value(f"tandem_gateway_{name}", {"model_name": "m", **labels})
 
 
-async def test_with_room_nobody_waits():
+async def test_requests_with_free_capacity_do_not_queue():
     desk = Desk(Fleet(places=3))
     await asyncio.gather(*(desk.come(str(n)) for n in range(3)))
     assert desk.fleet.asked == ["0", "1", "2"]
@@ -371,7 +371,7 @@ async def test_request_that_only_waits_for_room_is_not_overtaken():
 
 
 @pytest.mark.parametrize(("alive", "seconds", "reason"), [(True, 60, "no_room"), (False, 9, "no_worker")])
-async def test_nobody_waits_for_ever(alive, seconds, reason):
+async def test_queue_wait_is_bounded_and_ends_with_503(alive, seconds, reason):
     desk = Desk(Fleet(places=0, alive=alive))
     waiting = desk.come("x")
     await desk.waiting(1)

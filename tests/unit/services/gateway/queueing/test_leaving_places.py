@@ -93,7 +93,7 @@ class Gateway:
 
 
 @pytest.mark.parametrize("able", [True, False])
-async def test_place_is_wished_for_who_has_waited_and_can_be_taken(able):
+async def test_only_placeable_waiting_queue_head_is_reported(able):
     gateway = Gateway(able=able)
     await gateway.come()
     assert (await gateway.report()).wish is None
@@ -101,7 +101,7 @@ async def test_place_is_wished_for_who_has_waited_and_can_be_taken(able):
     assert (await gateway.report()).wish == (Wish(priority=0, tenant="busy") if able else None)
 
 
-async def test_places_are_left_while_another_waits_who_has_had_less():
+async def test_slots_are_left_to_gateway_with_lower_counter():
     gateway = Gateway()
     answer = await gateway.come()
     gateway.board.wishes = BEHIND
@@ -152,7 +152,7 @@ async def test_unplaceable_requests_claim_no_slots_of_other_gateways():
 
 
 @pytest.mark.parametrize("left", [True, False])
-async def test_place_that_nobody_has_used_is_forgotten(left):
+async def test_unused_freed_slot_expires(left):
     """A worker has reported it by then: counted as well, it would be filled twice."""
     gateway = Gateway()
     await gateway.come(able=False)

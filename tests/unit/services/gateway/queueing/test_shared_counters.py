@@ -71,7 +71,7 @@ async def test_counters_without_redis_are_local_and_reported_later():
     assert sheet.totals == {"a": 300}
 
 
-async def test_answer_that_cannot_be_read_is_told_apart_from_none():
+async def test_unreadable_counter_reply_is_not_charged_again():
     """It was taken for Redis away, and what Redis had added up was added to it each time again."""
     sheet = Sheet(readable=False)
     shared = gateway(sheet)
