@@ -50,7 +50,7 @@ RIGHT = list("abcdefgh")
         ("", Damage(missing=8)),
     ],
 )
-def test_lost_doubled_and_wrong_tokens_are_told_apart(got, damage):
+def test_lost_duplicated_and_wrong_tokens_are_counted_separately(got, damage):
     assert compare_sequences(RIGHT, list(got)) == damage
 
 
@@ -133,7 +133,7 @@ def descendants(pid: int) -> dict[int, str]:
 
 @pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_suite_that_is_told_to_end_leaves_nothing_running(tmp_path, number):
+def test_terminated_chaos_suite_leaves_no_processes(tmp_path, number):
     argv = [sys.executable, "-m", "tandem_testing.chaos", "--only", "1", "--run-dir", str(tmp_path)]
     env = os.environ | {"PYTHONPATH": python_path(ROOT / "tests/support")}
     suite = subprocess.Popen(

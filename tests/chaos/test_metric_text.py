@@ -11,7 +11,7 @@ tandem_gateway_attempts_total{outcome="finished"} 5.0
 """
 
 
-def test_metric_is_not_taken_for_another_whose_name_goes_on():
+def test_metric_sum_ignores_metrics_with_longer_names():
     assert metric_sum(TEXT, "tandem_worker_kv_pages") == 4096
 
 

@@ -55,7 +55,7 @@ async def test_cut_connection_is_reset_and_a_new_one_works(proxy):
         assert await echoed(reader, writer, b"again") == b"again"
 
 
-async def test_silence_loses_nothing_that_was_sent_meanwhile(proxy):
+async def test_silent_proxy_delivers_buffered_data_later(proxy):
     async with connected(proxy) as (reader, writer):
         await echoed(reader, writer, b"hello")
         proxy.weather = Weather(silent=True)

@@ -37,7 +37,7 @@ def known(schema: dict[str, Any], path: str) -> bool:
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_values_that_people_are_told_to_set_exist(page):
+def test_documented_chart_values_exist(page):
     for path in SET.findall(page.read_text()):
         assert any(known(schema, path) for schema in SCHEMAS.values()), path
 

@@ -299,7 +299,7 @@ def test_pod_that_never_gets_ready_does_not_keep_its_node(helm):
 
 
 @pytest.mark.parametrize("name", ["1chat", "chat.v1", "Chat", "chat-"])
-def test_release_whose_name_no_service_could_have_is_refused(helm, name):
+def test_release_name_invalid_for_services_is_rejected(helm, name):
     with pytest.raises(HelmError, match="nameOverride|release name"):
         helm.render("tandem-model", {"model": {"path": "/m"}}, release=name)
 
@@ -316,7 +316,7 @@ def model_service(helm: HelmLibrary, values: dict[str, Any], **how: Any) -> dict
     return manifest
 
 
-def test_model_without_a_source_is_told_what_to_choose_from(helm):
+def test_model_without_source_error_lists_the_options(helm):
     with pytest.raises(
         HelmError, match=r"model: say where the checkpoint comes from, for example --set model\.hugging"
     ):
@@ -348,7 +348,7 @@ def test_chart_adds_nothing_to_the_spec(helm):
     assert rendered["metadata"]["annotations"] == {"b": "c"}
 
 
-def test_release_whose_name_is_too_long_for_pods_is_refused(helm):
+def test_release_name_too_long_for_pods_is_rejected(helm):
     with pytest.raises(HelmError, match="nameOverride: the ModelService would be called"):
         helm.render("tandem-model", {"model": {"path": "/m"}}, release="a" * 41)
 

@@ -129,7 +129,7 @@ def test_migration_waits_for_capacity_while_requests_run():
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_requests_whose_tokens_are_drafted_move_too(overlap):
+def test_requests_with_drafts_migrate(overlap):
     proposer = ScriptedProposer(vocab_size=VOCAB, mistake=wrong_every(3))
     fleet = make_fleet(proposer=proposer, enable_overlap=overlap, usable_pages=400, max_rows=32)
     kinds: list[dict[str, object]] = [{}, {"temperature": 0.9, "seed": 7}, {"logprobs": 2}]

@@ -119,7 +119,7 @@ def test_prefix_that_comes_back_from_storage_is_what_it_was(mode):
 
 
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_request_that_was_swapped_goes_on_as_if_it_had_not_been(mode):
+def test_swapped_request_has_unchanged_output(mode):
     engine = engine_of(
         mode,
         pages=400,

@@ -251,7 +251,7 @@ def test_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_path
         process.communicate()
 
 
-def test_key_file_that_is_no_good_is_told_at_once(tmp_path):  # [key-file-refused]
+def test_missing_key_file_fails_gateway_start(tmp_path):  # [key-file-refused]
     flags = ["--api-keys", str(tmp_path / "none.json"), "--redis-url", "redis://127.0.0.1:1"]
     argv = [sys.executable, "-m", "tandem_services.cli.main", "gateway", *flags]
     ended = subprocess.run(

@@ -168,7 +168,7 @@ async def source_of(client: httpx.AsyncClient, url: str, headers: dict[str, str]
     return (await client.get(explain, headers=headers)).json()["choices"][0]["attempts"][0]["source"]
 
 
-async def test_request_is_its_tenants_and_nobody_elses(server, engines, tmp_path):
+async def test_ticket_is_redeemable_only_by_its_tenant(server, engines, tmp_path):
     keys = write_keys(tmp_path, ann={}, bob={})
     async with (
         live_gateway_of(server, engines, tmp_path / "gateway", api_keys=keys) as url,

@@ -98,13 +98,13 @@ async def test_conversation_is_held_and_its_request_explained(deployment):
     assert json.loads(out)["choices"][0]["attempts"][0]["candidates"]["more"] == 2
 
 
-async def test_request_that_nobody_remembers_is_said_to_be(deployment):
+async def test_explain_of_unknown_request_reports_it(deployment):
     status, out, err = await deployment.run("explain", "unknown-id", key=key_of("root"))
     assert (status, out) == (1, "")
     assert "none of 1 gateways has unknown-id" in err
 
 
-async def test_key_that_may_not_is_told_what_is_needed(deployment):
+async def test_insufficient_key_error_names_required_rights(deployment):
     status, _, err = await deployment.run("explain", "any", key=key_of("ann"))
     assert status == 3
     assert f'{POD} requires a key with "admin": true' in err

@@ -121,7 +121,7 @@ def test_page_outside_the_peers_pool_is_never_written(sender, receiver, page):
     assert not failed.peer_lost
 
 
-def test_push_to_a_stranger_fails(sender):
+def test_push_to_unconnected_peer_fails(sender):
     sender.transport.push(make_push("x@1", (1,), (1,)))
     (failed,) = sender.wait_for(PushFailed)
     assert failed.peer_lost
@@ -132,7 +132,7 @@ def test_push_to_a_stranger_fails(sender):
     [{"nixl_metadata": b"rubbish"}, {"nixl_metadata": b""}, {"page_bytes": 1}, {"device": "TAPE"}],
     ids=lambda changed: next(iter(changed)),
 )
-def test_hello_that_cannot_be_used_leaves_its_sender_a_stranger(sender, receiver, changed):
+def test_unusable_hello_leaves_peer_unconnected(sender, receiver, changed):
     with nixl_node("other") as other:
         sender.transport.connect(msgspec.structs.replace(other.transport.hello(), **changed))
         sender.transport.push(make_push(other.name, (1,), (1,)))
@@ -153,7 +153,7 @@ def test_metadata_of_another_agent_is_refused(sender, receiver):
         assert "not connected" in failed.reason
 
 
-def test_forgotten_peer_is_a_stranger_until_it_greets_again():  # [dead-peer-released]
+def test_forgotten_peer_is_unconnected_until_next_hello():  # [dead-peer-released]
     with nixl_node("p") as sender, nixl_node("d") as receiver:
         receiver.transport.expect(1)
         sender.transport.connect(receiver.transport.hello())
@@ -212,7 +212,7 @@ def test_closing_with_a_write_under_way_ends_and_is_idempotent():
     ],
     ids=lambda absurd: "-".join(map(str, *absurd.items())),
 )
-def test_peer_whose_pool_is_nowhere_is_not_connected(absurd):  # [wire-refused]
+def test_peer_with_invalid_pool_address_is_not_connected(absurd):  # [wire-refused]
     with nixl_node("p2") as sender, nixl_node("d2") as receiver:
         sender.transport.connect(msgspec.structs.replace(receiver.transport.hello(), **absurd))
         sender.transport.push(make_push(receiver.name, (1,), (1,)))

@@ -100,7 +100,7 @@ async def test_writer_that_loses_a_rank_leaves_no_page_behind(checkpoint, tmp_pa
 
 
 @pytest.mark.parametrize("receivers", [1, 2])
-async def test_writer_whose_rank_stands_still_is_given_up_in_time(checkpoint, tmp_path, receivers):
+async def test_writer_with_stalled_rank_fails_at_lease_expiry(checkpoint, tmp_path, receivers):
     """Nobody is dead, so nobody is fenced: the lease runs out, and the pages wait until the writer is gone."""
     async with pair(checkpoint, tmp_path, 2, receivers, "--grant-timeout", str(SOON_S)) as (prefill, decode):
         rank = prefill.further_rank

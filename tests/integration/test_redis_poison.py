@@ -203,7 +203,7 @@ async def test_forged_newer_incarnation_takes_no_name(raw, fleet, router):
         await check_sound(fleet, router, what=claim)
 
 
-async def test_row_of_strangers_is_never_a_worker(server, fleet, router):
+async def test_registry_row_of_other_deployment_is_no_worker(server, fleet, router):
     """Written into our namespace by a deployment with another key."""
     intruder = Fleet(server, deployment=OURS, **LASTING)
     object.__setattr__(intruder.registry, "deployment", THEIRS)

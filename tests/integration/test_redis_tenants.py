@@ -129,7 +129,7 @@ async def test_rubbish_is_dropped_and_memory_is_bounded(server, usage):  # [redi
         assert int(server.command("PTTL", key).strip()[1:]) > 0
 
 
-async def test_limits_go_on_when_redis_hangs_and_when_it_comes_back(server):  # [redis-is-optional] [redis-bounded-wait]
+async def test_tenant_limits_hold_during_redis_hang_and_recovery(server):  # [redis-is-optional] [redis-bounded-wait]
     server.wipe()
     client = RedisClient(RedisAddress(url=server.url), timeout_s=0.5)
     metrics = AccessMetrics(CollectorRegistry())
@@ -177,7 +177,7 @@ async def test_gateways_add_to_the_same_counters(fair):
     assert await sync(fair, a=(50.25, True)) == {"a": 150.25}
 
 
-async def test_tenant_that_comes_back_starts_where_those_who_wait_are(fair):
+async def test_returning_tenant_in_redis_starts_at_min_counter(fair):
     await sync(fair, a=(1000, True))
     assert await sync(fair, b=(0, True)) == {"b": 1000}
     assert await sync(fair, b=(10, True)) == {"b": 1010}
@@ -222,7 +222,7 @@ async def test_rubbish_in_the_counters_is_dropped(fair, server):  # [redis-value
         assert (standing.wishes, standing.places) == ((), 0)
 
 
-async def test_gateways_hear_what_others_wish_and_not_their_own(fair):
+async def test_gateways_receive_queue_heads_of_others_only(fair):
     await sync(fair, a=(0, True), b=(70, True))
     assert (await report(fair, "one", wish=Wish(priority=0, tenant="a"))).wishes == ()
     heard = await report(fair, "two", wish=Wish(priority=-3, tenant="b"))

@@ -48,7 +48,7 @@ def queue_s(routed: Routed | None) -> float:
     return next(term.seconds for term in routed.terms if term.name == "prefill_queue")
 
 
-async def test_reservation_lapses_though_nobody_writes_the_row(simulated):
+async def test_reservation_expires_without_a_row_write(simulated):
     await beat(simulated, FIRST, SECOND)
     await route(simulated, exclude=only(FIRST))
     # The first worker's row is decoded with its reservation, and not written.
@@ -66,7 +66,7 @@ async def test_reservation_that_has_lapsed_no_longer_counts(simulated):
     assert queue_s(await route(simulated, exclude=only(FIRST))) == 0.0
 
 
-async def test_lease_lapses_though_nobody_writes_the_row(simulated):
+async def test_lease_expires_without_a_row_write(simulated):
     await beat(simulated, FIRST, SECOND)
     await route(simulated, exclude=only(SECOND))
     await later(simulated, DAY_MS / 1000 + 1)

@@ -61,7 +61,7 @@ def test_it_serves_both_ports_and_a_signal_ends_it_cleanly(server, model):
     assert "Traceback" not in errors
 
 
-def test_port_that_is_taken_is_told_with_its_flag(server, model):
+def test_port_in_use_error_names_its_flag(server, model):
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()

@@ -208,7 +208,7 @@ async def test_choice_for_a_gateway_can_be_redeemed_once(server, live):
     assert server.command("EXISTS", key) == ":0\r\n"
 
 
-async def test_health_is_told_by_service_and_reflection_names_them_all(live):
+async def test_grpc_health_and_reflection_cover_all_services(live):
     stub = health_pb2_grpc.HealthStub(live.channel)
     names = ("liveness", "readiness", "", "envoy.service.ext_proc.v3.ExternalProcessor", "tandem.router.v1.Router")
     serving, not_serving = health_pb2.HealthCheckResponse.SERVING, health_pb2.HealthCheckResponse.NOT_SERVING

@@ -229,7 +229,7 @@ class Outdated(Places):
         return choice if self.asked == 1 else replace(choice, decode=self.fleet.view(there))
 
 
-async def test_request_whose_worker_has_gone_is_sent_to_another_one(server):
+async def test_simulated_request_of_removed_worker_is_retried(server):
     server.command("FLUSHALL")
     simulated = SimulatedRedis(address=RedisAddress(url=server.url), cluster="gone", events=EventQueue())
     shape = FleetShape(both=1, cache_blocks=99, block_tokens=TRACE_BLOCK)

@@ -95,7 +95,7 @@ async def test_roles_change_under_load_without_a_restart(fleet, reference):
     await fleet.settled()
 
 
-async def test_streams_that_nobody_else_can_take_end_where_they_are(fleet, reference):
+async def test_streams_finish_on_draining_worker_without_capacity(fleet, reference):
     other = fleet.system.workers["decode-1"]
     assert await asyncio.to_thread(main, ["ctl", other, "pause"]) == 0
 

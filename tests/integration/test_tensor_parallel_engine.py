@@ -131,7 +131,7 @@ def test_every_policy_orders_alike_on_all_ranks(config, alone, ranks, policy):
         assert engine.audit().problems == ()
 
 
-def test_session_goes_on_where_it_ended(config, alone, ranks):
+def test_session_continues_with_two_ranks(config, alone, ranks):
     def turns(engine: Engine) -> list[tuple[int, ...]]:
         outputs = []
         for turn, new in enumerate(PROMPTS):

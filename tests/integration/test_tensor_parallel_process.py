@@ -191,7 +191,7 @@ async def test_other_rank_exits_and_cleans_up_when_rank_0_is_killed(checkpoint, 
     assert not [*(tmp_path / "tmp").iterdir()]
 
 
-async def test_size_that_does_not_fit_the_model_is_told_to_the_worker(checkpoint, tmp_path):
+async def test_invalid_tp_size_is_reported_to_the_worker(checkpoint, tmp_path):
     context = IpcContext()
     endpoint = f"ipc://{tmp_path}/control"
     control: AsyncPairServer[EngineToWorker, WorkerToEngine] = AsyncPairServer(

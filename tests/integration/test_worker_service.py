@@ -310,7 +310,7 @@ async def test_newer_incarnation_ends_the_older_worker(fleet, worker):  # [newes
     assert await asyncio.wait_for(worker.exit, 60) == 1
 
 
-async def test_engine_is_told_when_a_peer_leaves_or_is_replaced(fleet, worker):
+async def test_engine_is_notified_when_peer_leaves_or_is_replaced(fleet, worker):
     await until(lambda: find(fleet))
     for name in ("p1", "p2"):
         await fleet.beat(make_record(name))

@@ -51,7 +51,7 @@ def trouble(services: Services) -> dict[str, Any]:
     return next(one for one in body["status"]["conditions"] if one["type"] == "Degraded")
 
 
-def test_bad_pod_of_any_part_is_told_and_changes_nothing(services, running):
+def test_rejected_pod_sets_degraded_and_changes_nothing(services, running):
     """An unknown field of an affinity had no condition and no event, and other parts had changed already."""
     services.apply()
     services.wait_ready()
@@ -94,7 +94,7 @@ def test_pod_that_admission_refuses_is_named(services, running):
     services.wait_event("Warning", "PodsFailing")
 
 
-def test_missing_right_is_told_as_a_condition(services, running, operator_account):
+def test_missing_right_sets_degraded_condition(services, running, operator_account):
     """The looks failed with 403, of which the operator's log alone said anything."""
     services.apply()
     services.wait_ready()

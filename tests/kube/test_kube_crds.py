@@ -113,7 +113,7 @@ def test_conditions_of_two_managers_are_merged_by_type(control_plane, namespace)
     assert {one["type"] for one in conditions} == {"Ready", "Degraded"}
 
 
-def test_two_managers_of_one_field_are_told_of_each_other(control_plane, namespace):
+def test_field_manager_conflict_returns_409(control_plane, namespace):
     applied(control_plane, model_service(namespace, drainSeconds=30))
     answer = control_plane.apply(model_service(namespace, drainSeconds=60), manager="other")
     assert answer.status_code == 409

@@ -110,7 +110,7 @@ def test_gateways_that_never_end_hold_workers_for_a_bound(services, running):
     wait_gone(services)
 
 
-def test_service_made_again_meanwhile_comes_up_after(services, running):
+def test_service_recreated_during_deletion_becomes_ready_later(services, running):
     services.apply(**SLOW_GATEWAY)
     services.wait_ready()
     before = pods_of(services)

@@ -117,7 +117,7 @@ def test_arguments_are_accepted_when_a_pod_has_checked_them(services, running):
     services.wait_condition("ArgumentsAccepted", "True", "Accepted")
 
 
-def test_spec_that_cannot_be_served_is_told_and_touches_nothing(services, running):
+def test_invalid_spec_is_reported_and_changes_nothing(services, running):
     services.apply()
     services.wait_ready()
     before = {name: one["metadata"]["generation"] for name, one in services.deployments().items()}
@@ -129,7 +129,7 @@ def test_spec_that_cannot_be_served_is_told_and_touches_nothing(services, runnin
     services.wait_ready()
 
 
-def test_what_is_edited_or_deleted_by_hand_is_put_back(services, running):
+def test_edited_or_deleted_objects_are_restored(services, running):
     """[edits-restored]"""
     services.apply()
     services.wait_ready()

@@ -38,7 +38,7 @@ def kubeconfig(operator_kubeconfig, proxy, tmp_path):
     return path
 
 
-async def test_what_happens_meanwhile_is_found_and_put_right(control_plane, namespace, proxy, kubeconfig, tmp_path):
+async def test_changes_during_api_server_outage_are_reconciled(control_plane, namespace, proxy, kubeconfig, tmp_path):
     """Watches break, the lease runs out, an object is deleted and another edited without anybody to tell of it."""
     services = Services(control_plane, namespace)
     front = f"/api/v1/namespaces/{namespace}/services/chat-gateway"

@@ -71,7 +71,7 @@ def test_leader_that_ends_hands_over_at_once(services, start):
     services.wait_ready()
 
 
-def test_operator_that_is_started_again_goes_on_with_a_rollout(services, start):
+def test_restarted_operator_continues_a_rollout(services, start):
     """Neither does the old revision grow back, nor does anything go that still serves."""
     two = {"prefill": {"replicas": 2}, "decode": {"replicas": 2}}
     first = start("first", "--no-leader-elect")

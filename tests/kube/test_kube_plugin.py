@@ -109,7 +109,7 @@ def test_workers_are_scaled_where_their_number_is_decided(control_plane, namespa
     assert (in_spec, in_pools) == ((wanted, before) if mode == "none" else (before, wanted))
 
 
-def test_what_the_schema_forbids_is_told_in_its_words(service, kubectl):
+def test_scale_reports_schema_validation_error(service, kubectl):
     service()
     code, _, err = kubectl("scale", "llama", "--decode", "0")
     assert code == 3
@@ -153,7 +153,7 @@ def test_disruption_budget_holds_a_drain_back(control_plane, namespace, service,
     assert control_plane.api.get(path).status_code == 200
 
 
-def test_who_may_not_is_told_what_is_missing(control_plane, namespace, service, kubectl, tmp_path):
+def test_forbidden_command_names_missing_permission(control_plane, namespace, service, kubectl, tmp_path):
     service()
     config = json.loads(control_plane.kubeconfig.read_text())
     config["users"][0]["user"] = {"token": "nobody's"}

@@ -144,7 +144,7 @@ def test_model_that_drafts_for_itself_is_always_right(checkpoints, options):
     assert stats.accept_length > 3.0
 
 
-def test_stranger_is_mostly_wrong(checkpoints):
+def test_unrelated_draft_model_has_low_acceptance(checkpoints):
     _, stats = checkpoints.run_with_stats(checkpoints.spec("stranger"), workload())
     assert stats.accepted_total < 0.3 * stats.drafted_total
 

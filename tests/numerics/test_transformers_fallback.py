@@ -155,7 +155,7 @@ def test_layers_with_states_are_found_whatever_config_json_says(tmp_path):
     assert (facts.attention_layers, [part.layer for part in facts.state_parts]) == (1, [1])
 
 
-def test_model_whose_tokens_meet_outside_attention_is_refused(arcee):
+def test_model_mixing_tokens_outside_attention_is_rejected(arcee):
     model = load(arcee)
     facts = model.config
 

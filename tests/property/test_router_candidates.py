@@ -243,7 +243,7 @@ async def test_ranks_and_index_of_another_type_are_dropped(fleet):
 
 
 @pytest.mark.parametrize("tags", [b"", b"odd", b"none" * 3, b"x" * 4 * MAX_HOLDERS + b"more"], ids=repr)
-async def test_malformed_lists_of_holders_name_nobody(fleet, tags):
+async def test_malformed_holder_lists_are_ignored(fleet, tags):
     for number in range(SIZE):
         record = make_record(f"w{number}")
         await fleet.beat(record)

@@ -68,7 +68,7 @@ def drawn_fleet(random: Random) -> list[tuple[WorkerRecord, int, int]]:
 
 
 @pytest.mark.parametrize("seeds", [range(first, first + 40) for first in (0, 40)], ids=str)
-async def test_redis_chooses_as_if_it_had_looked_at_everybody(server, seeds):
+async def test_redis_choice_equals_exhaustive_choice(server, seeds):
     for seed in seeds:
         random = Random(seed)
         fleet = drawn_fleet(random)

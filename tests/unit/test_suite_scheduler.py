@@ -149,7 +149,7 @@ def test_begins_first():
 """
 
 
-def test_run_goes_on_after_workers_were_killed(tmp_path):
+def test_suite_run_continues_after_killed_pytest_workers(tmp_path):
     (tmp_path / "conftest.py").write_text(f"from {suite_scheduler.__name__} import *\n")
     (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers = slow: of the suite\n")
     for name in ("test_a.py", "test_b.py"):

@@ -61,7 +61,7 @@ async def test_heartbeat_registers_everything_a_gateway_needs_to_know(fleet):
     assert seen == record
 
 
-async def test_members_are_told_only_when_they_change(fleet):
+async def test_heartbeat_returns_members_only_after_a_change(fleet):
     fleet.generation = (await fleet.beat(make_record("w1"))).generation
     assert (await fleet.beat(make_record("w1"))).members is None
     await fleet.beat(make_record("w2"))
@@ -157,7 +157,7 @@ async def test_superseded_incarnation_is_fenced_for_good(server):
         assert (reply.status, reply.by) == (LeaseStatus.FENCED, "w1@10")
 
 
-async def test_nobody_is_fenced_because_redis_itself_hung(server):  # [redis-bounded-wait]
+async def test_redis_hang_fences_no_worker(server):  # [redis-bounded-wait]
     server.command("FLUSHALL")
     workers = Fleet(server, **SHORT)
     for name in ("w1", "w2"):
@@ -172,7 +172,7 @@ async def test_nobody_is_fenced_because_redis_itself_hung(server):  # [redis-bou
     await workers.close()
 
 
-async def test_newest_incarnation_of_a_name_wins_and_the_older_is_told(fleet):  # [newest-incarnation]
+async def test_newest_incarnation_wins_and_older_is_fenced(fleet):  # [newest-incarnation]
     old, new = make_record("w1", number=9), make_record("w1", number=10)
     await fleet.beat(old)
     await fleet.cache(old, chain_of(tuple(range(64))))

@@ -129,7 +129,7 @@ async def test_old_release_decode_worker_serves_alone_in_rollout(fleet, router):
     assert (choice.decode.worker_id, choice.prefill) == ("d-old", None)
 
 
-async def test_output_goes_on_with_the_weights_it_began_with(fleet, router):  # [same-kind-paired]
+async def test_resumed_request_requires_equal_compat_hash(fleet, router):  # [same-kind-paired]
     await fleet.join(
         router,
         make_record("new", compat_hash="new"),
@@ -154,13 +154,13 @@ async def test_excluded_and_dead_workers_are_not_chosen(fleet, router):
     assert {worker.worker_id for worker in router.workers()} == {"a", "b"}
 
 
-async def test_excluding_everybody_is_an_error_and_not_a_hang(fleet, router):
+async def test_excluding_all_workers_raises_no_workers_error(fleet, router):
     await fleet.join(router, make_record("a"))
     with pytest.raises(NoWorkersError):
         await router.choose(query(exclude=frozenset({"a@1"})))
 
 
-async def test_another_model_and_too_long_prompts_find_nobody(fleet, router):
+async def test_unknown_model_or_too_long_prompt_raises_no_workers(fleet, router):
     await fleet.join(router, make_record("a", context_length=len(PROMPT)))
     for bad in (query(), query(model="other", token_ids=(1, 2))):
         with pytest.raises(NoWorkersError):
@@ -220,7 +220,7 @@ async def test_worker_without_room_is_the_last_resort(fleet, router):
     assert (await router.choose(query())).decode.worker_id == "full"
 
 
-async def test_running_sequence_moves_to_whoever_decodes_and_has_room(fleet, router):
+async def test_migration_selects_decode_worker_with_capacity(fleet, router):
     leaving = make_record("d1", Role.DECODE)
     small = make_record("d2", Role.DECODE, load=make_load(room_tokens=100))
     roomy = make_record("d3", Role.DECODE, load=make_load(sequences=5))
@@ -240,7 +240,7 @@ async def test_running_sequence_moves_to_whoever_decodes_and_has_room(fleet, rou
     ],
     ids=["no pages", "no seat", "other KV", "no decoder"],
 )
-async def test_running_sequence_stays_when_nobody_can_take_it_now(fleet, router, other):
+async def test_migration_without_capable_worker_raises_no_workers(fleet, router, other):
     leaving = make_record("d1", Role.DECODE)
     await fleet.join(router, leaving, other)
     with pytest.raises(NoWorkersError):

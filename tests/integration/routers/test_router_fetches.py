@@ -35,7 +35,7 @@ async def router(server):
 query = partial(make_query, token_ids=TURN)
 
 
-async def test_idle_worker_is_told_who_has_the_prefix(fleet, router):
+async def test_idle_worker_fetches_prefix_from_busy_holder(fleet, router):
     home = make_record("home", Role.PREFILL, load=BUSY)
     await fleet.join(router, home, make_record("idle", Role.PREFILL), make_record("d", Role.DECODE))
     await fleet.cache(home, CHAIN)
@@ -65,7 +65,7 @@ async def test_decode_worker_is_named_for_the_next_turn(fleet, router):
 
 
 @pytest.mark.parametrize("fact", ["salt", "excluded", "broken", "draining", "paired differently"])
-async def test_nobody_is_named_who_could_not_help(fleet, router, fact):
+async def test_unusable_workers_are_no_fetch_source(fleet, router, fact):
     idle = make_record("idle", Role.PREFILL)
     changes = {"compat_hash": "other"} if fact == "paired differently" else {}
     links = (make_link(idle, 0.0, broken=True),) if fact == "broken" else ()

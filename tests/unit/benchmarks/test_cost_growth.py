@@ -48,7 +48,7 @@ def test_terms_are_those_of_the_parabola_and_never_negative(growth):
     assert min(bent.terms) >= 0
 
 
-def test_reason_is_told_where_one_is_needed(growth):
+def test_growth_reason_is_reported_only_if_superlinear(growth):
     square = {x: x**2 for x in AXIS}
     assert growth.Curve(points=square, unit="ms", reason="because").told()["reason"] == "because"
     assert "reason" not in growth.Curve(points=square, unit="ms").told()

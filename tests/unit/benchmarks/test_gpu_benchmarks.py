@@ -52,7 +52,7 @@ def test_gaps_within_a_graph_are_not_host_waits():
     assert idle_share(spans_of([*graph, *alone])) == pytest.approx((2 + 2 + 12) / 50)
 
 
-def test_launches_that_are_not_told_apart_are_not_taken_for_one():
+def test_launches_without_correlation_stay_separate():
     for unknown in ({}, {"correlation": 0}):
         assert launches_of([span(0, 10, **unknown), span(90, 10, **unknown)]) == [(0, 10), (90, 100)]
 

@@ -246,7 +246,7 @@ def test_tables_replace_only_the_text_between_markers():
         docs.replaced("nothing", "| new |")
 
 
-def test_report_says_what_was_missed_and_who_was_not_there(tmp_path):
+def test_report_lists_missed_targets_and_absent_engines(tmp_path):
     report, written = part("report"), part("results")
     found = results(samples=[sample("tandem", 0, {"offline": 100.0}), sample("vllm", 0, {"offline": 80.0}, equal=0.5)])
     text = report.markdown(found)

@@ -75,7 +75,7 @@ def test_processes_of_a_killed_run_are_ended_by_the_next(processes, tmp_path):
         pass
 
 
-def test_process_that_was_started_by_somebody_else_is_left_alone(processes):
+def test_unmarked_process_is_not_ended(processes):
     other = subprocess.Popen(["sleep", "60"])
     try:
         processes.end_marked()

@@ -119,7 +119,7 @@ def test_time_that_runs_out_takes_rounds_and_not_workloads(clock, idle):
     ]
 
 
-def test_engine_that_fails_is_closed_and_the_others_go_on(clock, idle):
+def test_failing_engine_is_closed_and_others_continue(clock, idle):
     bad = Played("vllm", clock, fails_after=1)
     made, samples, failed = rounds([Played("tandem", clock), bad], clock)
     assert made.play(workloads("offline"), range(3))

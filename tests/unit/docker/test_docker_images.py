@@ -89,7 +89,7 @@ def test_images_run_as_the_user_of_the_pods(name: str):
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_whoever_runs_a_container_has_a_name(name: str):
+def test_container_user_has_a_name(name: str):
     """kopf asks getpass who runs it, and died in a container whose user was a number alone."""
     runtime = STAGES[name].base
     assert runtime == "runtime"

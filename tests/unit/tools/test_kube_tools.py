@@ -31,7 +31,7 @@ def test_missing_binaries_are_named_with_what_builds_them(tmp_path):
     assert "tools/kube/setup.sh" in done.stderr
 
 
-def test_folder_of_somebody_else_is_not_emptied(tmp_path):
+def test_foreign_run_folder_is_not_emptied(tmp_path):
     pretend_built(tmp_path)
     kept = tmp_path / "mine" / "thesis.txt"
     kept.parent.mkdir()
@@ -51,7 +51,7 @@ def test_exited_component_is_reported_and_all_are_stopped(tmp_path):
     assert control_plane(tmp_path, "status").stdout.startswith("nothing runs")
 
 
-def test_pid_that_now_belongs_to_another_process_is_nobody(tmp_path):
+def test_reused_pid_is_treated_as_ended(tmp_path):
     """Stopping a run long after it died must not end whoever has its number by then."""
     run = tmp_path / "run" / "default"
     run.mkdir(parents=True)

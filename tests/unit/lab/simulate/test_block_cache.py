@@ -81,7 +81,7 @@ def test_held_served_blocks_stay():
     assert cache.match(chain("xy")) == 1
 
 
-def test_changes_are_told_once_and_in_order():
+def test_block_cache_changes_are_returned_once_in_order():
     cache = BlockCache(2)
     serve(cache, "ab")
     serve(cache, "c")

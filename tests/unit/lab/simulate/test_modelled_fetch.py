@@ -134,7 +134,7 @@ async def test_waiting_ends_and_the_prompt_is_computed():
     assert two.asker.fetches.blocks == 0
 
 
-async def test_one_fetch_serves_everybody_who_wants_the_prefix():
+async def test_one_fetch_serves_all_requests_of_the_prefix():
     two = Two()
     two.ask(1.0, "first")
     two.ask(1.01, "second")

@@ -103,7 +103,7 @@ async def test_decodes_wait_for_a_chunk_of_a_prompt():
     assert {round(gap, 6): count for gap, count in bench.worker.done.gaps.items()} == {0.01: 1, 0.21: 2}
 
 
-async def test_sequences_share_steps_whose_time_grows_with_them():
+async def test_modelled_step_time_grows_with_sequences():
     bench = Bench()
     bench.submit_at(0.0, bench.job("a", prompt=100, output=11, chain="a"))
     bench.submit_at(0.105, bench.job("b", prompt=100, output=3, chain="b"))

@@ -101,7 +101,7 @@ def test_request_is_good_within_every_bound():
     assert is_good(served(first=1.0, last=1.0, tokens=1), Slo(itl_ms=1))
 
 
-def test_table_names_each_policy_and_leaves_out_what_nobody_has():
+def test_table_lists_policies_and_omits_absent_metrics():
     lines = table(REPORT).splitlines()
     assert any("pooled LRU" in line and "0.4000" in line for line in lines)
     assert any(line.startswith("of pooled LRU") and "0.9500" in line and "0.5000" in line for line in lines)

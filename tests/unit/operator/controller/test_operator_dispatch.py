@@ -74,7 +74,7 @@ async def work(world, count):
     return names
 
 
-async def test_service_is_reconciled_whose_object_lost_its_label():
+async def test_label_removal_from_object_triggers_reconcile():
     world = World(Outcomes())
     world.dispatcher.ready()
     labels = {"labels": {"tandem.dev/service": "chat"}}

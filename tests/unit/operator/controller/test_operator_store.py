@@ -70,7 +70,7 @@ def test_list_of_one_namespace_keeps_other_namespaces():
     assert store.replace(SERVICE, "elsewhere", [], 10) == []
 
 
-def test_object_whose_label_changes_belongs_to_another_service():
+def test_relabeled_object_belongs_to_new_service():
     store = Store()
     store.put(a_part(3))
     store.put(a_part(4, labels={"tandem.dev/service": "search"}))

@@ -180,7 +180,7 @@ def test_unused_commit_makes_room_for_the_next_attempt(cluster):
     assert "-download-" in cluster.job.ref.name
 
 
-def test_download_that_nobody_asks_for_any_more_is_not_served(cluster):
+def test_superseded_download_is_not_served(cluster):
     downloaded(cluster, wanted())
     cluster.settle(wanted("v2"))
     cluster.succeeds(B)
@@ -258,7 +258,7 @@ def test_failed_download_is_retried_later_or_with_another_spec(cluster):
     assert not cluster.job.failed
 
 
-def test_deadline_and_lost_results_are_told_apart(cluster):
+def test_download_deadline_and_failure_have_own_reasons(cluster):
     cluster.settle(wanted())
     cluster.ends(failed="DeadlineExceeded")
     cluster.settle(wanted())

@@ -120,7 +120,7 @@ def test_container_exit_is_reported_by_signal_or_status(ended, said):
         ("\n \n", ""),
     ],
 )
-def test_last_error_is_found_whoever_wrote_it(log, said):
+def test_termination_message_extracts_last_error(log, said):
     assert termination_message(log) == said
 
 
