@@ -249,7 +249,7 @@ def test_scenarios_are_ordered_by_fleet_shape_reference_first():
     assert changes == len({each.shape for each in order}) - 1
 
 
-def test_what_this_machine_cannot_test_is_absent_and_says_why(capsys, monkeypatch):
+def test_untestable_scenario_is_listed_absent_with_reason(capsys, monkeypatch):
     unable = replace(scenarios()[48], why_not=lambda: "no mount namespace here")
     monkeypatch.setattr(command, "scenarios", lambda: scenarios() | {48: unable})
     assert command.main(["--list"]) == 0
@@ -266,7 +266,7 @@ def test_summary_lists_damage_counts_and_stall_percentiles():
     assert "max 0.50 s" in line
 
 
-def test_names_of_a_fleet_mean_what_its_scenario_says(tmp_path):
+def test_scenario_name_service_resolves_redirected_addresses(tmp_path):
     if reason := why_not():
         pytest.skip(reason)
     names = NameService(tmp_path)

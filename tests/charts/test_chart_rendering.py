@@ -251,7 +251,7 @@ def test_operator_has_an_address(rendered, case):
     assert port["targetPort"] == container["ports"][0]["name"]
 
 
-def test_keda_asks_where_the_operator_is(rendered):
+def test_keda_example_uses_operator_metrics_address(rendered):
     manifests = [*rendered["cluster"], *yaml.safe_load_all((CHARTS / "install.yaml").read_text())]
     addresses = {
         f"http://{one['metadata']['name']}.{one['metadata']['namespace']}.svc:{one['spec']['ports'][0]['port']}/"
@@ -365,6 +365,6 @@ def test_notes_of_a_model_tell_how_to_ask_it(helm):
     assert "Secret k" in notes
 
 
-def test_without_the_custom_resources_helm_says_so(helm):
+def test_helm_without_crds_fails_naming_them(helm):
     with pytest.raises(HelmError, match=r'no matches for kind "ModelService".*\n.*ensure CRDs are installed first'):
         helm.render("tandem-model", {"model": {"path": "/m"}}, without=("tandem.dev/v1beta1",))

@@ -42,7 +42,7 @@ def groupings(expr: str) -> set[str]:
     return {label.strip() for labels in GROUPING.findall(expr) for label in labels.split(",")}
 
 
-def test_committed_dashboard_is_what_the_script_writes(tmp_path):
+def test_committed_dashboard_equals_generated_one(tmp_path):
     written = tmp_path / "tandem.json"
     command = [sys.executable, str(ROOT / "tools" / "dashboard" / "write.py"), str(written)]
     subprocess.run(command, check=True, capture_output=True)
@@ -107,7 +107,7 @@ def test_dashboard_variables_use_exported_metrics_and_are_used(variable):
     assert any(f"${variable['name']}" in target["expr"] for _, target in TARGETS)
 
 
-def test_every_panel_says_what_it_shows():
+def test_dashboard_panels_have_description_unit_and_unique_title():
     for panel in PANELS:
         assert panel["description"].endswith(".")
         assert panel["fieldConfig"]["defaults"]["unit"]

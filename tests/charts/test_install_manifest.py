@@ -17,7 +17,7 @@ MANIFESTS = list(yaml.safe_load_all(COMMITTED.read_text()))
 
 @NEEDS_HELM
 @pytest.mark.xdist_group("helm")
-def test_committed_manifest_is_what_the_chart_renders(tmp_path):
+def test_committed_install_manifest_equals_rendered_chart(tmp_path):
     written = tmp_path / "install.yaml"
     command = [sys.executable, str(ROOT / "tools" / "charts" / "install_manifest.py"), str(written)]
     subprocess.run(

@@ -137,7 +137,7 @@ def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     return heard
 
 
-def test_head_guesses_on_a_device_what_it_guesses_on_a_cpu(model):
+def test_draft_head_drafts_equal_on_device_and_cpu(model):
     """So it reads the states of its own text, and goes on from its own: guesses change with either."""
     heard = []
     for platform in (TwinPlatform(), None):
@@ -211,7 +211,7 @@ class Weighed(TwinPlatform):
 @pytest.mark.parametrize(
     ("algorithm", "layers"), [(SpecAlgorithm.NGRAM, [3]), (SpecAlgorithm.DRAFT, [3, 3]), (SpecAlgorithm.EAGLE, [3, 1])]
 )
-def test_graphs_of_a_draft_are_part_of_what_memory_is_divided_by(model, algorithm, layers, monkeypatch):
+def test_memory_plan_includes_graphs_of_draft_model(model, algorithm, layers, monkeypatch):
     measured = []
 
     def plan(config: EngineConfig, footprint: Footprint, parallel: Parallel) -> MemoryPlan:

@@ -75,7 +75,7 @@ def run_rounds(engine: Engine) -> None:
 
 @pytest.mark.parametrize("policy", WritePolicy)
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_prefix_that_comes_back_from_host_memory_is_what_it_was(mode, policy):
+def test_output_is_unchanged_by_prefix_loaded_from_host(mode, policy):
     host = HostConfig(enable_cache=True, write_policy=policy)
     engine = engine_of(mode, host_pages=400 // mode[2], host=host)
     run_rounds(engine)
@@ -110,7 +110,7 @@ def test_host_pool_smaller_than_the_device_pool_only_hits_less(mode, policy):  #
 
 
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_prefix_that_comes_back_from_storage_is_what_it_was(mode):
+def test_output_is_unchanged_by_prefix_loaded_from_storage(mode):
     storage = MemoryStorage()
     host = HostConfig(enable_cache=True)
     engine = engine_of(mode, host_pages=96 // mode[2], host=host, storage=storage)
@@ -212,7 +212,7 @@ def test_handed_over_requests_meet_tiers_on_both_sides(mode, policy):  # [late-w
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_choices_and_conversations_share_what_comes_back(overlap):
+def test_choices_and_sessions_share_prefixes_loaded_from_host(overlap):
     engine = engine_of(
         (overlap, True, 4),
         host_pages=80,

@@ -147,7 +147,7 @@ def make_trouble(pair: Pair, trouble: Trouble, dice: random.Random) -> None:
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("trouble", TROUBLES)
 @pytest.mark.parametrize("seed", range(3))
-def test_output_does_not_depend_on_what_becomes_of_a_fetch(engine, trouble, seed):
+def test_output_is_unchanged_by_fetch_faults(engine, trouble, seed):
     dice = random.Random(f"{engine}{trouble}{seed}")
     pair = make_pair(**ENGINES[engine], config=CONFIG, context_length=400, grammars=ToyGrammars(polls=5))
     make_trouble(pair, TROUBLES[trouble], dice)

@@ -240,7 +240,7 @@ def test_engine_stays_within_its_share_of_the_card(model, host, drafts):
         assert engine.total_pages > 128
 
 
-def test_share_that_holds_nothing_is_refused_with_what_would(model):
+def test_memory_share_too_small_error_names_the_flag(model):
     cache = CacheConfig(page_size=16, mem_fraction_static=1e-5)
     with pytest.raises(ConfigError, match="raise --mem-fraction-static"):
         Engine.build(model, config_of(model, cache=cache))
@@ -252,7 +252,7 @@ def test_gpu_that_is_not_there_is_refused(checkpoint):
         load(EngineConfig(model_path=str(checkpoint), device=f"cuda:{count}"), progress=False)
 
 
-def test_bfloat16_is_what_auto_means(checkpoint):
+def test_dtype_auto_is_bfloat16_for_bfloat16_checkpoint(checkpoint):
     loaded = load(EngineConfig(model_path=str(checkpoint), device=DEVICE), progress=False)
     assert loaded.dtype is torch.bfloat16
     with Engine.build(loaded, config_of(loaded)) as engine:

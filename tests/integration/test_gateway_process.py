@@ -206,7 +206,7 @@ async def test_console_shows_worker_statistics_and_redis_outage(redis, tmp_path)
         process.communicate()
 
 
-def test_gateway_waits_for_redis_and_says_so(tmp_path):  # [redis-is-optional]
+def test_gateway_start_waits_for_redis_and_logs_it(tmp_path):  # [redis-is-optional]
     server = RedisServer.start()
     server.kill()
     port = free_port()

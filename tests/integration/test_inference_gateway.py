@@ -239,7 +239,7 @@ async def test_only_ready_gateways_of_the_subset_are_picked(server, engines, tmp
                 assert (await refused(live, subset=subset))[0] == 503
 
 
-async def test_client_that_leaves_gives_back_what_was_reserved(server, engines, tmp_path):
+async def test_disconnected_exchange_releases_reservation_and_memory(server, engines, tmp_path):
     async with live_router(server, tmp_path) as live:
         async with exchange(live) as stream:
             await picked(stream, subset=ANYWHERE)

@@ -113,7 +113,7 @@ async def test_insufficient_key_error_names_required_rights(deployment):
     assert "key" in err
 
 
-async def test_without_a_gateway_that_runs_it_says_where_to_look(deployment):
+async def test_explain_without_running_gateway_names_the_namespace(deployment):
     deployment.api.objects[PODS] = []
     for words in (("chat", "llama"), ("explain", "any", "--service", "llama")):
         status, _, err = await deployment.run(*words)

@@ -240,7 +240,7 @@ def test_push_transfers_each_layer_once_written(sender, receiver):  # [settled-o
     assert done.digests == PageDigester(sender.pool).begin(page_ids(3, 4), room="layers", generation=1, first=0).take()
 
 
-def test_end_of_a_step_sends_what_is_left(sender, receiver):
+def test_step_end_pushes_remaining_layers(sender, receiver):
     progress = KvProgress(MonotonicClock())
     sender.transport.push(make_push(receiver.name, (3,), (20,), progress=progress, least_layers=2))
     progress.ended(over())
@@ -281,7 +281,7 @@ def test_loopback_moves_a_page_and_prints_its_time(capsys):
     assert capsys.readouterr().out.startswith("NIXL moved 64 KiB between two agents in ")
 
 
-def test_loopback_without_nixl_names_what_installs_it(capsys, monkeypatch):
+def test_loopback_without_nixl_names_the_package(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "nixl._api", None)
     assert loopback.main() == 1
     assert "pip install nixl" in capsys.readouterr().err

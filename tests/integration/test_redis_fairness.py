@@ -107,7 +107,7 @@ async def gateways(server):
         await client.close()
 
 
-async def test_flood_at_every_gateway_does_not_double_anothers_p99(gateways):  # [fair-tenants]
+async def test_tenant_flooding_all_gateways_does_not_double_other_p99(gateways):  # [fair-tenants]
     steady = arrivals("steady", range(GATEWAYS), rate=2.0)
     flood = arrivals("flood", range(GATEWAYS), rate=10 * PLACES / SERVICE_S)
     alone = await served([without_redis() for _ in range(GATEWAYS)], steady)

@@ -77,7 +77,7 @@ async def test_update_after_a_wipe_is_a_gap(server, fleet):
     assert await apply(fleet, stored(CHAIN[2]), builds_on=1, revision=2) is Applied.GAP
 
 
-async def test_heartbeat_says_where_the_index_stands(server, fleet):
+async def test_heartbeat_returns_index_cursor(server, fleet):
     assert (await fleet.beat(make_record("w1"))).cursor == -1
     await apply(fleet, CLEARED, builds_on=-1, revision=41)
     assert (await fleet.beat(make_record("w1"))).cursor == 41
@@ -136,7 +136,7 @@ async def test_key_of_the_wrong_type_or_content_is_a_miss_and_heals(  # [redis-v
 
 
 @pytest.mark.parametrize("row", ["", "x" * 106, "x" * 107, "\x7f" * 106, "x" * 1_000_000])
-async def test_rubbish_row_is_never_chosen_and_is_swept(server, fleet, row):
+async def test_malformed_registry_row_is_unused_and_swept(server, fleet, row):
     server.command("HSET", fleet.keys.prefix + "fleet", "evil@1", row)
     assert await matched(fleet) == 0
     server.command("HSET", fleet.keys.prefix + "meta", "swept_at", "0")

@@ -229,7 +229,7 @@ async def test_deployments_with_one_cluster_name_do_not_meet(server, fleet, rout
     await other.close()
 
 
-async def test_huge_registry_loses_what_is_no_worker(raw, fleet, router):
+async def test_oversized_registry_drops_malformed_fields(raw, fleet, router):
     for key in fleet.keys.shared:
         raw.hset(key, mapping={f"many-{number}@1": "x" for number in range(20_000)})
     await serves(router)

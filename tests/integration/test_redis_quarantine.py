@@ -50,7 +50,7 @@ async def test_one_or_all_are_cleared(board):
     assert await board.digests() == {}
 
 
-async def test_rubbish_is_left_out(board, server):  # [redis-values-untrusted]
+async def test_malformed_quarantine_digests_are_ignored(board, server):  # [redis-values-untrusted]
     await put(board, "aa")
     server.command("ZADD", Keys("default").quarantine, "9e15", "no digest!", "9e15", "x" * 99)
     assert list(await board.digests()) == ["aa"]

@@ -119,7 +119,7 @@ def query() -> RouteQuery:
 
 
 @pytest.mark.parametrize("said", ANSWERS)
-async def test_whatever_redis_says_a_worker_is_chosen_without_it(server, caplog, said):  # [redis-is-optional]
+async def test_invalid_redis_reply_falls_back_to_local_routing(server, caplog, said):  # [redis-is-optional]
     async with routing(server) as (router, relay, _):
         relay.answer = ANSWERS[said]
         with caplog.at_level(logging.WARNING):

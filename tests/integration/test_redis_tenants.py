@@ -115,7 +115,7 @@ async def test_lua_and_python_decide_alike(usage, seed):
             windows.end(lease)
 
 
-async def test_rubbish_is_dropped_and_memory_is_bounded(server, usage):  # [redis-values-untrusted]
+async def test_malformed_tenant_usage_is_dropped_and_keys_expire(server, usage):  # [redis-values-untrusted]
     usage_key, running_key = KEYS.usage_of("t")
     server.command("SET", usage_key, "text")
     server.command("SET", running_key, "text")
@@ -200,7 +200,7 @@ async def test_counters_of_idle_tenants_are_dropped(fair, server):
     assert int(server.command("PTTL", KEYS.fairness[0]).strip()[1:]) > 0
 
 
-async def test_rubbish_in_the_counters_is_dropped(fair, server):  # [redis-values-untrusted]
+async def test_malformed_tenant_counters_are_dropped(fair, server):  # [redis-values-untrusted]
     counters, backlog, wishes, places = KEYS.fairness
     server.command("SET", counters, "text")
     server.command("SET", backlog, "text")

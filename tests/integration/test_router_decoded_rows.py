@@ -245,7 +245,7 @@ async def decisions(server, *, kept: bool) -> list[tuple[str | None, str, dict[s
     return made
 
 
-async def test_load_that_decisions_add_up_is_what_the_rows_say(server):
+async def test_decisions_are_equal_with_and_without_decoded_rows(server):
     kept = await decisions(server, kept=True)
     assert kept == await decisions(server, kept=False)
     assert len({decode for _, decode, _ in kept}) > 1

@@ -38,7 +38,7 @@ async def router_with(server):
         await router.stop()
 
 
-async def test_round_robin_alternates_whatever_is_cached(fleet, router_with):
+async def test_round_robin_alternates_regardless_of_cached_prefixes(fleet, router_with):
     await fleet.cache(make_record("p1", Role.PREFILL), chain_of(PROMPT))
     router = await router_with("round_robin")
     choices = [await router.choose(QUERY) for _ in range(4)]
@@ -56,7 +56,7 @@ async def test_roles_have_policies_of_their_own(fleet, router_with):
     assert {choice.prefill.worker_id for choice in choices if choice.prefill} == {"p1"}
 
 
-async def test_least_loaded_counts_what_has_not_been_released(fleet, router_with):
+async def test_least_loaded_counts_open_reservations(fleet, router_with):
     router = await router_with("least_loaded")
     first = await router.choose(QUERY)
     second = await router.choose(QUERY)

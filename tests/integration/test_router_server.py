@@ -269,7 +269,7 @@ async def test_one_too_many_at_once_is_refused(live):
     await choose(live, token_ids=PROMPT)
 
 
-async def test_metrics_count_who_asked_and_what_was_decided(live):
+async def test_router_metrics_count_choices_and_rejections(live):
     await choose(live, token_ids=PROMPT)
     await choose(live, status=400)
     text = (await live.http.get("/metrics")).text

@@ -208,7 +208,7 @@ def test_bad_line_of_the_trace_is_named_with_its_number(tmp_path, capsys):
 BOTH_LIMITS = (CandidateLimit.FEW, CandidateLimit.ALL)
 
 
-async def test_few_candidates_of_a_large_fleet_find_what_is_cached(server):
+async def test_few_candidates_keep_hit_rate_in_large_fleet(server):
     report = await report_of(server, "locality", candidates=BOTH_LIMITS, both=30)
     few, everybody = report.policies["locality, few"], report.policies["locality, all"]
     assert few.block_hit_rate > 0.0

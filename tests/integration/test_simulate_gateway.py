@@ -285,7 +285,7 @@ async def test_flood_delays_itself_and_not_another_tenant(server, gateways):
     assert calm.ttft_ms.max < alike.ttft_ms.max / 3
 
 
-async def test_full_queue_refuses_and_the_report_says_why(server):
+async def test_simulated_full_queue_rejects_with_reason_in_report(server):
     report = await replayed(server, simulation(flood_and_calm(), seats=10))
     # Requests of the calm tenant go to workers without a seat, so that they push out none of the flood.
     assert report.refusals == {"full": report.refused}

@@ -114,7 +114,7 @@ def _in_thread(run, *args) -> int:
         return pool.submit(run, *args).result()
 
 
-def test_impossible_objective_says_what_would_do(tmp_path, capsys):
+def test_unattainable_objective_error_names_fitting_prompt_size(tmp_path, capsys):
     trace = trace_file(tmp_path)
     assert sized(tmp_path, trace, "--ttft", "0.1") == 2
     told = capsys.readouterr().err

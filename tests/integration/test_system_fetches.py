@@ -65,7 +65,7 @@ async def test_next_turn_brings_the_answer_back_from_the_decode_worker(fleet, re
     await fleet.settled()
 
 
-async def test_idle_prefill_worker_fetches_what_a_busy_one_has(fleet, reference):
+async def test_idle_prefill_worker_fetches_prefix_from_busy_one(fleet, reference):
     """Twelve prompts or more share a prefix that one prefill worker has, each with 700 tokens of its own.
 
     A second copy is priced at twice the prefix in tokens, whatever a worker's rate (`cost.copy_s`): 2,400. Prompts wait

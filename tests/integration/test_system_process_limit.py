@@ -63,7 +63,7 @@ async def answers(url: str, requests: list[tuple[str, dict]]) -> list[httpx.Resp
         return await asyncio.gather(*(http.post(path, content=encoded(body), headers=JSON) for path, body in requests))
 
 
-def test_no_further_thread_costs_grammars_and_nothing_else(system, group):
+def test_thread_limit_fails_only_grammar_requests(system, group):
     # Those that run stay.
     group.limit(1)
     with system.no_restarts():

@@ -30,7 +30,7 @@ async def mixed_specs(client: SystemClient) -> list[RequestSpec]:
     return [*short[1::2], *long[1::2], *as_ids]
 
 
-async def test_64_concurrent_streams_say_what_one_worker_alone_says(fleet, reference):
+async def test_64_concurrent_streams_equal_output_of_one_worker(fleet, reference):
     specs = await mixed_specs(fleet)
     expected = await reference.texts(specs)
     async with SystemClient(system=reference.system) as alone:

@@ -104,7 +104,7 @@ def test_unreachable_redis_is_named_without_password(tmp_path):
     assert "secret" not in said
 
 
-def test_missing_nixl_is_named_with_what_to_install(tmp_path):
+def test_missing_nixl_error_names_package_and_flag(tmp_path):
     blocker = write_import_blocker(tmp_path / "site", "nixl")
     said = refused(tmp_path, PYTHONPATH=python_path(blocker))
     assert "pip install nixl" in said

@@ -75,7 +75,7 @@ async def test_schema_is_kept_while_it_is_streamed(client, fleet):
     assert set(json.loads(answer.message.content)) == {"city", "days"}
 
 
-async def test_response_keeps_its_schema_and_calls_what_it_must(client, fleet):
+async def test_response_follows_schema_and_required_tool_call(client, fleet):
     tool = {"type": "function", "name": "weather", "parameters": PARAMETERS, "strict": True}
     common = {"model": fleet.model, "input": ASK[0]["content"], "temperature": 0, "max_output_tokens": 200}
     response = await client.responses.create(

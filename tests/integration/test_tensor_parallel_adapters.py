@@ -87,7 +87,7 @@ def expected(folder, refs) -> Callable[[list[GenerateRequest]], list[tuple[int, 
 
 
 @pytest.mark.parametrize("limit", [1, 2, 4])
-def test_ranks_load_on_demand_what_one_rank_has_loaded(folder, refs, expected, limit):
+def test_ranks_load_adapters_on_demand_with_equal_output(folder, refs, expected, limit):
     config = on_demand(folder, limit=limit)
     requests = workload(refs, 24, seed=limit)
     with ThreadRanks.load(config, 2).engine(config) as engine:

@@ -211,7 +211,7 @@ def generate(engine: Engine) -> list[tuple[int, ...]]:
     return [generation.token_ids for generation in engine.generate(messages, steps_between=2)]
 
 
-def test_offline_two_processes_generate_what_one_does(checkpoint):
+def test_offline_two_ranks_equal_one_rank(checkpoint):
     config = EngineConfig(model_path=str(checkpoint), dtype="float32")
     loaded = load(config, progress=False)
     with Engine.build(loaded, loaded.config) as engine:

@@ -185,7 +185,7 @@ def texts(*hashes: bytes) -> list[str]:
     return [each.hex() for each in hashes]
 
 
-async def test_ready_of_a_worker_names_what_its_engine_does(server, fleet, remote, tmp_path):
+async def test_ready_of_starting_worker_names_engine_phase(server, fleet, remote, tmp_path):
     async with running(config_for(server, remote, "--loading"), remote, tmp_path) as worker:
 
         async def reasons() -> list[str]:
@@ -341,7 +341,7 @@ async def test_engine_is_notified_when_fenced_writer_exits(worker):  # [late-wri
     await until(told)
 
 
-async def test_drain_finishes_what_runs_and_exits_cleanly(fleet, worker, caplog):  # [drain-loses-nothing]
+async def test_worker_drain_finishes_requests_and_exits_0(fleet, worker, caplog):  # [drain-loses-nothing]
     worker.remote.tell(stats={"running": 2})
 
     async def busy() -> bool:
@@ -423,7 +423,7 @@ async def post_role(worker: Running, role: str) -> httpx.Response:
         return await client.post(worker.url + "/role", json={"role": role}, headers=order_headers(worker.url))
 
 
-async def test_role_changes_in_the_registry_and_nothing_else_does(server, remote, tmp_path, fleet):
+async def test_role_flip_changes_only_the_role_in_registry(server, remote, tmp_path, fleet):
     config = config_for(server, remote, "--transport", "nixl")
     async with running(config, remote, tmp_path) as worker:
         before = await until(lambda: find(fleet))
@@ -514,7 +514,7 @@ async def test_metrics_carry_the_engines_numbers(worker, fleet):
     assert "tandem_worker_registered 1.0" in text
 
 
-async def test_worker_without_redis_says_so_and_does_not_start(remote, tmp_path, server):
+async def test_worker_start_without_redis_fails_and_hides_password(remote, tmp_path, server):
     address = RedisAddress(url="redis://:secret@127.0.0.1:1/0")
     config = config_for(server, remote, redis=address, redis_start_timeout_s=0.0)
     context = IpcContext()

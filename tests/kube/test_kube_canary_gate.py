@@ -87,7 +87,7 @@ def test_revision_whose_canary_fails_is_offered_after_later_pass(services, pods,
     assert told.index("passed") < told.index("offer")
 
 
-def test_revert_takes_what_stands_by_away(services, pods, start):
+def test_revert_removes_standby_workers(services, pods, start):
     start("first")
     services.apply(**pods.spec())
     services.wait_ready()

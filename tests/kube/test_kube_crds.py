@@ -129,7 +129,7 @@ def test_printer_columns(control_plane, namespace, crd):
     assert [one["name"] for one in table["columnDefinitions"]] == ["Name", *(one["name"] for one in ours)]
 
 
-def test_kubectl_get_shows_what_the_status_says(control_plane, namespace):
+def test_kubectl_get_columns_show_the_status(control_plane, namespace):
     manifest = model_service(namespace)
     applied(control_plane, manifest)
     conditions = [{"type": "Ready", "status": "False", "reason": "WorkersStarting", "message": "wait"}]

@@ -71,7 +71,7 @@ def test_service_waits_for_its_model_gateway_and_outlives_it(services, front, ru
     assert services.get("chat")["status"]["endpoint"] == f"http://chat-gateway.{front.namespace}.svc"
 
 
-def test_what_belongs_to_a_model_gateway_is_refused_in_a_service(services, front, running):
+def test_gateway_fields_in_service_with_gateway_ref_are_invalid(services, front, running):
     front.apply(inferencePool={})
     front.wait_condition("Valid", "False", "InvalidSpec")
     services.apply("chat", gateway={"replicas": 2}, **FRONT)

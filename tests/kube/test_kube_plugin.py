@@ -76,7 +76,7 @@ def put_pod(cluster: ControlPlane, namespace: str, name: str, role: str) -> str:
     return path
 
 
-def test_status_is_of_what_the_api_server_has(control_plane, namespace, service, kubectl):
+def test_kubectl_tandem_status_shows_api_server_objects(control_plane, namespace, service, kubectl):
     manifest = service()
     status = {
         "observedGeneration": 1,
@@ -177,7 +177,7 @@ def token_of(cluster: ControlPlane, namespace: str) -> str:
     return cluster.api.post(path, json=body).raise_for_status().json()["status"]["token"]
 
 
-def test_cluster_without_the_crds_says_how_to_install_them(control_plane, kubectl, monkeypatch):
+def test_kubectl_tandem_without_crds_names_install_command(control_plane, kubectl, monkeypatch):
     monkeypatch.setattr("tandem_services.cli.k8s.cluster.API", "apis/not-installed.tandem.dev/v1")
     code, _, err = kubectl("status")
     assert code == 3

@@ -212,7 +212,7 @@ def test_no_violation_is_left_over():
     ],
     ids=str,
 )
-def test_what_is_near_a_rule_but_right_is_accepted(control_plane, namespace, change):
+def test_schema_accepts_values_at_the_limits(control_plane, namespace, change):
     manifest = merged(model_service(namespace), change)
     answer = tried(control_plane, control_plane.collection(manifest), manifest)
     assert answer.status_code == 201, answer.text

@@ -22,7 +22,7 @@ def test_scale_subresource_reads_and_writes_replicas(control_plane, namespace):
     assert control_plane.get(path)["spec"]["replicas"] == 5
 
 
-def test_applying_a_pool_without_replicas_leaves_what_was_scaled(control_plane, namespace):
+def test_applying_pool_without_replicas_keeps_scaled_number(control_plane, namespace):
     """The operator applies pools without that field: it is an autoscaler's."""
     manifest = worker_pool(namespace)
     control_plane.apply(manifest).raise_for_status()

@@ -41,7 +41,7 @@ def started(operator_kubeconfig, namespace, tmp_path):
     )
 
 
-def test_without_the_api_it_is_said_what_is_wanting(services, started):
+def test_missing_leaderworkerset_api_sets_invalid_spec(services, started):
     with started() as running:
         services.apply(decode={"engine": TWO_PODS})
         services.wait_condition("Ready", "False", "InvalidSpec")

@@ -133,7 +133,7 @@ def test_expressions_of_the_dashboard_have_data(scraped):
     wait_for(lambda: len(list(panels())) - len(empty()) >= third, PATIENCE_S, lambda: "\n".join(empty()))
 
 
-def test_external_metric_of_the_adapter_is_what_keda_reads(scraped, figures):
+def test_prometheus_adapter_metric_equals_keda_metric(scraped, figures):
     """The query that prometheus-adapter makes of its rule for an HPA, and the JSON of the operator."""
     [rule] = yaml.safe_load(ADAPTER.read_text())["rules"]["external"]
     series = query(scraped, re.sub(r"\s", "", rule["seriesQuery"]))

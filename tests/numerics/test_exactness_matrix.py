@@ -202,7 +202,7 @@ def test_paths_after_one_not_exercised_still_run(second, status, tmp_path, monke
 
 
 @pytest.mark.timeout(900)
-def test_report_names_model_and_what_was_computed(verified) -> None:
+def test_verify_report_names_family_impl_and_token_counts(verified) -> None:
     _, report = verified
     assert report["family"] in ("qwen3", "gemma2")
     assert report["impl"] == "tandem"

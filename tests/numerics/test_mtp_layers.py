@@ -199,7 +199,7 @@ def rewritten(checkpoint, path, tensors, **config):
 
 
 @pytest.mark.parametrize("kind", ["fp8", "awq"])
-def test_quantized_layer_ahead_is_what_its_matrices_are_worth(kind, checkpoint, tmp_path):
+def test_quantized_mtp_layer_equals_dequantized_one(kind, checkpoint, tmp_path):
     """The projections of all layers are quantized. `eh_proj` is one of those names, and may be plain or not."""
     write, scheme = KINDS[kind]
     held, worths = {}, {}

@@ -78,7 +78,7 @@ def test_families_of_ours_can_be_computed_by_transformers_too(name, tmp_path):
     assert [result.difference for result in results] == [None]
 
 
-def test_layers_tell_what_their_attention_is(tmp_path):
+def test_transformers_layers_report_attention_windows(tmp_path):
     model = load(write_tiny_checkpoint("cohere2", tmp_path), ModelImpl.TRANSFORMERS)
     assert [spec.window for spec in model.attention] == [20, None, 20]
     assert model.config.impl is ModelImpl.TRANSFORMERS
@@ -135,7 +135,7 @@ def test_keys_and_values_of_two_sizes_are_refused(tmp_path):
         load(checkpoint, ModelImpl.TRANSFORMERS)
 
 
-def test_layers_with_states_are_found_whatever_config_json_says(tmp_path):
+def test_state_layers_are_found_regardless_of_config_format(tmp_path):
     """LFM2 mixes attention with short convolutions."""
     import transformers
 

@@ -86,7 +86,7 @@ events = st.lists(
 
 @settings(max_examples=200, deadline=None)
 @given(rollouts, counts, events, counts)
-def test_it_converges_whatever_has_happened(rollout, first, happened, last):
+def test_rollout_converges_after_any_events(rollout, first, happened, last):
     cluster = Cluster(rollout, dict(first))
     cluster.reconcile()
     for what, number, role in happened:

@@ -333,7 +333,7 @@ async def test_blocks_that_are_named_again_have_their_holders_back(fleet):
 
 
 @pytest.mark.parametrize("ending", ["restart", "cleared"])
-async def test_sweep_removes_what_a_worker_has_left_behind(server, ending):
+async def test_sweep_removes_stale_holders_of_a_worker(server, ending):
     async with Fleet.of(server, **LASTING_SWEEPS) as workers:
         record = make_record("w")
         await workers.beat(record)

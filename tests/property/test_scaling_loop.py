@@ -36,7 +36,7 @@ def test_steady_load_comes_to_rest_and_stays_there(load, there, start_periods, f
     st.integers(1, 4),
     st.integers(1, 4),
 )
-def test_every_bound_is_kept_whatever_comes(happened, budget, prefill_gpus, decode_gpus):
+def test_autoscaler_keeps_bounds_for_any_load(happened, budget, prefill_gpus, decode_gpus):
     config = config_of(gpu_budget=budget)
     config = replace(
         config,

@@ -190,7 +190,7 @@ def walk(grammar: str, begin: bytes, choose: random.Random, end: bytes) -> str:
 
 
 @pytest.mark.parametrize("seed", range(12))
-def test_forced_calls_keep_whatever_the_grammar_accepts(seed):
+def test_forced_calls_accepted_by_grammar_are_read_equally(seed):
     source = json.dumps(call_array_schema(SCHEMAS, most=2))
     spec = GrammarSpec(kind=GrammarKind.JSON_SCHEMA, source=source, whitespace_pattern=BLANKS if seed % 2 else None)
     text = walk(translate(spec, LLTokenizer("byte")), b"", random.Random(seed), b"")
@@ -199,7 +199,7 @@ def test_forced_calls_keep_whatever_the_grammar_accepts(seed):
 
 @pytest.mark.parametrize("seed", range(6))
 @pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if family.tag is not None])
-def test_strict_calls_keep_whatever_the_grammar_accepts(family, seed):
+def test_strict_calls_accepted_by_grammar_are_read_equally(family, seed):
     tag = FAMILIES[family].tag
     assert tag is not None
     source = json.dumps(tag_document(SCHEMAS, tag, strict={"f", "g"}))

@@ -304,7 +304,7 @@ async def test_link_rates_are_replaced_per_heartbeat_and_deregistered(fleet, rou
 @pytest.mark.parametrize(
     "rubbish", [("SET", "x"), ("HSET", "d@1", "nan"), ("HSET", "d@1", "-1"), ("HSET", "d@1", "1e9")]
 )
-async def test_rubbish_in_place_of_link_figures_is_no_figure(fleet, router, server, rubbish):
+async def test_malformed_link_rates_are_ignored(fleet, router, server, rubbish):
     await fleet.join(router, make_record("d", Role.DECODE), make_record("p", Role.PREFILL))
     command, *arguments = rubbish
     server.command(command, "tandem:{default}:links:p@1", *arguments)
@@ -315,7 +315,7 @@ async def test_rubbish_in_place_of_link_figures_is_no_figure(fleet, router, serv
     assert transfer < 1.0
 
 
-async def test_long_queue_makes_the_decode_worker_compute_and_says_so(fleet, router):
+async def test_long_prefill_queue_selects_local_prefill(fleet, router):
     decode = make_record("d", Role.DECODE)
     await fleet.join(router, decode, make_record("p", Role.PREFILL, load=make_load(queue_tokens=5000)))
     choice = await router.choose(query())

@@ -95,7 +95,7 @@ async def test_unredeemed_ticket_is_released_by_its_router(routers):
     assert await carrier.redeem(ticket, QUERY) is None
 
 
-async def test_rubbish_in_the_place_of_a_ticket_is_void(server, routers):
+async def test_malformed_ticket_is_void(server, routers):
     ticket = new_ticket_id()
     for rubbish in ("x", "\x91\xc0", ""):
         server.command("SET", f"tandem:{{default}}:ticket:{ticket}", rubbish)

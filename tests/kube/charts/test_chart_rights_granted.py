@@ -80,7 +80,7 @@ def test_cluster_rights_are_the_documented_list_and_own_lease(control_plane, ope
 
 
 @pytest.mark.parametrize("scope", ["Namespaces", "Cluster"])
-def test_what_would_be_a_way_to_more_is_denied(control_plane, operator, namespace, scope):
+def test_operator_account_cannot_escalate_rights(control_plane, operator, namespace, scope):
     operator.upgrade({"scope": scope})
     with account_client(control_plane, namespace, f"{namespace}-tandem") as client:
         wait_equal(lambda: may(client, "create", "deployments", namespace, "apps"), True, PATIENCE_S)

@@ -86,7 +86,7 @@ def test_setting_change_replaces_pods_one_by_one_in_revision(served, services):
     assert fewest == {"prefill": 2, "decode": 2, "gateway": 2}
 
 
-def test_definitions_with_another_field_leave_what_serves_alone(release, services, start):
+def test_crd_with_new_field_does_not_restart_pods(release, services, start):
     """As docs/install.md has it: the definitions first, then the operator that knows them; models as before
     [definitions-skew].
     """

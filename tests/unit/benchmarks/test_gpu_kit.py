@@ -60,7 +60,7 @@ def packed(registry, folder, **options):
     return pack.pack(folder, sources=("--no-index", "--find-links", str(registry)), **options)
 
 
-def test_nixl_keeps_what_its_ucx_backend_needs():
+def test_kit_keeps_nixl_libraries_of_ucx_backend():
     needed = {
         "nixl_cu13/_bindings.so": ["libnixl.so", "libc.so.6"],
         ".nixl_cu13.mesonpy.libs/plugins/libplugin_UCX.so": ["libucp-1.so"],

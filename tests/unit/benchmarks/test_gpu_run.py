@@ -66,7 +66,7 @@ def test_process_killed_in_a_case_costs_that_case(tmp_path):
     assert Report(tmp_path).failures == ["p: b"]
 
 
-def test_run_called_again_does_what_is_left(tmp_path):
+def test_resumed_gpu_run_executes_remaining_parts(tmp_path):
     first = runner(tmp_path, "pass").run([part("p")])
     assert status(first) is Status.DONE
     ran = tmp_path / "ran"
@@ -122,7 +122,7 @@ if not once.exists():
 
 
 @pytest.mark.parametrize(("code", "expected"), [(child.LEFT, Status.LEFT), (child.SKIPPED, Status.SKIPPED)])
-def test_part_says_how_it_ended(tmp_path, code, expected):
+def test_gpu_run_part_status_reflects_exit_code(tmp_path, code, expected):
     assert status(runner(tmp_path, f"raise SystemExit({code})").run([part()])) is expected
 
 
@@ -188,7 +188,7 @@ def test_part_that_lacks_something_is_skipped_with_the_reason(tmp_path, monkeypa
     assert not Report(tmp_path).failures
 
 
-def test_without_a_device_it_says_so_and_measures_nothing(monkeypatch, capsys, tmp_path):
+def test_gpu_run_without_device_reports_it_and_writes_nothing(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert command.main(["--out", str(tmp_path / "out")]) == 0
     assert capsys.readouterr().out.strip() == command.NO_DEVICE

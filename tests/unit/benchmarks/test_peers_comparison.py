@@ -189,7 +189,7 @@ def test_default_plan_is_small_where_models_are_large():
     assert made.served_dtypes == ("float32",)
 
 
-def test_plan_has_what_was_asked_for_and_no_more():
+def test_comparison_plan_contains_only_requested_jobs():
     made = plan("--only", "single", "--models", "q500m", "--peers", "vllm", "--dtypes", "bfloat16", "--rounds", "2")
     (only,) = made.comparisons
     assert (only.model, only.dtype, only.engines, only.workloads) == (
@@ -284,7 +284,7 @@ def test_last_line_of_a_run_lists_every_target():
     }
 
 
-def test_target_without_figures_says_what_went_wrong():
+def test_target_without_measurements_names_the_failure():
     report, targets = part("results").StageReport, part("targets")
     times = {"seconds": 1.0, "allotted_s": 9.0}
     stages = [

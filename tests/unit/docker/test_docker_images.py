@@ -109,7 +109,7 @@ def test_builds_need_nothing_from_a_registry_but_their_base():
 
 
 @pytest.mark.parametrize("name", IMAGES)
-def test_labels_say_what_an_image_is(name: str):
+def test_image_labels_follow_oci_annotations(name: str):
     text = " ".join(label.text for label in STAGES[name].of("LABEL"))
     for label in ("title", "description", "licenses", "version", "revision"):
         assert f"org.opencontainers.image.{label}=" in text
@@ -159,7 +159,7 @@ def test_build_script_names_the_image_of_each_target(target: str):
 
 
 @pytest.mark.parametrize("example", ["minimal", "gpu", "full"])
-def test_images_hold_what_pods_start(example: str):
+def test_images_contain_commands_of_pods(example: str):
     spec = yaml.safe_load((ROOT / "examples" / f"{example}.yaml").read_text())["spec"]
     subcommands = {getattr(command, "__name__", str(command)).rpartition(".")[2] for command in COMMANDS}
     for container in containers({**spec, "images": {}}):
@@ -197,7 +197,7 @@ def test_entry_points_are_started_by_our_wrapper(name: str):
     assert path[:3] == ["/opt/tandem/bin", "/opt/tandem/app/bin", "/opt/tandem/venv/bin"]
 
 
-def test_installed_operator_starts_what_its_image_has():
+def test_operator_deployment_command_matches_image_entry():
     manifests = yaml.safe_load_all((ROOT / "charts/install.yaml").read_text())
     (pod,) = [one["spec"]["template"]["spec"] for one in manifests if one["kind"] == "Deployment"]
     (container,) = pod["containers"]
@@ -289,7 +289,7 @@ DEBIAN_12 = {"python_version": "3.11", "python_full_version": "3.11.2"}
 
 
 @pytest.mark.parametrize("name", OURS)
-def test_locks_have_what_the_python_of_images_requires(name: str):
+def test_locks_satisfy_requirements_of_image_python(name: str):
     """redis requires async-timeout before 3.11.3: no container started, and no environment here had missed it."""
     there = locked(name)
     for package in distributions():

@@ -149,7 +149,7 @@ def test_references_of_other_programs_prove_nothing(server, hub):
     assert "without model.safetensors" in refusal(hub, offline=True)
 
 
-def test_main_that_moves_does_not_change_what_was_resolved(server, hub, checkpoint):
+def test_branch_update_does_not_change_resolved_commit(server, hub, checkpoint):
     """[one-commit]"""
     first = pull(hub)
     before = (first.folder / "config.json").read_bytes()
@@ -215,7 +215,7 @@ def test_repository_with_a_new_name_is_refused_with_it(server, hub):
     assert f"{REPO} is called new/mini" in refusal(hub)
 
 
-def test_refusal_names_what_is_in_the_cache(server, hub):
+def test_missing_repository_error_names_cached_copy(server, hub):
     pull(hub)
     del server.repos[REPO]
     message = refusal(hub)

@@ -113,7 +113,7 @@ def test_download_continues_where_it_was_interrupted(download, server, volume, c
     assert max(one.done for one in seen) == manifest.size
 
 
-def test_rate_limit_is_waited_for_as_long_as_the_hub_says(download, server):
+def test_download_waits_retry_after_of_rate_limit(download, server):
     server.repos[REPO].limited = 2
     pauses = []
     download(pauses=pauses)
@@ -174,7 +174,7 @@ def test_full_volume_fetches_no_weights(download, server, monkeypatch):
     assert WEIGHTS not in server.files_sent()
 
 
-def test_volume_that_fills_up_keeps_what_has_arrived(download, server, volume, monkeypatch):
+def test_full_volume_keeps_downloaded_files(download, server, volume, monkeypatch):
     commit = server.repos[REPO].refs["main"]
     record = Volume.record
 

@@ -107,7 +107,7 @@ def test_grant_for_the_rest_of_the_prompt_serves():
         ({"adapter": b"a" * 16}, f"grant for KV of adapter {'61' * 16}, here the base model computes it"),
     ],
 )
-def test_grant_that_does_not_fit_names_what_is_wrong(changed, complaint):
+def test_invalid_grant_error_names_the_field(changed, complaint):
     assert complaint in problem(dataclasses.replace(make_grant(), **changed))
 
 

@@ -15,7 +15,7 @@ def report(pair: Pair, rid: str) -> TransferReport:
     return next(o.transfer for o in pair.decode.engine.received[rid].outputs if o.transfer is not None)
 
 
-def test_followers_receive_only_what_they_do_not_share():
+def test_group_followers_receive_only_unshared_pages():
     pair = make_pair()
     rids = choices(pair)
     pair.run()

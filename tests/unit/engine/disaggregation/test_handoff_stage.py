@@ -48,7 +48,7 @@ def test_concurrent_handoffs_of_equal_prompts_are_correct():
     pair.assert_clean()
 
 
-def test_second_turn_of_a_conversation_moves_only_what_is_new(pair):
+def test_second_turn_transfers_only_new_pages(pair):
     pair.submit("first", PROMPT)
     pair.run()
     conversation = (*PROMPT, *pair.expected("first"), 5, 6, 7)

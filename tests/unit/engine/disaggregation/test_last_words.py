@@ -61,7 +61,7 @@ def test_oldest_makes_room(said):
     assert [said.said(key_of(room), PEER) for room in "abc"] == [None, ended("b"), ended("c")]
 
 
-def test_dead_receiver_asks_no_more(said):
+def test_terminal_messages_of_dead_receiver_are_dropped(said):
     said.keep(key_of("a"), PEER, ended("a"))
     said.keep(key_of("b"), STRANGER, ended("b"))
     said.drop_to(PEER.incarnation)

@@ -260,7 +260,7 @@ def test_signs_of_life_of_another_worker_renew_nothing():
     assert receiver.side.finish("first").retryable
 
 
-def test_receiver_says_what_waits_for_memory_once_per_period():
+def test_receiver_keepalive_lists_waiting_rooms_per_period():
     receiver = crowded_receiver()
     receiver.pass_time(PERIOD)
     receiver.turn(5)
@@ -482,7 +482,7 @@ def test_each_peer_gets_one_message_with_all_its_rooms(pulse):
     assert rooms == [["room-0", "room-2", "room-4"], ["room-1", "room-3", "room-5"]]
 
 
-def test_without_rooms_nothing_is_said(pulse):
+def test_no_keepalive_without_open_rooms(pulse):
     pulse.tell(())
     assert pulse.peers.sent == []
 

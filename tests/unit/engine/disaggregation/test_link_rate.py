@@ -13,7 +13,7 @@ def test_nothing_is_known_before_anything_was_written():
     assert (rate.bytes_per_s, rate.changed_at) == (0.0, None)
 
 
-def test_self_test_replaces_what_was_known():
+def test_link_test_replaces_the_link_rate():
     rate = LinkRate()
     rate.pushed(size=MIB, seconds=1.0, now=1.0)
     rate.measured(size=10 * MIB, seconds=0.02, latency_s=0.01, now=2.0)
@@ -21,7 +21,7 @@ def test_self_test_replaces_what_was_known():
     assert rate.changed_at == 2.0
 
 
-def test_small_push_says_little_about_the_bytes_per_second():
+def test_small_pushes_change_link_rate_little():
     rate = LinkRate()
     rate.measured(size=16 * MIB, seconds=0.016, latency_s=0.0005, now=0.0)
     before = rate.bytes_per_s

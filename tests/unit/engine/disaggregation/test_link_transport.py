@@ -47,7 +47,7 @@ def hello(machine: str, *transports: LinkTransport, device: str = "DRAM") -> Hel
         ("^posix", "DRAM", False, (TCP,)),
     ],
 )
-def test_ucx_tls_and_devices_say_what_a_process_can_use(ucx_tls, device, rdma, usable):
+def test_usable_transports_follow_ucx_tls_and_devices(ucx_tls, device, rdma, usable):
     assert usable_transports(ucx_tls, device=device, rdma=rdma) == usable
 
 

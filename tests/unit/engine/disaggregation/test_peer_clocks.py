@@ -11,7 +11,7 @@ def test_clock_bound_of_unknown_peer_is_minus_infinity():
     assert PeerClocks().earliest("d@1", 5.0) == -math.inf
 
 
-def test_answer_dates_what_was_sent_before_and_after_it():
+def test_peer_clock_sample_bounds_earlier_and_later_times():
     clocks = PeerClocks()
     clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=100.5)
     assert clocks.earliest("d@1", 7.0) == 100.0
@@ -38,7 +38,7 @@ def test_quickest_answer_counts_whenever_it_came():
     assert clocks.earliest("d@1", 57.0) == 150.0
 
 
-def test_with_time_a_new_answer_says_more_than_an_old_one():
+def test_newer_peer_clock_sample_replaces_drifted_one():
     clocks = PeerClocks()
     clocks.learn("d@1", asked_at=100.0, answered_at=7.0, now=100.0)
     clocks.learn("d@1", asked_at=10_099.0, answered_at=10_007.0, now=10_100.0)

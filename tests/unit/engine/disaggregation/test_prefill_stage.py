@@ -183,7 +183,7 @@ def test_client_gets_the_first_token_before_the_transfer_ends(sender):
     assert sender.records() == []
 
 
-def test_record_tells_what_the_receiver_needs(sender):
+def test_handoff_record_has_token_logprobs_and_digests(sender):
     sender.submit(logprobs=0)
     sender.allow()
     sender.turn(3)

@@ -89,7 +89,7 @@ def test_fetched_prefix_serves_the_next_request():
     assert (counters(pair).asked, counters(pair).skipped) == (1, 1)
 
 
-def test_only_what_is_not_cached_here_is_moved():
+def test_prefix_fetch_transfers_only_uncached_pages():
     pair = make_warm_pair()
     pair.prefill.engine.add(make_message("half", PREFIX[:8], max_tokens=1))
     pair.prefill.engine.run()
@@ -610,7 +610,7 @@ def test_fetch_is_introduced_each_time():
 
 
 @pytest.mark.parametrize("wrong", [{"tokens": 0}, {"within_s": 0.0}, {"within_s": float("inf")}])
-def test_request_with_a_senseless_fetch_is_refused(wrong):
+def test_request_with_invalid_fetch_plan_is_rejected(wrong):
     good = {"peer": make_peer("d"), "tokens": 4, "within_s": 1.0}
     with pytest.raises(InvalidRequestError, match=r"fetch\."):
         PrefixFetch(**{**good, **wrong}).check()

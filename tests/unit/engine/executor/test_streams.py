@@ -32,7 +32,7 @@ def test_tensors_arrive_as_they_were_each_at_an_even_address():
     assert upload(twin, []) == []
 
 
-def test_results_are_rubbish_until_their_event_is_reached():
+def test_stream_results_are_invalid_before_their_event():
     twin = TwinStreams(looks=3)
     values = on_device(twin, 1.0, 2.0)
     with twin.on(FORWARD):
@@ -71,7 +71,7 @@ def test_batch_is_taken_apart_and_put_together():
         lambda x: x.copy_(torch.zeros(2)),
     ],
 )
-def test_whatever_waits_for_the_device_fails_on_the_twin(look):  # [no-device-wait]
+def test_host_sync_on_twin_streams_raises(look):  # [no-device-wait]
     twin = TwinStreams()
     values = on_device(twin, 1.0, 2.0)
     with pytest.raises(HostWaitError), twin.on(FORWARD):

@@ -15,7 +15,7 @@ def future_map(request) -> FutureMap:
     return FutureMap(8, debug=request.param)
 
 
-def test_resolve_replaces_what_only_the_device_knows(future_map):
+def test_resolve_fills_tokens_published_on_device(future_map):
     future_map.publish(ints(3, 8), ints(30, 80))
     assert future_map.resolve(ints(5, RESOLVE, 6, RESOLVE), ints(1, 8, 1, 3)).tolist() == [5, 80, 6, 30]
 

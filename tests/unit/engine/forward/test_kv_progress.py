@@ -40,7 +40,7 @@ def test_on_a_stream_a_layer_counts_when_the_stream_got_there():  # [settled-onl
     assert progress.layers == 3
 
 
-def test_step_that_is_over_has_written_everything_and_says_when():
+def test_ended_step_has_all_layers_and_end_time():
     clock = ManualClock()
     progress = KvProgress(clock)
     progress.wrote(0)
@@ -51,7 +51,7 @@ def test_step_that_is_over_has_written_everything_and_says_when():
 
 
 @pytest.mark.parametrize("written", [0, 2])
-def test_step_that_raises_is_void_whatever_it_has_written(written):
+def test_failed_step_voids_kv_progress(written):
     progress = KvProgress(ManualClock())
     for layer in range(written):
         progress.wrote(layer)

@@ -38,7 +38,7 @@ def conversation(llm: LLM, turns=TURNS) -> list[tuple[int, ...]]:
     return outputs
 
 
-def test_turns_give_what_the_whole_history_gives(llm):
+def test_session_turns_equal_output_of_whole_history(llm):
     with llm.open_session() as session:
         given = [tokens(llm, text, session=session) for text in TURNS]
     assert given == conversation(llm)
@@ -83,7 +83,7 @@ def test_concurrent_sessions_match_separate_conversations(llm):
         session.close()
 
 
-def test_closed_session_is_lost_and_the_error_says_what_to_do(llm):
+def test_turn_of_closed_session_raises_session_lost_with_fix(llm):
     session = llm.open_session("mine")
     tokens(llm, "The fox", session=session)
     session.close()

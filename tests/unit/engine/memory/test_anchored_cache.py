@@ -154,7 +154,7 @@ def test_trial_that_made_room_takes_back_no_block():
     assert (router.found(prompt), router.usable(prompt), router.usable(parted)) == (40, 40, 0)
 
 
-def test_eviction_takes_back_what_was_announced():
+def test_eviction_removes_announced_anchor_blocks():
     router = Router(pages=12)
     router.compute([*range(100)])
     router.read_events()

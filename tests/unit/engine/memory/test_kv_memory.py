@@ -113,7 +113,7 @@ def test_ensure_takes_whole_pages_and_only_the_missing_ones(memory: KvMemory) ->
     assert_conserved(memory, [kv])
 
 
-def test_ensure_evicts_what_it_needs_and_no_more(memory: KvMemory) -> None:
+def test_ensure_evicts_only_needed_pages(memory: KvMemory) -> None:
     old = [*range(100, 140)]
     finish(memory, start_request(memory, old), old)
     assert (memory.allocator.available, memory.cache.evictable_pages()) == (6, 10)

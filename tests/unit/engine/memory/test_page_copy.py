@@ -45,7 +45,7 @@ def test_sources_and_targets_are_as_many(device):
         copy(CopyKind.DEVICE_TO_HOST, [1, 2], [3])
 
 
-def test_executor_without_a_copier_says_so():
+def test_executor_without_copier_rejects_page_copies():
     with pytest.raises(AssertionError, match="has no copier"):
         refuse_copies(copy(CopyKind.DEVICE_TO_HOST, [1], [2]))
 

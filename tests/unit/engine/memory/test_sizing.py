@@ -66,7 +66,7 @@ def test_draft_that_is_yet_to_be_loaded_is_counted():
         plan(CacheConfig(mem_fraction_static=0.36), drafting)
 
 
-def test_one_line_says_what_went_where():
+def test_memory_plan_is_one_log_line():
     line = str(plan(CacheConfig(mem_fraction_static=0.5, host=host(size=GIB // 2, swap=GIB // 2)), facts()))
     assert "\n" not in line
     for part in (

@@ -94,7 +94,7 @@ def orders() -> Iterator[Sequence[int]]:
         yield [0 if turn in first else 1 for turn in range(2 * len(STEPS))]
 
 
-def test_both_have_their_share_in_whatever_order_they_start(monkeypatch, caplog):
+def test_two_processes_get_their_share_in_any_start_order(monkeypatch, caplog):
     # A thread for each measurement would take seconds.
     monkeypatch.setattr(memory_profile, "_measure", lambda *_: ACTIVATIONS)
     caplog.set_level("WARNING")

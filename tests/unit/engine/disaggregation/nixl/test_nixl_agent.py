@@ -98,7 +98,7 @@ def test_agent_with_undecodable_name_is_removed(refusing):
     assert refusing._agent.calls == [r"add b'\xff\xfe'", r"remove b'\xff\xfe'"]
 
 
-def test_write_is_given_back_whatever_error_it_began_with(refusing):
+def test_failed_nixl_write_releases_its_handle(refusing):
     refusing._agent.raises = {"transfer": TypeError("nobody foresaw this")}
     with pytest.raises(TypeError, match="nobody foresaw this"):
         refusing.write("p@1", Descriptors((), ()), "DRAM")

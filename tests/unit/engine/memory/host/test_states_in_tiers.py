@@ -127,7 +127,7 @@ def parts_of(slot: int) -> tuple[int, ...]:
         (WritePolicy.WRITE_BACK, 2, False),
     ],
 )
-def test_state_is_backed_up_when_its_policy_says_so(policy, served, backed_up):
+def test_state_is_copied_to_host_per_write_policy(policy, served, backed_up):
     hybrid = Hybrid(policy)
     for _ in range(served):
         hybrid.serve(PROMPT)

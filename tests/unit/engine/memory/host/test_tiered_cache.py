@@ -25,7 +25,7 @@ def test_write_through_copies_new_blocks_at_next_iteration():  # [backup-queued]
     tiers.check()
 
 
-def test_write_back_backs_up_what_is_evicted():
+def test_write_back_copies_blocks_on_eviction():
     tiers = make_tiers(WritePolicy.WRITE_BACK)
     tiers.serve(PROMPT)
     tiers.turn()
@@ -151,7 +151,7 @@ def test_matched_host_blocks_survive_device_eviction_for_them():  # [pinned-host
     tiers.check(kv)
 
 
-def test_without_room_a_block_is_lost_and_said_to_be():  # [backup-result]
+def test_evicted_block_without_host_space_emits_removal():  # [backup-result]
     tiers = make_tiers(host_pages=2)
     tiers.serve(PROMPT)
     assert len(tiers.known(Tier.DEVICE)) == 3
@@ -286,7 +286,7 @@ def test_no_more_is_written_at_a_time_than_may_be_pinned(monkeypatch):
     assert tiers.host.tier.blocks.evictable == 3
 
 
-def test_flush_forgets_what_is_being_written_and_read():
+def test_flush_drops_blocks_in_storage_transfer():
     storage = stored_before(PROMPT)
     storage.at_once = False
     tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)
