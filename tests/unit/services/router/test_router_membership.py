@@ -146,9 +146,7 @@ def offered(members: Membership) -> set[str]:
 
 
 @pytest.mark.parametrize("state", [WorkerState.DRAINING, WorkerState.PAUSED])
-def test_rejecting_worker_is_excluded_until_later_ready_view(
-    members, clock, state
-):
+def test_rejecting_worker_is_excluded_until_later_ready_view(members, clock, state):
     both = snapshot(make_record("a"), make_record("b"))
     members.update(both)
     members.note_refusal("a@1", state)
