@@ -197,7 +197,7 @@ def test_missed_objective_adds_a_worker_whatever_the_window_is():
     assert late_run(90, objective_config(scale_up_window_s=20.0))[-1] == 3
 
 
-def test_missed_objective_adds_no_worker_while_another_one_starts():
+def test_missed_objective_adds_no_worker_during_another_start():
     assert late_run(300, objective_config(), serving=lambda _: 2.0)[-1] == 3
     assert late_run(660, objective_config(), serving=lambda _: 2.0)[-1] == 4, "the one that starts may never come"
     assert late_run(300, objective_config(), serving=float)[-1] > 4

@@ -220,7 +220,7 @@ async def test_full_queue_of_the_engine_leaves_no_sequences_behind():
     assert {one.rid for one in asked} == {one.rid for one in aborted}
 
 
-async def test_long_prompts_are_left_out_where_they_would_take_too_long():
+async def test_rate_measurement_skips_too_slow_long_prompts():
     engine = ScriptedEngine(rate=40.0)
     found = await measured(engine)
     assert 2 <= len(found.prefill) < PROMPTS
