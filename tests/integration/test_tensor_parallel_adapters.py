@@ -8,7 +8,7 @@ from random import Random
 import msgspec
 import pytest
 
-from tandem_engine.base.errors import CheckpointError, ConfigError
+from tandem_engine.base.errors import BusyError, CheckpointError, ConfigError
 from tandem_engine.config import AdapterConfig, CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
 from tandem_engine.engine.adapter_loads import AdapterLoads
@@ -141,6 +141,24 @@ def test_load_that_fails_on_one_rank_changes_nothing_on_any(folder, refs, expect
         assert (refused.finish.code, refused.finish.retryable) == ("adapter_missing", True)
         requests = [each for each in workload(refs, 16) if each.adapter is not refs["two"]]
         assert outputs(engine, requests) == expected(requests)
+
+
+def test_file_system_that_hangs_on_one_rank_is_busy_on_all(folder, monkeypatch):
+    """So the order is worth another attempt, whichever rank answers it."""
+    config = on_demand(folder, limit=4)
+    load_part = AdapterLoads._load
+
+    def hang_on_rank_1(self, source):
+        if self.group.rank == 1:
+            raise BusyError("adapter 'two' cannot be loaded: its file system has not answered for 30 s")
+        return load_part(self, source)
+
+    monkeypatch.setattr(AdapterLoads, "_load", hang_on_rank_1)
+    with (
+        ThreadRanks.load(config, 2).engine(config) as engine,
+        pytest.raises(BusyError, match="'two' cannot be loaded on another rank"),
+    ):
+        change(engine, LoadAdapter(nonce=1, name="two", path="two", replaces=False))
 
 
 def test_files_that_differ_between_ranks_are_refused(folder, monkeypatch):

@@ -19,8 +19,8 @@ from tandem_engine.model.checkpoint import read_model_config
 from tandem_engine.model.loader import load_model
 from tandem_engine.parallel.group import Parallel, SingleRank
 from tandem_lab.verify.merged_adapter import merge_adapter
-from tandem_testing.adapters import ATTENTION, SEVEN, write_adapter
-from tandem_testing.dense_attention import DenseAttend
+from tandem_testing.adapters import ATTENTION, SEVEN, STATES, write_adapter
+from tandem_testing.dense_attention import DenseAttend, with_states
 from tandem_testing.rank_threads import on_ranks
 from tandem_testing.tiny_checkpoints import TINY_MODELS, VOCAB_SIZE, TinyModel, write_tiny_checkpoint
 
@@ -69,7 +69,7 @@ def step_logits(
         slots=adapters.weights,
     )
     positions = torch.cat([torch.arange(length) for length in lens])
-    attend = DenseAttend(specs=model.attention, extend_lens=lens)
+    attend = with_states(DenseAttend(specs=model.attention, extend_lens=lens), model)
     with torch.inference_mode():
         return model.logits(model.forward(torch.cat([*prompts]), positions, attend, wanted, step))
 
@@ -210,3 +210,25 @@ def test_merged_reference_equals_peft(folder: Path) -> None:
         theirs = peft.PeftModel.from_pretrained(model, one).eval()(input_ids=ids[None]).logits[0]
     assert torch.allclose(theirs, truth(path, ids, one), atol=ATOL)
     require_equal(path, load(path, one).logits([ids], [0]), ids, one)
+
+
+@pytest.mark.parametrize("family", STATES)
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")
+def test_adapter_of_states_that_peft_wrote_equals_peft(family: str, folder: Path) -> None:
+    peft = pytest.importorskip("peft")
+    from transformers import AutoModelForCausalLM
+
+    path = write_tiny_checkpoint(family, folder / f"{family}-peft-model")
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager")
+    targets = [*ATTENTION, *STATES[family]]
+    torch.manual_seed(3)
+    trained = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)).eval()
+    written = folder / f"{family}-peft"
+    trained.save_pretrained(written)
+    ids = prompt(70, 6)
+    with torch.inference_mode():
+        theirs, base = trained(input_ids=ids[None]).logits[0], truth(path, ids)
+    assert (theirs - base).abs().max() > WORTH_SEEING
+    both = load(path, written).logits([ids, ids], [0, NO_ADAPTER])
+    assert torch.allclose(both[:70], theirs, atol=ATOL)
+    assert torch.allclose(both[70:], base, atol=ATOL)

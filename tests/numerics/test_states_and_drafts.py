@@ -17,6 +17,8 @@ from tandem_engine.config import (
 )
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_engine.memory.state_pool import DraftedRuns, StatePool
+from tandem_engine.model.layers.delta import bytes_until_verified, keep_accepted
 from tandem_lab.verify.reference import TransformersReference
 from tandem_testing.draft_heads import KnowingProposer, add_mtp_layer, request
 from tandem_testing.exactness import run_paths_of
@@ -135,6 +137,50 @@ def test_queued_steps_of_drafts_leave_states_to_acceptance(tmp_path):
         drafting(engine, expected)
         found = [output.token_ids for output in engine.generate(asked(), steps_between=2)]
     assert found == expected
+
+
+def test_memory_planned_for_drafts_is_what_a_step_keeps(model, expected, monkeypatch):
+    """With what moving all layers on takes, which is about as much again."""
+    shares: list[float] = []
+
+    def measured(pool: StatePool, drafted: DraftedRuns, lens: torch.Tensor, *, longest: int) -> None:
+        sequences, tokens = drafted.tokens.shape
+        kept = sum(part.nbytes for layer in drafted.layers for part in layer)
+        states = sequences * pool.spec.slot_bytes
+        planned = bytes_until_verified(pool.spec, sequences=sequences, tokens=tokens)
+        shares.append(planned / (2 * kept + states))
+        keep_accepted(pool, drafted, lens, longest=longest)
+
+    monkeypatch.setattr("tandem_engine.executor.runner.keep_accepted", measured)
+    with engine_of(model, PLAIN) as engine:
+        drafting(engine, expected)
+        engine.generate(asked()[:2])
+    assert shares == [pytest.approx(1.0, rel=1e-3)] * len(shares) != []
+
+
+@pytest.mark.slow
+def test_queued_step_of_drafts_that_raises_keeps_nothing(tmp_path, monkeypatch):
+    """The runs of its requests apart, which follow, have the memory."""
+    model = load_for_twin(write_tiny_checkpoint("qwen3.5", tmp_path))
+    reference = TransformersReference(model.config.model_path, weights=torch.float32)
+    output = reference.generate(tuple(PROMPTS[0]), OUTPUT, frozenset(), ignore_eos=True).token_ids
+    with engine_of(model, PLAIN, platform=TwinPlatform()) as engine:
+        drafting(engine, [tuple(output)] * len(PROMPTS))
+        runner = engine._parts.runner
+        sample, kept_after = runner.sampler.sample, []
+
+        def fail_once(logits, inputs, masks):
+            if inputs.batch.draft_lens and not kept_after:
+                kept_after.append("raised")
+                raise RuntimeError("no memory")
+            if len(kept_after) == 1:
+                kept_after.append(runner._drafted)
+            return sample(logits, inputs, masks)
+
+        monkeypatch.setattr(runner.sampler, "sample", fail_once)
+        [found] = engine.generate(asked()[:1])
+    assert kept_after == ["raised", None]
+    assert found.token_ids == tuple(output)
 
 
 HEAD_PATHS = [

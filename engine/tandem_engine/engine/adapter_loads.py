@@ -9,13 +9,13 @@ others (`LoadThreads`).
 """
 
 import logging
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass, field, replace
 from enum import IntEnum
 
 import torch
 
-from tandem_engine.base.errors import CheckpointError, ConfigError, EngineError
+from tandem_engine.base.errors import BusyError, CheckpointError, ConfigError, EngineError
 from tandem_engine.config import AdapterConfig, AdapterSource, ModelConfig
 from tandem_engine.engine.load_threads import LoadThreads
 from tandem_engine.model.adapters.loaded import LoadedAdapters, require_same_content
@@ -34,14 +34,19 @@ class LoadState(IntEnum):
 
     LOADING = 0
     FAILED = 1
-    LOADED = 2
+    BUSY = 2
+    """Failed for now: a file system hangs, or there is no thread."""
+    LOADED = 3
 
     @classmethod
     def of(cls, loading: "Future[LoadedAdapters]") -> "LoadState":
         """Of one rank's part."""
         if not loading.done():
             return cls.LOADING
-        return cls.FAILED if loading.cancelled() or loading.exception() is not None else cls.LOADED
+        error = CancelledError() if loading.cancelled() else loading.exception()
+        if isinstance(error, BusyError):
+            return cls.BUSY
+        return cls.LOADED if error is None else cls.FAILED
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,10 +161,12 @@ class AdapterLoads:
             loaded = load.part.result()
             require_same_content(loaded.names, self.agreement.least)
             return loaded
-        if LoadState.of(load.part) is LoadState.FAILED:
+        if LoadState.of(load.part) is not LoadState.LOADED:
             logger.warning("rank %d: %s", self.group.rank, load.part.exception())
+        if LoadState.of(load.part) is state:
             load.part.result()
-        raise CheckpointError(f"adapter {load.name!r} cannot be loaded on another rank: its log line has the reason")
+        kind = BusyError if state is LoadState.BUSY else CheckpointError
+        raise kind(f"adapter {load.name!r} cannot be loaded on another rank: its log line has the reason")
 
     def _load(self, source: AdapterSource) -> LoadedAdapters:
         one = replace(self.config, sources=(source,))

@@ -25,7 +25,7 @@ from tandem_engine.config import (
 from tandem_engine.engine.adapter_shelf import LoadingShelf, make_shelf
 from tandem_engine.engine.host_parts import make_host_memory, make_host_pool
 from tandem_engine.engine.loaded_model import LoadedModel, kv_geometry, scales_of_rank
-from tandem_engine.engine.stateful_models import log_states, require_supported, state_shares
+from tandem_engine.engine.stateful_models import drafted_bytes, log_states, require_supported, state_shares
 from tandem_engine.engine.stats import Generations
 from tandem_engine.executor.cuda.graphs import graph_sizes
 from tandem_engine.executor.cuda.prompt_graphs import prompt_sizes
@@ -151,6 +151,7 @@ def sized_pools(
         forward_over=forward_over,
         graph_bytes=graph_bytes,
         draft_bytes=draft_bytes,
+        drafted_bytes=drafted_bytes(spec, config),
     )
     plan = plan_pool(config, footprint, loaded.parallel)
     demand = Demand(

@@ -159,7 +159,8 @@ class LoadThreads(Generic[T]):
         ran = _cpu_ticks(reader)
         for _ in range(LOOKS):
             ended = self._changed.wait_for(lambda: self._running is not load or self._closed, self.hung_s / LOOKS)
-            if ended or _cpu_ticks(reader) != ran:
+            now = _cpu_ticks(reader)
+            if ended or now is None or now != ran:
                 return
         self._give_up(load)
 
@@ -190,7 +191,11 @@ def _started(work: Callable[[], None], name: str) -> Thread:
     return thread
 
 
-def _cpu_ticks(thread: Thread) -> int:
-    """CPU time of a thread of this process, in clock ticks."""
-    fields = Path(f"/proc/self/task/{thread.native_id}/stat").read_text("ascii", "replace").rpartition(")")[2].split()
+def _cpu_ticks(thread: Thread) -> int | None:
+    """CPU time of a thread of this process, in clock ticks. None while it cannot be read, for want of a descriptor."""
+    try:
+        stat = Path(f"/proc/self/task/{thread.native_id}/stat").read_text("ascii", "replace")
+    except OSError:
+        return None
+    fields = stat.rpartition(")")[2].split()
     return int(fields[11]) + int(fields[12])

@@ -17,6 +17,7 @@ from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.memory.group_pools import TYPICAL_TOKENS, Demand
 from tandem_engine.memory.sizing import GIB, SMALLEST_POOL, MemoryPlan
 from tandem_engine.memory.state_pool import PartedSpec, StatePool, StateSpec
+from tandem_engine.model.layers.delta import bytes_until_verified
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,15 @@ def unsupported(facts: ModelConfig, config: EngineConfig) -> str | None:
             f"--speculative-algorithm {algorithm}"
         )
     return None
+
+
+def drafted_bytes(spec: StateSpec | PartedSpec | None, config: EngineConfig) -> int:
+    """What states take besides in the largest step with drafts, by `--speculative-disable-by-batch-size` too."""
+    if not isinstance(spec, StateSpec) or config.speculative.algorithm is None:
+        return 0
+    running, bound = config.scheduler.max_running_requests, config.speculative.disable_by_batch_size
+    tokens = 1 + config.speculative.num_draft_tokens
+    return bytes_until_verified(spec, sequences=min(running, bound or running), tokens=tokens)
 
 
 SPARE_ROWS = 8

@@ -235,6 +235,8 @@ class Footprint:
     """Measures what captured steps will take."""
     draft_bytes: int = 0
     """Of a draft model's weights, yet to be loaded."""
+    drafted_bytes: int = 0
+    """Of what layers with states keep of the largest step with drafts, which is not run."""
 
 
 def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) -> MemoryPlan:
@@ -267,6 +269,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
             activations=activations,
             graphs=graphs,
             draft=footprint.draft_bytes,
+            drafted=footprint.drafted_bytes,
             kept=KEPT_BYTES if torch.device(config.device).type == "cpu" else 0,
         ),
         page_bytes=footprint.page_bytes,
@@ -284,7 +287,8 @@ def _roomy(cache: CacheConfig, footprint: Footprint, host: HostShare, available:
     """Whether a pool of the default size leaves more than any step takes, so that nothing has to be measured."""
     pages = cache.pages_for(footprint.page_bytes)
     pool = pages * (footprint.page_bytes + host.per_page) + host.fixed
-    return available >= pool + footprint.draft_bytes + footprint.weight_bytes // 2 + ROOM
+    drafts = footprint.draft_bytes + footprint.drafted_bytes
+    return available >= pool + drafts + footprint.weight_bytes // 2 + ROOM
 
 
 def _share_of_rank(config: EngineConfig) -> CacheConfig:

@@ -43,13 +43,15 @@ class MemoryFacts:
     """Of captured steps, which stay allocated next to the weights; 0 without any, or when it was not measured."""
     draft: int = 0
     """Of a draft model's weights, which are loaded when the pool is there."""
+    drafted: int = 0
+    """Of what layers with states keep of a step with drafts."""
     kept: int = 0
     """What steps leave allocated beyond `used`."""
 
     @property
     def beside_pool(self) -> int:
         """What serving takes beyond `used` and pages."""
-        return (self.activations or 0) + self.graphs + self.draft + self.kept
+        return (self.activations or 0) + self.graphs + self.draft + self.drafted + self.kept
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -130,9 +132,10 @@ class MemoryPlan:
         below = f"host cache {_gib(self.host_cache)}, swap space {_gib(self.swap)}"
         graphs = f"graphs {_gib(facts.graphs)}, " if facts.graphs else ""
         draft = f"draft {_gib(facts.draft)}, " if facts.draft else ""
+        drafted = f"states of drafts {_gib(facts.drafted)}, " if facts.drafted else ""
         ours = (
             f"memory {_gib(facts.total)}: weights {_gib(facts.weights)}, process {_gib(facts.used - facts.weights)}, "
-            f"activations {activations}, {graphs}{draft}KV {_gib(self.kv_bytes)} ({self.pages} pages, "
+            f"activations {activations}, {graphs}{draft}{drafted}KV {_gib(self.kv_bytes)} ({self.pages} pages, "
             f"{(self.pages - 1) * self.page_size} tokens)"
         )
         free = facts.available - self.kv_bytes - facts.beside_pool
@@ -237,10 +240,11 @@ def _from_fraction(
     with_host = f" with {host.flags}" if host.counts else ""
     graphs = f", graphs ({_gib(facts.graphs)})" if facts.graphs else ""
     draft = f", draft ({_gib(facts.draft)})" if facts.draft else ""
+    steps = facts.activations + facts.drafted + facts.kept
     raise ConfigError(
         f"one request of --context-length {context_length} needs {_gib(needed)} of KV pages{with_host}; "
         f"--mem-fraction-static {fraction:g} of {_gib(facts.total)} leaves {_gib(max(0, left))} after weights and "
-        f"process ({_gib(facts.used)}){graphs}{draft} and steps ({_gib(facts.activations + facts.kept)})"
+        f"process ({_gib(facts.used)}){graphs}{draft} and steps ({_gib(steps)})"
         f"{f' and fixed host memory ({_gib(host.fixed)})' if host.fixed else ''}, with {_gib(facts.available)} "
         f"available: {' or '.join(fixes or ['free memory of this machine, or serve a smaller model'])}"
     )

@@ -1,6 +1,8 @@
 """Loads of adapters next to a running engine: their order, hung file systems, and an engine that closes meanwhile."""
 
+import errno
 import time
+from pathlib import Path
 from threading import Event
 
 import pytest
@@ -104,6 +106,23 @@ def test_load_that_hangs_fails_and_the_next_one_runs(loads, folders):
         hung.result(LIMIT_S)
     assert after.result(LIMIT_S) == LoadedAdapters()
     assert folders.read == ["hung", "two"]
+
+
+def test_load_that_hangs_fails_after_its_time_could_not_be_read(loads, folders, monkeypatch):
+    """A process that has no free descriptor for a while still looks at its loads after that."""
+    refused, read_text = Event(), Path.read_text
+
+    def refuse_once(path, *args):
+        if path.parts[:3] == ("/", "proc", "self") and not refused.is_set():
+            refused.set()
+            raise OSError(errno.EMFILE, "Too many open files")
+        return read_text(path, *args)
+
+    monkeypatch.setattr(Path, "read_text", refuse_once)
+    loads.threads.hung_s = 0.5
+    with pytest.raises(BusyError, match="has not answered"):
+        loads.begin("a", "hung").result(10.0)
+    assert refused.is_set()
 
 
 def test_load_that_uses_the_cpu_is_not_taken_for_hung(loads, folders):

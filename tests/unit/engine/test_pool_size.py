@@ -43,12 +43,13 @@ def machine(monkeypatch):
     monkeypatch.setattr(memory_profile, "meter_for", lambda _: Meter())
 
 
-def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, ...] = (MIB, MIB)) -> int:
+def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, ...] = (MIB, MIB), drafted: int = 0) -> int:
     footprint = Footprint(
         weight_bytes=50 * MIB,
         page_bytes=page_bytes[parallel.rank],
         host_page_bytes=page_bytes[parallel.rank],
         threads=1,
+        drafted_bytes=drafted,
         forward_over=lambda _: lambda batch: ForwardResult(step=batch.step, next_token_ids=()),
     )
     config = replace(CONFIG, cache=cache, parallel=ParallelConfig(tp_size=parallel.size))
@@ -63,6 +64,12 @@ def test_ranks_use_minimum_page_count_and_log_it_once(caplog):
     [line] = [record.getMessage() for record in caplog.records]
     assert line.startswith("each of 2 ranks, memory ")
     assert "(35 pages, 544 tokens)" in line
+
+
+def test_states_of_drafts_leave_fewer_pages():
+    cache = CacheConfig(mem_fraction_static=0.7)
+    alone = Parallel()
+    assert pages(alone, cache) - pages(alone, cache, drafted=30 * MIB) == 30
 
 
 def test_available_memory_is_divided_among_ranks():

@@ -23,7 +23,13 @@ from tandem_engine.config import (
 )
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, kv_geometry, load
-from tandem_engine.engine.stateful_models import StateShares, require_supported, state_shares, unsupported
+from tandem_engine.engine.stateful_models import (
+    StateShares,
+    drafted_bytes,
+    require_supported,
+    state_shares,
+    unsupported,
+)
 from tandem_engine.memory.group_pools import Demand
 from tandem_engine.memory.sizing import MemoryFacts, MemoryPlan
 from tandem_engine.memory.state_pool import StatePool, StateSpec
@@ -135,6 +141,14 @@ def shares(
     facts = MemoryFacts(total=TOTAL, available=TOTAL, used=0, weights=0, activations=None)
     plan = MemoryPlan(facts=facts, pages=pages, page_bytes=PAGE_BYTES, page_size=16)
     return state_shares(plan, spec, Demand(page_size=16, context_length=context_length, chunk=64), config)
+
+
+def test_drafts_of_models_with_states_take_memory_by_their_bound():
+    limits = replace(PLAIN, scheduler=SchedulerConfig(max_running_requests=64))
+    drafting = {bound: SpecConfig(algorithm=SpecAlgorithm.NGRAM, disable_by_batch_size=bound) for bound in (0, 8, 100)}
+    taken = {bound: drafted_bytes(SLOT, replace(limits, speculative=spec)) for bound, spec in drafting.items()}
+    assert taken[0] == taken[100] == 8 * taken[8] > 0
+    assert drafted_bytes(SLOT, limits) == drafted_bytes(None, replace(limits, speculative=drafting[0])) == 0
 
 
 @pytest.mark.parametrize("pages", [1000, 1010, 1019])

@@ -35,7 +35,7 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardMode
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.step_inputs import NO_SAMPLING, StepInputs
 from tandem_engine.kernels.interface import by_triton
-from tandem_engine.memory.state_pool import StatePool
+from tandem_engine.memory.state_pool import DraftedRuns, StatePool
 from tandem_engine.model.attention.backend import GraphBackend, GraphPlan
 from tandem_engine.model.base import StepModel
 
@@ -143,6 +143,8 @@ class Computed:
     """[W, hidden_size] of the tokens wanted"""
     logits: Tensor
     """float32 [R, vocab], of the first of them"""
+    drafted: DraftedRuns | None = None
+    """Runs of drafts whose states are yet to follow."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

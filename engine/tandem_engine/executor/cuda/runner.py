@@ -257,6 +257,8 @@ class StreamRunner:
             sound = token_ids.clamp(min=0)
             self.future_map.publish(inputs.publish_rows, sound)
             self.sampler.record(inputs, sound[:, None])
+        # Last: a step that raises, for want of memory perhaps, leaves nothing of this size behind.
+        self._drafted = computed.drafted or self._drafted
         return token_ids, answers
 
     def _prepare(self, batch: ForwardBatch) -> tuple[Graph | None, StepInputs]:
@@ -290,11 +292,11 @@ class StreamRunner:
         if batch.kv_progress is not None:
             attend = telling(attend, partial(self._wrote, batch.kv_progress))
         stateful = with_states(attend, self._states, batch)
-        self._drafted = drafted_runs(stateful) or self._drafted
         hidden = hidden_states(
             self._model, self._observer, batch, input_ids=input_ids, attend=stateful, wanted=inputs.wanted
         )
-        return Computed(hidden, self._model.logits(hidden[: inputs.sampled]))
+        logits = self._model.logits(hidden[: inputs.sampled])
+        return Computed(hidden, logits, drafted_runs(stateful))
 
     def _compute_prompt(self, inputs: StepInputs, graph: PromptGraph) -> Computed:
         """By a graph that ends at hidden states. All layers have been written when it ends."""

@@ -16,7 +16,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
-from tandem_engine.memory.state_pool import DraftedInputs, DraftedRuns, Run, StateCopy, StatePool, StepStates
+from tandem_engine.memory.state_pool import DraftedInputs, DraftedRuns, Run, StateCopy, StatePool, StateSpec, StepStates
 from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
 from tandem_engine.model.layers.delta_rule import causal_conv, next_token, prompt, unit_heads
@@ -222,13 +222,25 @@ MOVED_BYTES = 64 << 20
 """Of states that are moved on at a time: of several layers where requests are few, so that operations are few."""
 
 
+def _moved_together(of_layer: int) -> int:
+    """Layers that are moved on at a time, where the states of one have so many bytes."""
+    return max(1, MOVED_BYTES // of_layer)
+
+
+def bytes_until_verified(spec: StateSpec, *, sequences: int, tokens: int) -> int:
+    """What a step with drafts, of `sequences` of at most `tokens` each, takes for states until they have moved on."""
+    of_token = spec.heads * (spec.key_size + spec.value_size + 2) * torch.float32.itemsize
+    of_layer = sequences * (tokens * of_token + (spec.history + tokens) * spec.channels * spec.dtype.itemsize)
+    states = sequences * spec.slot_bytes // spec.layers
+    return spec.layers * of_layer + min(spec.layers, _moved_together(states)) * (of_layer + states)
+
+
 def keep_accepted(pool: StatePool, drafted: DraftedRuns, lens: Tensor, *, longest: int) -> None:
     """Move the states of `drafted` on by the first `lens` [N] of their tokens, at most `longest`.
 
     The recurrence runs again over what the step has kept of its inputs.
     """
-    of_layer = len(drafted.rows) * pool.matrices[0, 0].nbytes
-    together = max(1, MOVED_BYTES // of_layer)
+    together = _moved_together(len(drafted.rows) * pool.matrices[0, 0].nbytes)
     for first in range(0, len(drafted.layers), together):
         layers = drafted.layers[first : first + together]
         own = slice(first, first + len(layers))
