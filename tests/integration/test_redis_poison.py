@@ -58,7 +58,17 @@ TYPES = {
     "hash": ("HSET", "a", "b"),
     "stream": ("XADD", "*", "a", "b"),
 }
-META = ("epoch", "generation", "last_call", "swept_at", "grace_until", "ranked_at", "ranked_for", "unpublished")
+META = (
+    "epoch",
+    "generation",
+    "last_call",
+    "swept_at",
+    "grace_until",
+    "ranked_at",
+    "unpublished",
+    "missed_at",
+    "missed",
+)
 OWN_KEYS = ("blocks", "host", "cursor", "links", "fenced")
 
 

@@ -11,6 +11,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import FOLLOWERS, Demand, Load
+from tandem_services.router.decision import Absence
 from tandem_services.router.index import IndexUpdate, Routed, UpdateKind
 from tandem_services.router.keys import MAX_HOLDERS, RANKED_TOKENS
 from tandem_services.router.registry import LeaseStatus, WorkerRecord
@@ -435,6 +436,12 @@ async def commands_of_a_decision(server: RedisServer, workers: int) -> float:
         return sum(int(line.partition("calls=")[2].partition(",")[0]) for line in lines if "calls=" in line) / 40
 
 
+def calls_of(server: RedisServer, command: str) -> int:
+    lines = server.command("INFO", "commandstats").splitlines()
+    line = next(line for line in lines if line.startswith(f"cmdstat_{command}:"))
+    return int(line.partition("calls=")[2].partition(",")[0])
+
+
 async def test_decision_reads_do_not_grow_with_fleet_size(server):
     assert await commands_of_a_decision(server, 240) <= 1.25 * await commands_of_a_decision(server, 60)
 
@@ -467,3 +474,58 @@ async def names_of(fleet: Fleet, pattern: str) -> list[bytes]:
     keys = await fleet.client.command("KEYS", fleet.keys.prefix + pattern)
     assert isinstance(keys, list)
     return [key for key in keys if isinstance(key, bytes)]
+
+
+async def test_kinds_of_the_future_do_not_hide_workers(fleet):
+    for number in range(SIZE):
+        await fleet.beat(make_record(f"w{number}"))
+    kinds = (await names_of(fleet, "kinds:*"))[0]
+    for number in range(64):
+        await fleet.client.command("ZADD", kinds, "inf", f"{number:016}")
+    await fleet.beat(make_record("w0"))
+    assert await fleet.client.command("ZCARD", kinds) == 1
+    assert await route(fleet) is not None
+
+
+async def test_rank_with_more_names_than_workers_is_written_again(server, fleet):
+    async with second_library(server, MAX_WORKERS=SIZE + 10) as workers:
+        for number in range(SIZE):
+            await workers.beat(make_record(f"w{number}"))
+        for key in await names_of(fleet, "least:*"):
+            for number in range(1000):
+                await workers.client.command("ZADD", key, -1, f"nobody-{number}@1")
+        server.command("CONFIG", "RESETSTAT")
+        assert await route(workers) is not None
+        assert calls_of(server, "hget") < 1000
+        assert len(await ranked(workers, "decode")) == SIZE
+
+
+async def test_worker_with_the_adapter_is_found_in_a_large_fleet(fleet):
+    for number in range(SIZE):
+        await fleet.beat(make_record(f"w{number}", load=make_load(queue_tokens=500 if number == 41 else 0)))
+    absences = {f"w{number}@1": Absence(5.0, 0.0) for number in range(SIZE) if number != 41}
+    routed = await route(fleet, absences=absences)
+    assert routed is not None
+    assert (routed.prefill, routed.decode) == (None, "w41@1")
+
+
+async def test_model_without_workers_does_not_rank_others(fleet):
+    for number in range(SIZE):
+        await fleet.beat(make_record(f"w{number}"))
+    await fleet.client.command("DEL", *await names_of(fleet, "least:*"))
+    missing = {"demand": DEMAND, "page_size": PAGE, "exclude": frozenset[str](), "chain": b"".join(CHAIN), "seed": 1}
+    assert await fleet.index.route(model="nobody's", **missing) is None
+    assert await names_of(fleet, "least:*") == []
+    await fleet.client.command("HDEL", fleet.keys.prefix + "meta", "missed_at")
+    assert await route(fleet) is not None
+
+
+async def test_older_release_beside_does_not_make_decisions_read_all(server, fleet):
+    for number in range(SIZE):
+        await fleet.beat(make_record(f"w{number}", [Role.PREFILL, Role.DECODE][number % 2]))
+    await fleet.client.command("HSET", fleet.keys.prefix + "meta", "unpublished", 1)
+    async with second_library(server, MIXED_UP_TO=SIZE // 4) as workers:
+        assert await route(workers) is not None
+        server.command("CONFIG", "RESETSTAT")
+        assert await route(workers, seed=2) is not None
+        assert SIZE // 4 <= calls_of(server, "hget") < SIZE

@@ -12,9 +12,10 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     fenced:<incarnation> STR   why it is over for good: a verdict (router.deployment)
     changes              ZSET  incarnation → generation of its last change (scripts/changes.lua)
     starting             HASH  worker_id → what a worker does that is not registered yet (scripts/starting.lua)
-    meta                 HASH  epoch, generation, last_call, swept_at, grace_until; ranked_at, ranked_for, unpublished:
-                               when all rows were last ranked, of which generation, and how many workers are of a
-                               release without `holders`
+    meta                 HASH  epoch, generation, last_call, swept_at, grace_until; ranked_at, unpublished: when a sweep
+                               last looked at all ranks, and how many workers are of a release without `holders`;
+                               missed_at, missed: when a decision without candidates wrote ranks, of which model and
+                               generation
     blocks:<incarnation> SET   16-byte digests of the blocks in that worker's prefix cache
     host:<incarnation>   SET   those of them that are in host memory alone, not on the device
     cursor:<incarnation> STR   revision of the last index update that was applied to the two sets above
@@ -90,6 +91,10 @@ MAX_REGISTERED = 8192
 ALL_UP_TO = 24
 """Workers of a model with no more are all candidates of each decision (scripts/candidates.lua)."""
 
+MIXED_UP_TO = 256
+"""As many are candidates while some workers are of a release without an index by block: pricing all of a larger fleet
+would cost more than that release's own decisions."""
+
 MET_HOLDERS = 32
 """Workers with a prefix of the prompt that a decision compares, to price the most promising."""
 
@@ -103,8 +108,8 @@ MAX_RANKED_PAGE = 256
 """Names of a rank that one command reads."""
 
 RANK_AGAIN_MS = 1_000
-"""A decision without any candidate writes the ranks of the whole fleet again, at most so often, or ten times as
-often while workers join: Redis lost them, or workers of a release without ranks have just joined."""
+"""A decision without any candidate writes the ranks of its model again, at most so often, or ten times as often while
+workers join or several models are missed: Redis lost them, or workers of a release without ranks have just joined."""
 
 HOLDER_TOKENS = 128
 """One block of about so many tokens of a prompt is in the index by block. Candidates are found by it, and matches are

@@ -59,7 +59,7 @@ SCRIPTS = (
 SCOPED: Mapping[str, tuple[str, ...]] = {
     "in_flight": ("note_prompt", "take_back_notes", "drop_notes_of", "drop_indexed_notes", "blocks_in_flight"),
     "chain": ("chain_search",),
-    "ranks": ("ranked", "rank_keys", "kinds_key", "rank", "unrank", "keep_ranks", "row_changed"),
+    "ranks": ("ranked", "model_of", "rank_keys", "kinds_key", "rank", "unrank", "keep_ranks", "row_changed"),
     "holders": (
         "sampling_of",
         "tag_of",
@@ -104,6 +104,7 @@ CONSTANTS: Mapping[str, float] = {
     "HOLDER_TOKENS": keys.HOLDER_TOKENS,
     "RANK_AGAIN_MS": keys.RANK_AGAIN_MS,
     "ALL_UP_TO": keys.ALL_UP_TO,
+    "MIXED_UP_TO": keys.MIXED_UP_TO,
     "MET_HOLDERS": keys.MET_HOLDERS,
     "MORE_DECODES": keys.MORE_DECODES,
     "RANKED_TOKENS": keys.RANKED_TOKENS,

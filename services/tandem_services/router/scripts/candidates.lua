@@ -37,15 +37,19 @@ local function belongs(worker, keys, key)
     and worker.role ~= (key == keys.prefill and ROLE_DECODE or ROLE_PREFILL)
 end
 
--- Chooses up to `limit` workers of the rank `key` that may take the prompt, from the position `first`. Names without a
--- live row of this rank are dropped from it. Returns the position after the last one.
-local function choose_ranked(state, query, chosen, keys, key, first, limit)
+-- Chooses up to `limit` workers of the rank `key` that may take the prompt, from the position `first`. Names in `except`,
+-- if it is not nil, are passed over, and names without a live row of this rank are dropped from it. Returns the position
+-- after the last one.
+local function choose_ranked(state, query, chosen, keys, key, first, limit, except)
   local page = math.min(limit, MAX_RANKED_PAGE)
   while limit > 0 do
     local names = ranked(state, 'ZRANGE', key, first, first + page - 1)
     for _, name in ipairs(names) do
-      local worker = current(state, name)
-      if worker and belongs(worker, keys, key) then
+      local passed = query.exclude[name] or except and except[name]
+      local worker = not passed and current(state, name)
+      if passed then
+        first = first + 1
+      elseif worker and belongs(worker, keys, key) then
         first = first + 1
         if may_take(worker, query) then
           choose(chosen, worker)
@@ -157,11 +161,16 @@ local function choose_random(state, query, chosen, keys, key)
   if count > 0 then choose_ranked(state, query, chosen, keys, key, math.random(count) - 1, 1) end
 end
 
--- Chooses few workers of one compat hash. `holders`: group of its holders, nil if there are none.
-local function choose_few(state, query, chosen, keys, holders)
+-- Chooses few workers of one compat hash: `ends` of each role by load. `holders`: group of its holders, nil if there are
+-- none.
+local function choose_few(state, query, chosen, keys, holders, ends)
   if holders then choose_holders(state, query, chosen, holders) end
-  choose_ranked(state, query, chosen, keys, keys.prefill, 0, PAIR_ENDS)
-  local passed = choose_ranked(state, query, chosen, keys, keys.decode, 0, PAIR_ENDS)
+  choose_ranked(state, query, chosen, keys, keys.prefill, 0, ends)
+  local passed = choose_ranked(state, query, chosen, keys, keys.decode, 0, ends)
+  if query.absent then -- some have the adapter of the prompt
+    choose_ranked(state, query, chosen, keys, keys.prefill, 0, PAIR_ENDS, query.absent)
+    choose_ranked(state, query, chosen, keys, keys.decode, 0, PAIR_ENDS, query.absent)
+  end
   local able = 0
   for _, worker in ipairs(chosen) do
     if worker.compat == keys.compat and has_capacity(worker, query) then able = able + 1 end
@@ -180,11 +189,20 @@ local function ranks_of(state, query)
   return found
 end
 
+-- Number of names in the rank `key`. One with more than there are workers was not written by them, and is dropped.
+local function size_of_rank(state, key)
+  local count = ranked(state, 'ZCARD', key)
+  if count <= MAX_WORKERS then return count end
+  redis.call('UNLINK', key)
+  state.dropped = state.dropped + 1
+  return 0
+end
+
 -- Number of names in the ranks, in which a worker that does both is twice.
 local function names_in(state, ranks)
   local count = 0
   for _, keys in ipairs(ranks) do
-    count = count + ranked(state, 'ZCARD', keys.prefill) + ranked(state, 'ZCARD', keys.decode)
+    count = count + size_of_rank(state, keys.prefill) + size_of_rank(state, keys.decode)
   end
   return count
 end
@@ -203,7 +221,8 @@ local function all_names(state, ranks)
   return names
 end
 
--- Workers of a release that writes no holders are found by their sets alone, so all are priced while there are any.
+-- Workers of a release that writes no holders are found by their sets alone, so up to MIXED_UP_TO are priced while there
+-- are any.
 local function all_publish(state)
   return redis.call('HGET', state.meta, 'unpublished') == '0'
 end
@@ -225,30 +244,33 @@ end
 local function choose_candidates(state, query)
   if query.allowed then return choose_named(state, query, query.allowed, {}) end
   local ranks = ranks_of(state, query)
-  local count = names_in(state, ranks)
-  if count <= 2 * ALL_UP_TO or not all_publish(state) then
+  local all_up_to, ends = ALL_UP_TO, PAIR_ENDS
+  if not all_publish(state) then all_up_to, ends = math.max(ALL_UP_TO, MIXED_UP_TO), math.ceil(MIXED_UP_TO / 2) end
+  if names_in(state, ranks) <= 2 * all_up_to then
     local names = all_names(state, ranks)
-    if #names <= ALL_UP_TO or not all_publish(state) then return choose_named(state, query, names, ranks) end
+    if #names <= all_up_to then return choose_named(state, query, names, ranks) end
   end
   local chosen, holders = {}, holders_of(state, query)
-  for _, keys in ipairs(ranks) do choose_few(state, query, chosen, keys, holders[keys.compat]) end
+  for _, keys in ipairs(ranks) do choose_few(state, query, chosen, keys, holders[keys.compat], ends) end
   return chosen
 end
 
--- Whether the ranks of the whole fleet may be written again: once in RANK_AGAIN_MS, and ten times where workers have
--- joined or left since.
-local function may_rank_all(state)
-  local passed = state.now - meta_time(state, 'ranked_at', 0)
-  if passed >= RANK_AGAIN_MS then return true end
-  local ranked_for = whole(redis.call('HGET', state.meta, 'ranked_for'), MAX_WHOLE)
-  return passed >= RANK_AGAIN_MS / 10 and ranked_for ~= generation_of(state)
+-- Whether the ranks of the model of the query may be written again: once in RANK_AGAIN_MS, and ten times where workers
+-- have joined or left since, or those of another model were written.
+local function may_rank_again(state, query)
+  local passed = state.now - meta_time(state, 'missed_at', 0)
+  local missed = query.model .. string.format('%.0f', generation_of(state))
+  local again = redis.call('HGET', state.meta, 'missed') ~= missed
+  if passed < RANK_AGAIN_MS and not (again and passed >= RANK_AGAIN_MS / 10) then return false end
+  redis.call('HSET', state.meta, 'missed_at', string.format('%.0f', state.now), 'missed', missed)
+  return true
 end
 
 -- Groups of candidates by compat hash. Where ranks name nobody, they are written again, unless that was just done.
 local function candidates(state, query)
   local chosen = choose_candidates(state, query)
-  if #chosen == 0 and not query.allowed and may_rank_all(state) then
-    rank_all(state)
+  if #chosen == 0 and not query.allowed and may_rank_again(state, query) then
+    rank_model(state, query.model)
     chosen = choose_candidates(state, query)
   end
   local groups, found = {}, {}

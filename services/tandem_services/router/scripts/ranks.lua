@@ -9,12 +9,18 @@
 -- choice of a better candidate until the next heartbeat, and a name without a live row is dropped by the decision that
 -- meets it. Workers of a release without ranks are ranked by the sweep.
 
-local MODEL_AT, KIND_AT, KIND_END = 27, 17, 50 -- in a row: model and compat hash, after role, offer, page and context
+-- In a row: model and compat hash, after role, offer, page and context.
+local MODEL_AT, MODEL_END, KIND_AT, KIND_END = 27, 34, 17, 50
 local MAX_KEPT_KINDS = 1024
 local LITTLE_ROOM = 8192 -- tokens: less is no room for a typical request
 
 local function hex(bytes)
   return (string.gsub(bytes, '.', function(byte) return string.format('%02x', string.byte(byte)) end))
+end
+
+-- The model of `row`, of any size.
+local function model_of(row)
+  return string.sub(row, MODEL_AT, MODEL_END)
 end
 
 -- `made(prefix, name)`, which is kept.
@@ -90,10 +96,12 @@ local function unrank(state, incarnation, row)
   ranked(state, 'ZREM', keys.decode, incarnation)
 end
 
--- The kind of `worker` is served, and its ranks are kept. Kinds of which no worker is described any more are dropped.
+-- The kind of `worker` is served, and its ranks are kept. Kinds of which no worker is described any more are dropped, and
+-- so are those described in a future that no clock of Redis reaches soon: they would hide the others.
 local function keep_ranks(state, worker)
   local keys = rank_keys(state.prefix, worker.model .. worker.compat)
   ranked(state, 'ZREMRANGEBYSCORE', keys.kinds, '-inf', string.format('(%.0f', state.now - DESCRIBED_TTL_MS))
+  ranked(state, 'ZREMRANGEBYSCORE', keys.kinds, string.format('(%.0f', state.now + DESCRIBED_TTL_MS), '+inf')
   ranked(state, 'ZADD', keys.kinds, string.format('%.0f', state.now), worker.compat)
   redis.call('PEXPIRE', keys.kinds, FLEET_TTL_MS)
   redis.call('PEXPIRE', keys.prefill, FLEET_TTL_MS)

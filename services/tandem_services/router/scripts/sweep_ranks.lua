@@ -23,16 +23,20 @@ end
 -- All rows were looked at, and so many workers publish no holders.
 local function note_ranked(state, unpublished)
   redis.call('HSET', state.meta, 'ranked_at', string.format('%.0f', state.now),
-    'ranked_for', string.format('%.0f', generation_of(state)), 'unpublished', string.format('%.0f', unpublished))
+    'unpublished', string.format('%.0f', unpublished))
 end
 
--- Writes the ranks of the whole fleet.
-local function rank_all(state)
+-- Writes the ranks of all workers of `model`. Rows of others are not decoded: a model without workers may be requested
+-- for a long time, beside any number of them.
+local function rank_model(state, model)
   local rows, unpublished = redis.call('HGETALL', state.fleet), 0
   for i = 1, #rows, 2 do
-    if unpublished < MAX_UNPUBLISHED and worker_of(rows[i]) and lease_state(rows[i + 1], state.now) == 'live' then
-      unpublished = unpublished + rank_row(state, rows[i], rows[i + 1], true)
+    local row = rows[i + 1]
+    if unpublished < MAX_UNPUBLISHED and model_of(row) == model and worker_of(rows[i])
+        and lease_state(row, state.now) == 'live' then
+      unpublished = unpublished + rank_row(state, rows[i], row, true)
     end
   end
-  note_ranked(state, unpublished)
+  local known = whole(redis.call('HGET', state.meta, 'unpublished'), MAX_WHOLE) or 0
+  redis.call('HSET', state.meta, 'unpublished', string.format('%.0f', math.max(known, unpublished)))
 end
