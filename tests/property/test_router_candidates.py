@@ -529,3 +529,11 @@ async def test_older_release_beside_does_not_make_decisions_read_all(server, fle
         server.command("CONFIG", "RESETSTAT")
         assert await route(workers, seed=2) is not None
         assert SIZE // 4 <= calls_of(server, "hget") < SIZE
+
+
+async def test_tags_of_another_type_fail_no_heartbeat(server):
+    async with Fleet.of(server, **LASTING_SWEEPS) as workers:
+        await workers.beat(make_record("w"))
+        await workers.client.command("DEL", workers.keys.prefix + "tags")
+        await workers.client.command("SET", workers.keys.prefix + "tags", "x")
+        await workers.beat(make_record("w"), describe=False)

@@ -168,6 +168,7 @@ local function sweep_holders(state)
     next_bucket = (next_bucket + 1) % BUCKETS
   end
   local tags = state.prefix .. 'tags'
+  state.dropped = state.dropped + drop_unless(tags, 'hash')
   if redis.call('HLEN', tags) > state.count + MAX_WORKERS then
     trim(tags, function(_, name) return worker_of(name) ~= nil and redis.call('HEXISTS', state.fleet, name) == 1 end)
   end
