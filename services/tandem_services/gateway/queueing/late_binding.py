@@ -201,7 +201,7 @@ class LateBinding:
         ahead = self.queue.ahead(tenant.name, priority=priority, cost=cost)
         rate = self.prefill_rate()
         computed_s = sum(visitor.prompt_tokens for visitor in ahead) / rate if rate > 0.0 else 0.0
-        return max(computed_s, self._pace.delay_s(len(ahead)))
+        return self._patience.until_start_s() + max(computed_s, self._pace.delay_s(len(ahead)))
 
     def visitor(
         self,
@@ -454,6 +454,7 @@ class LateBinding:
     def _note_admitted(self, visitor: Visitor, choice: Choice) -> None:
         cost = prompt_cost(visitor.prompt_tokens, choice.matched_tokens) / visitor.weight
         self.counters.charge(visitor.tenant, cost)
+        self._patience.note_choice(choice)
         waited_s = self.clock.now() - visitor.arrived
         if visitor.awaits_start:
             self.observer.start_awaited(waited_s, served=True)

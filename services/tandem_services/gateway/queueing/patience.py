@@ -1,7 +1,7 @@
 """How long a queued request waits: for capacity, for a worker, and for workers that start.
 
 capacity    `room_s` from its arrival, or from when there was a worker again
-a worker    `worker_s` from its arrival, or from when the last worker of a role left
+a worker    `worker_s` from its arrival, or from when the last worker of a role left, or when there was one again
 a start     longer, while workers of all lacking roles start, and `worker_s` after their last report: one that was
             seen to start a moment ago may have registered since. `start_s` altogether
 """
@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from math import inf
 
 from tandem_engine.base.clock import Clock
-from tandem_services.common.recording import estimating
+from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.queueing.worker_starts import LEAST_S, WorkerStarts
+from tandem_services.router.decision import Choice
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -72,12 +73,27 @@ class Patience:
     def until_worker(self, arrived: float) -> float:
         """When a request that no worker can serve gives up."""
         if self.nobody_since is None:
-            return arrived + self.policy.worker_s
+            # The router may not choose yet what is offered.
+            return max(arrived, self._somebody_since) + self.policy.worker_s
         since = max(arrived, self.nobody_since)
         until = since + self.policy.worker_s
         if self.starts is None:
             return until
         return max(until, min(self.starts.seen_at + self.policy.worker_s, since + self.policy.start_s))
+
+    @recording
+    def note_choice(self, choice: Choice) -> None:
+        """A request goes there."""
+        if self.starts is not None:
+            self.starts.note_served((choice.decode,) if choice.prefill is None else (choice.decode, choice.prefill))
+
+    @estimating(lambda _: 0.0)
+    def until_start_s(self) -> float:
+        """Predicted time until lacking workers that start serve; 0 while none is known to start, or to be lacking."""
+        if self.starts is None or self.nobody_since is None:
+            return 0.0
+        starting = self.clock.now() - self.starts.seen_at < self.policy.worker_s
+        return self.starts.remaining_s() if starting and self.starts.lacking() else 0.0
 
     @estimating(lambda _: LEAST_S)
     def retry_s(self) -> float:

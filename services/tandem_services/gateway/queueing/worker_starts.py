@@ -3,7 +3,9 @@
     lacking    roles without an offered worker: decode, and prefill where decode workers must not compute prompts
     expected   each of them will be served by a worker of the model that reports its start (`router.starting`)
     bounded    the starts of one worker count for `limit_s` in total, from the first report that this gateway has read
-               until it serves: a worker that hangs or crashes again and again is not waited for after that
+               until it serves: a worker that hangs or crashes again and again is not waited for after that. Whoever
+               looks for the first time in `limit_s` cannot tell a crash from a worker that has served meanwhile: a
+               new incarnation then counts afresh
 
 Reports are signed. One that is replayed counts for `limit_s` at most, too, and no request waits longer than that.
 """
@@ -24,6 +26,9 @@ MAX_FOLLOWED = 4 * MAX_STARTING
 
 ROLES = {role.value: role for role in Role}
 """Of this release. A worker of another one may report a further one."""
+
+WATCHED_S = 10.0
+"""Reports come once a second. Of a worker whose last one is older it is not known when it began to serve."""
 
 LEAST_S = 2.0
 """Least expected time until a worker serves: a shorter Retry-After would only bring requests that wait."""
@@ -77,7 +82,7 @@ class WorkerStarts:
     def look(self) -> None:
         """Read the reports of now."""
         now = self.clock.now()
-        self._note_served(now)
+        self.note_served(self.fleet.offered() if self._starts else ())
         reported = [worker for worker in self.fleet.starting() if worker.model == self.model]
         for worker in reported:
             self._follow(worker, now)
@@ -93,23 +98,30 @@ class WorkerStarts:
         return not self.lacking() or self.clock.now() - self.seen_at < within_s
 
     def remaining_s(self) -> float:
-        """Predicted time until a worker that starts serves; `LEAST_S` where none is known to start.
+        """Predicted time until a worker that starts serves: `LEAST_S`, also where none is known to start, to `limit_s`.
 
-        From what the last start took. Before there was one: as long again as this one has taken.
+        From what the last start took. Before there was one: as long again as this one has taken. Workers do not sign
+        how long they have started.
         """
         now = self.clock.now()
         elapsed = max((start.elapsed_s(now) for start in self._starts.values()), default=0.0)
         remaining = elapsed if self._took_s is None or not elapsed else self._took_s - elapsed
-        return max(LEAST_S, remaining)
+        return max(LEAST_S, min(remaining, self.limit_s))
 
-    def _note_served(self, now: float) -> None:
-        for worker in self.fleet.offered():
+    def note_served(self, workers: Iterable[WorkerView]) -> None:
+        """These serve. Call also while no request waits: the next start of a worker that has served counts afresh."""
+        now = self.clock.now()
+        for worker in workers:
             start = self._starts.get(worker.worker_id)
             if start is not None and start.latest.incarnation == worker.incarnation:
-                self._took_s = self._starts.pop(worker.worker_id).elapsed_s(now)
+                del self._starts[worker.worker_id]
+                if now - start.seen_at <= WATCHED_S:
+                    self._took_s = start.elapsed_s(now)
 
     def _follow(self, worker: StartingWorker, now: float) -> None:
         known = self._starts.get(worker.worker_id)
+        if known is not None and now - known.seen_at >= self.limit_s and known.latest.incarnation != worker.incarnation:
+            known.first_at = now
         if known is not None:
             known.seen_at, known.latest = now, worker
         elif len(self._starts) < MAX_FOLLOWED:

@@ -23,6 +23,8 @@ FOLDER = Path(tandem_services.gateway.__file__).parent
 MODULES = ("observe/explain.py", "observe/metrics.py", "observe/predictions.py", "observe/tracing.py")
 CLASSES = ("QueueMetrics.", "SloAdmission.")
 """Of modules that also serve."""
+EMPTY = "PassedOn.received"
+"""Does nothing, once per token."""
 
 USAGE = ("used_tokens", "output_tokens", "cached_tokens", "reasoning_tokens")
 """Of a `RequestRecord`, what the answer says and a tenant's limit is charged with: an error must not hide it."""
@@ -46,6 +48,8 @@ async def answer(gateway: LiveGateway, name: str) -> tuple[int, list[str]]:
 
 def only_records(code: CodeType) -> bool:
     if code.co_qualname.startswith(tuple(f"RequestRecord.{name}" for name in USAGE)):
+        return False
+    if code.co_qualname == EMPTY:
         return False
     path = Path(code.co_filename).relative_to(FOLDER).as_posix()
     return path in MODULES or code.co_qualname.startswith(CLASSES)

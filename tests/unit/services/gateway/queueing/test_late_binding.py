@@ -425,6 +425,57 @@ async def test_wait_for_a_start_is_bounded_and_names_the_time_it_takes():
     assert desk.value("worker_start_wait_seconds_count", outcome="refused") == 1
 
 
+async def test_second_start_of_a_worker_is_waited_for_as_its_first():
+    starting = msgspec.structs.replace(STARTING, incarnation=make_view("w").incarnation)
+    desk = Desk(Fleet(alive=False, places=2, starts=(starting,)), start_s=100.0)
+    first = desk.come("first")
+    await desk.waiting(1)
+    assert await waits_on(desk, first, 50.0)
+    desk.fleet.starts, desk.fleet.alive = (), True
+    await first
+    desk.clock.advance(80.0)
+    desk.fleet.alive = False
+    desk.fleet.starts = (msgspec.structs.replace(STARTING, incarnation="w@3", seconds=0.0),)
+    second = desk.come("second")
+    await desk.waiting(1)
+    for _ in range(9):
+        assert await waits_on(desk, second, 10.0)
+    desk.fleet.alive = True
+    await second
+
+
+async def test_expected_wait_contains_the_start_of_what_is_lacking():
+    """Or requests with objectives would wait for a worker that comes too late for them."""
+    desk = Desk(Fleet(alive=False, starts=(STARTING,)))
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    assert await waits_on(desk, waiting, 1.0)
+
+    def expected_s() -> float:
+        return desk.binding.expected_wait_s(tenant=UNKNOWN, priority=0, prompt_tokens=10)
+
+    assert expected_s() == pytest.approx(STARTING.seconds, abs=2.0)
+    desk.fleet.starts, desk.fleet.alive = (), True
+    await waiting
+    blocked = desk.come("y")
+    await desk.waiting(1)
+    assert expected_s() < 1.0
+    blocked.cancel()
+
+
+async def test_worker_that_answers_late_after_a_start_refuses_nobody():
+    """In the view before the router can choose it, such as one that has just come."""
+    desk = Desk(Fleet(alive=False, places=1, starts=(STARTING,), too_long=0))
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    assert await waits_on(desk, waiting, 100.0)
+    desk.fleet.starts, desk.fleet.alive = (), True
+    assert await waits_on(desk, waiting, 7.0)
+    desk.fleet.too_long = 1000
+    desk.clock.advance(1.0)
+    await asyncio.wait_for(waiting, 10.0)
+
+
 async def test_start_that_has_ended_is_waited_for_as_any_worker():
     desk = Desk(Fleet(alive=False, starts=(STARTING,)))
     waiting = desk.come("x")

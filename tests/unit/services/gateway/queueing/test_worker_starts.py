@@ -128,3 +128,32 @@ def test_remaining_time_is_that_of_the_last_start():
     assert starts.remaining_s() == pytest.approx(40.0 - 5.0)
     starts.clock.advance(90.0)
     assert starts.remaining_s() == LEAST_S
+
+
+def test_remaining_time_is_bounded_whatever_is_reported():
+    """Progress is not signed, and clients are told the time."""
+    starts = starts_of(View(reports=[report("a", seconds=9e8)]))
+    starts.look()
+    assert starts.remaining_s() == starts.limit_s
+
+
+def test_start_that_was_not_watched_to_its_end_teaches_no_time():
+    view = View(reports=[report("a", seconds=5.0)])
+    starts = starts_of(view)
+    starts.look()
+    starts.clock.advance(90.0)
+    view.there, view.reports = [make_view("a", incarnation="a@1")], []
+    starts.look()
+    view.there, view.reports = [], [report("a", number=2, seconds=5.0)]
+    starts.look()
+    assert starts.remaining_s() == 5.0, "as long again"
+
+
+def test_hanging_worker_is_not_waited_for_again_after_a_quiet_time():
+    view = View(reports=[report("a")])
+    starts = starts_of(view, limit_s=100.0)
+    starts.look()
+    for _ in range(5):
+        starts.clock.advance(150.0)
+        waited = starts.expected(within_s=1.0)
+    assert not waited
