@@ -204,10 +204,10 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--worker-start-wait",
         type=positive_float,
-        default=540.0,
+        default=120.0,
         metavar="S",
         help="maximum wait of a new choice for workers that start, in seconds, while none of a role is available; the "
-        "starts of one worker count for as long in total (default: 540)",
+        "starts of one worker count for as long in total (default: 120)",
     )
     group.add_argument(
         "--drain-notice",

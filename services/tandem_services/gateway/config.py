@@ -57,7 +57,7 @@ class ModelConfig:
     """A choice that lost its worker waits this long for another one when there is none; at most until its deadline."""
     queue_s: float = 9.0
     """A new choice waits this long for a worker when there is none, and none starts."""
-    start_wait_s: float = 540.0
+    start_wait_s: float = 120.0
     """It waits this long, at most, for workers that start."""
     from_zero: bool = False
     """The fleet may be scaled to zero: a gateway without any worker is ready all the same, and holds what comes."""

@@ -23,8 +23,8 @@ class AdmissionPolicy:
     """For room while there are workers."""
     worker_s: float = 9.0
     """For a worker while none can take it, and none starts that could."""
-    start_s: float = 540.0
-    """For workers that start: a little less than a request may take altogether."""
+    start_s: float = 120.0
+    """For workers that start: as long as clients and proxies mostly stand."""
     worker_wait_s: float = 1.0
     """Predicted wait for other prompts at a worker that still counts as having capacity."""
     poll_s: float = 0.1
