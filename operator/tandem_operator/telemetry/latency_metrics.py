@@ -149,7 +149,7 @@ class LatencyFactors:
     ttft_margin: float = 1.0
     itl_margin: float = 1.0
     is_calibrated: bool = True
-    """No factor is beyond its bounds."""
+    """Of most kinds and placements no factor is beyond its bounds: one of a former revision decides nothing."""
 
     @property
     def worst(self) -> float:
@@ -167,7 +167,7 @@ class LatencyFactors:
         if not by_name:
             return None
         known = {name: median(values) for name, values in by_name.items() if name in _FACTORS}
-        return LatencyFactors(**known, is_calibrated=all(sample.value > 0 for sample in calibrated))
+        return LatencyFactors(**known, is_calibrated=_most(sample.value > 0 for sample in calibrated))
 
     @staticmethod
     def together(factors: "Iterable[LatencyFactors]") -> "LatencyFactors":
@@ -177,8 +177,13 @@ class LatencyFactors:
             return LatencyFactors()
         return LatencyFactors(
             **{name: median(getattr(one, name) for one in taken) for name in _FACTORS},
-            is_calibrated=all(one.is_calibrated for one in taken),
+            is_calibrated=_most(one.is_calibrated for one in taken),
         )
+
+
+def _most(facts: Iterable[bool]) -> bool:
+    """Half of them, or more. True for none."""
+    return median([float(fact) for fact in facts] or [1.0]) >= 0.5
 
 
 _FACTORS = frozenset({"queue", "compute", "itl", "ttft_margin", "itl_margin"})

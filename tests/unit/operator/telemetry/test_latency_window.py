@@ -110,3 +110,11 @@ def test_restarted_gateway_counts_from_zero():
     before = LatencyTotals(gap_square_s=9.0, good=5.0, judged=6.0, uncached=prompts(7))
     after = LatencyTotals(gap_square_s=1.0, good=2.0, judged=2.0, uncached=prompts(3))
     assert after.since(before) == after
+
+
+def test_kind_of_a_former_revision_leaves_the_model_calibrated():
+    factor = 'tandem_gateway_latency_factor{kind="a",factor="itl"} 1.1\n'
+    kinds = (("a", 1), ("b", 1), ("c", 0))
+    text = factor + "".join(f'tandem_gateway_latency_calibrated{{kind="{kind}"}} {value}\n' for kind, value in kinds)
+    assert LatencyFactors.of(Exposition.parse(text)).is_calibrated
+    assert not LatencyFactors.together([LatencyFactors(), *2 * [LatencyFactors(is_calibrated=False)]]).is_calibrated
