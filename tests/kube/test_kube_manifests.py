@@ -27,6 +27,9 @@ def plan_of(cluster: ControlPlane, namespace: str, path: Path) -> list[dict[str,
     if "image" in example["spec"]["model"]:
         # Image volumes came with 1.31: an older API server drops them, and refuses a volume without a source.
         example["spec"]["model"] = {"claim": {"claimName": "models"}}
+    if "cacheRef" in example["spec"]["model"]:
+        # There is no cache with a commit; its pods mount a claim.
+        example["spec"]["model"] = {"claim": {"claimName": "models"}}
     if "adapters" in example["spec"]:
         example["spec"]["adapters"] = [one for one in example["spec"]["adapters"] if "image" not in one["source"]]
     # Their APIs are not there either, and a plan without them is refused.

@@ -66,6 +66,7 @@ VIOLATIONS = {
     'device cuda needs GPUs: add nvidia.com/gpu: "1" to spec.decode.resources.limits, or take device out': Violation(
         {"decode": {"engine": {"device": "cuda"}, "resources": {"limits": {"memory": "1Gi"}}}}
     ),
+    "slo: no objective; set ttftSeconds or itlSeconds, or remove slo": Violation({"percentile": 0.9}),
     "give value or secretKeyRef, not both": Violation(
         {"name": "A", "value": "x", "secretKeyRef": {"name": "s", "key": "k"}}
     ),

@@ -67,7 +67,9 @@ def upgraded(control_plane: ControlPlane, namespace: str):
     newest = f"{root}/{VERSION}/namespaces/{namespace}/modelservices/chat"
     wait_for(lambda: control_plane.api.get(newest).status_code == 200, PATIENCE_S, lambda: "not served")
     yield crd["metadata"]["name"], served, newest
-    control_plane.api.delete(f"{CRDS}/{crd['metadata']['name']}").raise_for_status()
+    path = f"{CRDS}/{crd['metadata']['name']}"
+    control_plane.api.delete(path).raise_for_status()
+    wait_for(lambda: control_plane.api.get(path).status_code == 404, PATIENCE_S, lambda: "not removed")
 
 
 def test_stored_objects_are_rewritten_as_documented(control_plane, upgraded):
@@ -80,6 +82,8 @@ def test_stored_objects_are_rewritten_as_documented(control_plane, upgraded):
     patch = {"status": {"storedVersions": [VERSION]}}
     control_plane.merge(f"{CRDS}/{name}/status", patch).raise_for_status()
     assert control_plane.get(f"{CRDS}/{name}")["status"]["storedVersions"] == [VERSION]
+    # The API server serves a changed definition anew.
+    wait_for(lambda: control_plane.api.get(f"{served}/chat").status_code == 200, PATIENCE_S, lambda: "not served")
     assert control_plane.get(f"{served}/chat")["spec"]["drainSeconds"] == 30
 
 

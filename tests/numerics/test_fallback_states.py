@@ -93,7 +93,7 @@ def test_drafts_are_rejected_for_a_model_with_states(tmp_path):
         dtype="float32",
         speculative=SpecConfig(algorithm=SpecAlgorithm.NGRAM),
     )
-    with pytest.raises(ConfigError, match=r"lfm2: its layers keep states, .*--speculative-algorithm"):
+    with pytest.raises(ConfigError, match=r"lfm2: transformers computes its states, .*--speculative-algorithm"):
         load(config, progress=False)
 
 

@@ -102,7 +102,7 @@ class RankedEngine:
     def submit(self, item: Input) -> None:
         """Have it happen to all ranks."""
         inputs = {id(engine): peers for engine, peers in zip(self.engines, self.inputs, strict=True)}
-        everywhere(self.engines, lambda engine: apply(engine.scheduler, item, None, inputs[id(engine)]))
+        everywhere(self.engines, lambda engine: apply(engine.scheduler, item, peers=inputs[id(engine)]))
 
 
 def make_ranked_side(

@@ -285,8 +285,8 @@ def load_adapter(desk: Desk, name: str, path: str, *, replaces: bool = False) ->
     """Steps go on until it is answered."""
     desk.answers.clear()
     desk.operations.handle(LoadAdapter(nonce=1, name=name, path=path, replaces=replaces))
-    while desk.operations.loading:
-        wait([desk.operations.loading[0][1]])
+    while desk.operations.changing:
+        wait([desk.operations.changing[0][1]], timeout=0.01)
         desk.turn()
     [answer] = desk.answers
     return answer

@@ -7,7 +7,6 @@ import pytest
 
 from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedVariantError
 from tandem_engine.config import DeltaConfig, ModelConfig, NormKind, SharedExpert
-from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.model.config_fields import ConfigFields
 from tandem_engine.model.families.registry import require_family
 from tandem_engine.model.families.text_towers import text_part
@@ -168,8 +167,3 @@ def test_ranks_that_do_not_divide_the_key_heads_are_refused():
     require_shareable(config, 2)
     with pytest.raises(ConfigError, match="the 2 key heads of layers with states; it can be 1, 2"):
         require_shareable(config, 4)
-
-
-def test_adapters_of_models_with_states_are_refused(tmp_path):
-    with pytest.raises(CheckpointError, match="models with states"):
-        open_adapter(tmp_path, parse(QWEN3_NEXT), max_rank=8)

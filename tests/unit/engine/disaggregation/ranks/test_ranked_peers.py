@@ -51,9 +51,9 @@ def test_engine_that_is_alone_loses_and_meets_peers_by_input_too():
     pair.submit_decode()
     pair.turn()
     inputs = PeerInputs(stage=pair.decode.stage, peers=None)
-    apply(pair.decode.engine.scheduler, Meet(peers=(pair.prefill.peer,)), None, inputs)
+    apply(pair.decode.engine.scheduler, Meet(peers=(pair.prefill.peer,)), peers=inputs)
     assert [link.peer for link in pair.decode.stage.links.reports()] == [pair.prefill.peer.incarnation]
-    apply(pair.decode.engine.scheduler, LosePeer(incarnation=pair.prefill.peer.incarnation), None, inputs)
+    apply(pair.decode.engine.scheduler, LosePeer(incarnation=pair.prefill.peer.incarnation), peers=inputs)
     pair.decode.step()
     assert pair.decode.finish().retryable
     assert pair.decode.stage.links.reports() == ()
