@@ -211,22 +211,32 @@ def prefill_need(load: PrefillLoad, targets: Targets) -> Need:
     )
 
 
+def clearing_sequences(load: DecodeLoad, arrived_per_s: float, seconds_each: float, targets: Targets) -> float:
+    """Sequences to decode at once beside those that arrive, so that the backlog is gone after `clear_seconds`."""
+    backlog = max(0.0, load.waiting - arrived_per_s * targets.queue_seconds)
+    return backlog * min(1.0, seconds_each / targets.clear_seconds)
+
+
+def pages_need(load: DecodeLoad, workers: float) -> Need:
+    """Where memory decides."""
+    share = load.used_pages / load.worker_pages
+    return Need(workers=workers, reason=f"KV pages of {share:.2f} workers in use, {load.waiting:.0f} wait")
+
+
 def decode_need(load: DecodeLoad, targets: Targets) -> Need:
     """As `prefill_need`, by places and by memory."""
     if load.worker_places <= 0 or load.worker_pages <= 0:
         waits = load.running + load.waiting > 0
         return Need(workers=float(waits), reason="no size measured yet" if waits else "idle")
     at_once = max(load.running, load.arrived_per_s * load.seconds_each)
-    backlog = max(0.0, load.waiting - load.arrived_per_s * targets.queue_seconds)
-    clearing = backlog * min(1.0, load.seconds_each / targets.clear_seconds)
+    clearing = clearing_sequences(load, load.arrived_per_s, load.seconds_each, targets)
     by_places = (at_once + clearing) / load.worker_places
     by_pages = load.used_pages / (load.worker_pages * targets.kv_usage)
     if load.running:
         # Waiting requests will hold as many pages as running ones.
         by_pages *= (at_once + clearing) / load.running
     if by_pages > by_places:
-        share = load.used_pages / load.worker_pages
-        return Need(workers=by_pages, reason=f"KV pages of {share:.2f} workers in use, {load.waiting:.0f} wait")
+        return pages_need(load, by_pages)
     return Need(
         workers=by_places,
         reason=(

@@ -192,12 +192,10 @@ def _for_batch(load: DecodeLoad, targets: Targets, steps: StepFigures, batch: in
     mean = steps.arrived_per_s * seconds_each
     running = max(load.running * stretch, mean)
     peak = max(running, mean + _headroom(mean, steps.arrivals_variation, targets.percentile))
-    backlog = max(0.0, load.waiting - steps.arrived_per_s * targets.queue_seconds)
-    clearing = backlog * min(1.0, seconds_each / targets.clear_seconds)
+    clearing = by_load.clearing_sequences(load, steps.arrived_per_s, seconds_each, targets)
     by_batch, by_pages = (peak + clearing) / batch, (running + clearing) / in_memory
     if by_pages > by_batch:
-        share = load.used_pages / load.worker_pages
-        return Need(workers=by_pages, reason=f"KV pages of {share:.2f} workers in use, {load.waiting:.0f} wait")
+        return by_load.pages_need(load, by_pages)
     return Need(
         workers=by_batch,
         reason=(

@@ -1,4 +1,4 @@
-"""Replicas of WorkerPools that somebody else changes while the autoscaler owns them (mode internal). Pure.
+"""Replicas of WorkerPools that another client changes while the autoscaler owns them (mode internal). Pure.
 
     another number than ordered   restored once, with an event
     and again                     left as it is, and nothing is scaled (hold), until it has been the same for `QUIET_S`,

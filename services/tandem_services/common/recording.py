@@ -1,6 +1,6 @@
 """What only records or estimates ends no request: its errors are counted, logged once for each function, and replaced.
 
-    @recording                       a function whose result nobody uses
+    @recording                       a function whose result is unused
     @estimating(lambda *_: None)     one that predicts: the fallback is called with the same arguments
 
 `ApiError` passes: an estimate may refuse a request on purpose.

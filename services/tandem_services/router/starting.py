@@ -99,7 +99,7 @@ class SeenStarts:
     board: StartingBoard
     clock: Clock
     workers: tuple[StartingWorker, ...] = ()
-    """As last read; empty while nobody asks or Redis does not answer."""
+    """As last read; empty while no request needs it or Redis does not answer."""
     _asked_at: float = -inf
 
     def ask(self) -> tuple[StartingWorker, ...]:

@@ -343,7 +343,7 @@ class LateBinding:
         workers, now = self.chooser.workers(), self.clock.now()
         blocked = self._blocked = BlockedLanes(workers=workers)
         for waiting in self.queue:
-            if self._patience.nobody_since is None and waiting.lane is not None and waiting.lane.adapter:
+            if self._patience.lacking_since is None and waiting.lane is not None and waiting.lane.adapter:
                 # Requests behind a blocked one are not tried, so that they would keep an old verdict.
                 if not blocked.serve(waiting.lane):
                     waiting.verdict = Verdict.NO_WORKER
@@ -466,10 +466,10 @@ class LateBinding:
 
     def _note_workers(self) -> None:
         """Requests that are not tried would keep the verdict of before."""
-        nobody = self._lacks_workers()
-        if self._patience.note(nobody=nobody) or nobody:
+        lacking = self._lacks_workers()
+        if self._patience.note(lacking=lacking) or lacking:
             for waiting in self.queue:
-                waiting.verdict = Verdict.NO_WORKER if nobody else Verdict.NO_ROOM
+                waiting.verdict = Verdict.NO_WORKER if lacking else Verdict.NO_ROOM
 
     def _give_up_on_late(self) -> None:
         now, starting = self.clock.now(), self._patience.awaits_start()

@@ -38,9 +38,9 @@ class Patience:
     policy: AdmissionPolicy
     starts: WorkerStarts | None
     """None: workers that start are not known."""
-    nobody_since: float | None = None
+    lacking_since: float | None = None
     """Since when no worker is offered, or none of a role."""
-    _somebody_since: float = -inf
+    _available_since: float = -inf
     """When that last ended."""
 
     @estimating(lambda _: False)
@@ -48,34 +48,34 @@ class Patience:
         """Whether no worker of some role is offered, where that is known."""
         return self.starts is not None and bool(self.starts.lacking())
 
-    def note(self, *, nobody: bool) -> bool:
-        """Call in each turn. `nobody`: there is no worker, or none of a role. True when that has just ended."""
+    def note(self, *, lacking: bool) -> bool:
+        """Call in each turn. `lacking`: there is no worker, or none of a role. True when that has just ended."""
         now = self.clock.now()
-        if nobody:
-            self.nobody_since = now if self.nobody_since is None else self.nobody_since
+        if lacking:
+            self.lacking_since = now if self.lacking_since is None else self.lacking_since
             return False
-        ended = self.nobody_since is not None
+        ended = self.lacking_since is not None
         if ended:
-            self.nobody_since, self._somebody_since = None, now
+            self.lacking_since, self._available_since = None, now
         return ended
 
     @estimating(lambda _: False)
     def awaits_start(self) -> bool:
         """Whether the workers that are lacking now start."""
-        if self.starts is None or self.nobody_since is None:
+        if self.starts is None or self.lacking_since is None:
             return False
         return self.starts.expected(within_s=self.policy.worker_s)
 
     def until_capacity(self, arrived: float) -> float:
         """When a request that lacks capacity gives up."""
-        return max(arrived, self._somebody_since) + self.policy.room_s
+        return max(arrived, self._available_since) + self.policy.room_s
 
     def until_worker(self, arrived: float) -> float:
         """When a request that no worker can serve gives up."""
-        if self.nobody_since is None:
+        if self.lacking_since is None:
             # The router may not choose yet what is offered.
-            return max(arrived, self._somebody_since) + self.policy.worker_s
-        since = max(arrived, self.nobody_since)
+            return max(arrived, self._available_since) + self.policy.worker_s
+        since = max(arrived, self.lacking_since)
         until = since + self.policy.worker_s
         if self.starts is None:
             return until
@@ -90,7 +90,7 @@ class Patience:
     @estimating(lambda _: 0.0)
     def until_start_s(self) -> float:
         """Predicted time until lacking workers that start serve; 0 while none is known to start, or to be lacking."""
-        if self.starts is None or self.nobody_since is None:
+        if self.starts is None or self.lacking_since is None:
             return 0.0
         starting = self.clock.now() - self.starts.seen_at < self.policy.worker_s
         return self.starts.remaining_s() if starting and self.starts.lacking() else 0.0
