@@ -18,6 +18,8 @@ def test_services_come_and_go_behind_a_model_gateway(services, front, running):
     front.apply(replicas=2)
     front.wait_condition("Ready", "True", "GatewaysReady")
     assert front.served() == {}
+    # Gateways are ready as soon as the first pod is.
+    wait_equal(lambda: front.status().get("ready"), "2/2", PATIENCE_S)
     before = front.pods()
     assert len(before) == 2
 

@@ -48,11 +48,12 @@ def former(request, control_plane, tmp_path) -> Iterator[Path]:
         apply_definitions(control_plane, charts / "tandem" / "crds" / "tandem.dev.yaml")
         yield charts
     finally:
+        remove_definitions(control_plane)
         apply_definitions(control_plane, CRD_FILE)
 
 
 def remove_definitions(cluster) -> None:
-    """Those of this tree: an API server keeps a version in which it may have stored objects."""
+    """An API server keeps in `storedVersions` each version in which it may have stored objects: it begins anew."""
     definitions = list(yaml.safe_load_all(CRD_FILE.read_text()))
     for one in definitions:
         cluster.api.delete(f"{CRDS}/{one['metadata']['name']}").raise_for_status()
