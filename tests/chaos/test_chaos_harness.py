@@ -74,7 +74,7 @@ def test_two_finish_reasons_or_broken_logprobs_are_wrong():
     assert compare_answers(answer("abc"), answer("abc", shift=0.01)) == Damage(wrong=3)
 
 
-def test_ask_of_an_adapter_is_compared_with_that_adapter():
+def test_adapter_request_is_compared_with_its_reference():
     ask = replace(answer("a").ask, adapter="sql", salt="one")
     assert ask.body("base")["model"] == "sql"
     assert ask.unsalted == replace(answer("a").ask, adapter="sql") != answer("a").ask.unsalted

@@ -21,7 +21,7 @@ def test_all_series_of_a_metric_or_one():
     assert metric_sum(TEXT, "tandem_absent") == 0
 
 
-def test_labels_that_are_not_asked_for_may_be_any():
+def test_unspecified_labels_match_any_value():
     text = 'x_total{model_name="a",outcome="moved"} 2.0\nx_total{model_name="b",outcome="moved"} 3.0\nx_totals 7.0\n'
     assert metric_sum(text, 'x_total{outcome="moved"}') == 5
     assert metric_sum(text, 'x_total{outcome="moved",model_name="b"}') == 3

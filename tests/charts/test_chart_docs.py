@@ -51,7 +51,7 @@ def test_files_that_are_named_are_there(page):
         assert (ROOT / path).exists(), path
 
 
-def test_values_named_in_words_are_values_or_fields():
+def test_values_named_in_prose_are_values_or_fields():
     """Of the spec or of its status; `spec.` is left out of half of them."""
     crd = next(iter(yaml.safe_load_all((CHARTS / "tandem" / "crds" / "tandem.dev.yaml").read_text())))
     resource = crd["spec"]["versions"][0]["schema"]["openAPIV3Schema"]

@@ -137,7 +137,7 @@ def test_there_is_one_object_of_each_name(rendered, case):
     assert len(set(names)) == len(names)
 
 
-def test_probes_ask_a_port_that_the_container_has(rendered):
+def test_probe_ports_are_ports_of_the_container(rendered):
     (container,) = deployment(rendered["pod-monitor"])["spec"]["template"]["spec"]["containers"]
     assert {port["name"]: port["containerPort"] for port in container["ports"]} == {"http": 9000}
     for probe in ("startupProbe", "livenessProbe", "readinessProbe"):
@@ -272,7 +272,7 @@ def test_names_follow_the_release(helm):
         assert deployment(manifests)["metadata"]["name"] == f"{name}-operator"
 
 
-def test_notes_say_where_it_looks(helm):
+def test_notes_name_watched_namespaces(helm):
     assert "It looks after ModelServices in: tandem-system." in helm.notes("tandem")
     assert "of every namespace" in helm.notes("tandem", {"scope": "Cluster"})
 
@@ -353,7 +353,7 @@ def test_release_name_too_long_for_pods_is_rejected(helm):
         helm.render("tandem-model", {"model": {"path": "/m"}}, release="a" * 41)
 
 
-def test_notes_of_a_model_tell_how_to_ask_it(helm):
+def test_notes_of_a_model_show_an_example_request(helm):
     values = {
         "model": {"path": "/m"},
         "servedModelName": "qwen3",

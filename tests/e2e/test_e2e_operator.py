@@ -124,7 +124,7 @@ def test_kv_went_from_pod_to_pod(pods: Pods, references: dict, diary: Diary):
     assert entry["failed"] == 0
 
 
-def test_kubectl_tandem_shows_and_asks_what_runs(resource: Resource, pods: Pods, url: str, capsys, monkeypatch):
+def test_kubectl_tandem_shows_and_queries_running_pods(resource: Resource, pods: Pods, url: str, capsys, monkeypatch):
     """Through port-forwards of the real kubelet: what the pods know of roles, queues and one request, and a chat."""
     about = ("--kubeconfig", str(resource.cluster.kubeconfig), "-n", resource.namespace)
 

@@ -86,7 +86,7 @@ async def test_sentinels_and_their_primary_have_separate_users(watched, tmp_path
     await client.close()
 
 
-async def test_sentinels_and_their_primary_speak_tls(tmp_path):
+async def test_sentinels_and_primary_are_reached_over_tls(tmp_path):
     if REDIS_SERVER is None:
         pytest.skip("redis-server is not installed")
     certify(tmp_path)

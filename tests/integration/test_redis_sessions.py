@@ -62,7 +62,7 @@ async def test_malformed_session_binding_is_a_miss(bindings, server, rubbish):  
     assert await bindings.find(NAME) is None
 
 
-async def test_router_stays_with_the_worker_that_is_asked_for(server):
+async def test_router_keeps_requested_worker(server):
     server.command("FLUSHALL")
     fleet = Fleet(server, **LASTING)
     await fleet.beat(make_record("w1"))

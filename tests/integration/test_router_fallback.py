@@ -220,7 +220,7 @@ async def test_without_redis_a_dead_worker_is_left_out(server, router):  # [redi
 @pytest.mark.parametrize(
     "nonsense", [b"HTTP/1.1 400 Bad Request\r\n\r\n", b"$x\r\n", b"*-7\r\n", b"\xff" * 100 + b"\r\n", b""]
 )
-async def test_server_that_speaks_nonsense_is_refused_at_start(nonsense):  # [redis-is-optional]
+async def test_server_with_invalid_replies_is_rejected_at_start(nonsense):  # [redis-is-optional]
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(100)
         writer.write(nonsense)

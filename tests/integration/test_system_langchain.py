@@ -86,7 +86,7 @@ async def test_structured_output_is_an_object_of_the_class(chat, method):
     assert isinstance(forecast, Forecast)
 
 
-async def test_structured_output_may_be_asked_of_a_response(settings):
+async def test_response_has_requested_structured_output(settings):
     chat = ChatOpenAI(**settings, temperature=0, max_tokens=200, use_responses_api=True)
     assert isinstance(await chat.with_structured_output(Forecast).ainvoke(QUESTION), Forecast)
 

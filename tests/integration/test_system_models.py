@@ -133,7 +133,7 @@ async def test_names_are_those_that_the_key_may_use(client):
     )
 
 
-async def test_anthropic_client_talks_to_the_bundled_model(client, gateway):
+async def test_anthropic_client_works_with_bundled_model(client, gateway):
     messages = [{"role": "user", "content": "Tell me a story about a fox who lives near a river."}]
     body = {"model": "tales", "max_tokens": 12, "messages": messages}
     greedy = {"temperature": 0}

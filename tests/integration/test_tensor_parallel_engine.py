@@ -222,7 +222,7 @@ def test_all_ranks_serve_new_weights_from_the_same_step_on(config, alone, ranks,
         assert engine.audit().problems == ()
 
 
-def test_new_weights_that_compute_nonsense_change_nothing(config, alone, ranks, tmp_path):
+def test_invalid_new_weights_change_nothing(config, alone, ranks, tmp_path):
     with Engine.build(alone, alone.config) as engine:
         expected = generate(engine)
     silent = write_tiny_checkpoint("qwen3", tmp_path / "silent")

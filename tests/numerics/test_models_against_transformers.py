@@ -112,7 +112,7 @@ def test_greedy_tokens_match_transformers_past_original_context(pair):
     assert len(set(produced)) > 10, f"the output is degenerate and proves little: {produced}"
 
 
-def test_logits_are_computed_for_the_tokens_asked_for(pair):
+def test_logits_are_computed_for_requested_tokens_only(pair):
     ids = random_prompt(20, seed=5)
     whole = extend(pair.ours, dense(pair.ours), [ids], [0])
     with torch.inference_mode():

@@ -139,7 +139,7 @@ def test_queued_steps_of_drafts_leave_states_to_acceptance(tmp_path):
     assert found == expected
 
 
-def test_memory_planned_for_drafts_is_what_a_step_keeps(model, expected, monkeypatch):
+def test_memory_planned_for_drafts_equals_step_usage(model, expected, monkeypatch):
     """With what moving all layers on takes, which is about as much again."""
     shares: list[float] = []
 

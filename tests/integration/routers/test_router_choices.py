@@ -259,7 +259,7 @@ async def test_short_and_empty_prompts_can_be_routed(fleet, router):
         assert (await router.choose(query(token_ids=tokens))).decode.worker_id == "a"
 
 
-async def test_worker_that_is_lost_while_redis_is_asked_is_not_chosen(fleet, router):
+async def test_worker_lost_during_redis_call_is_not_chosen(fleet, router):
     await fleet.join(router, make_record("d1"), make_record("d2", load=make_load(queue_tokens=100_000)))
     choosing = asyncio.create_task(router.choose(query()))
     await asyncio.sleep(0)

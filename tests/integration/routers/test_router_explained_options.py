@@ -87,7 +87,7 @@ async def test_fetch_of_an_option_is_explained(fleet, router):
     assert option.matched_tokens == 0
 
 
-async def test_large_fleet_tells_the_best_and_how_many_more_there_were(fleet, router):
+async def test_large_fleet_explains_best_options_and_counts_others(fleet, router):
     prefills = [make_record(f"p{number}", Role.PREFILL, load=make_load(queue_tokens=number)) for number in range(3)]
     decodes = [make_record(f"d{number}", Role.DECODE, load=make_load(sequences=number)) for number in range(4)]
     await fleet.join(router, *prefills, *decodes)
@@ -100,7 +100,7 @@ async def test_large_fleet_tells_the_best_and_how_many_more_there_were(fleet, ro
     assert (None, "d3@1") not in ways(choice)
 
 
-async def test_asking_changes_no_decision(fleet, make_router):
+async def test_explained_decision_equals_unexplained_one(fleet, make_router):
     silent, telling = make_router(0), make_router()
     for router in (silent, telling):
         await router.start()
@@ -117,7 +117,7 @@ async def test_asking_changes_no_decision(fleet, make_router):
         await router.stop()
 
 
-async def test_no_more_decisions_of_a_second_tell_than_allowed(fleet, make_router):
+async def test_decisions_explained_per_second_are_bounded(fleet, make_router):
     clock = ServiceClock()
     router = make_router(2, clock=clock)
     await router.start()
@@ -129,7 +129,7 @@ async def test_no_more_decisions_of_a_second_tell_than_allowed(fleet, make_route
     assert explained == [True, True, False, False, True, True, False]
 
 
-async def test_without_redis_the_last_view_tells(fleet, router, server):
+async def test_decision_without_redis_is_explained_from_last_view(fleet, router, server):
     await fleet.join(router, make_record("p", Role.PREFILL), make_record("d", Role.DECODE))
     server.command("FLUSHALL")
     choice = await router.choose(query())

@@ -112,7 +112,7 @@ def test_kit_too_large_with_its_tree_is_refused():
     pack.check_size(manifest, 66 << 20)
 
 
-def test_tree_is_what_git_does_not_ignore(tmp_path):
+def test_kit_tree_has_files_not_ignored_by_git(tmp_path):
     subprocess.run(["git", "init", "--quiet", tmp_path], check=True)
     (tmp_path / ".gitignore").write_text("ignored\n")
     (tmp_path / "ignored").write_bytes(b"x" * 100)

@@ -75,7 +75,7 @@ def test_shared_prefixes_are_shared_within_a_round_alone():
     assert one[0].prompt[:16] != other[0].prompt[:16]
 
 
-def test_each_turn_of_a_conversation_carries_what_was_generated():
+def test_each_turn_includes_generated_text_of_earlier_turns():
     workloads, base = part("workloads"), part("engines.base")
     asked = []
 
@@ -169,7 +169,7 @@ def test_target_is_there_for_every_bound_that_has_figures():
     assert told["share of bandwidth in decode, q500m float32"][0] == pytest.approx(0.67, abs=0.05)
 
 
-def test_models_have_the_parameters_that_their_names_say():
+def test_models_have_parameter_counts_of_their_names():
     shapes = part("shapes").SHAPES
     assert {name: round(shape.parameters / 1e6) for name, shape in shapes.items()} == {
         "q25m": 25,

@@ -36,7 +36,7 @@ def request(rid: str = "r", prompt: tuple[int, ...] = tuple(range(10, 50)), **sa
     return GenerateRequest(rid=rid, input_ids=prompt, sampling=SamplingParams(**{**defaults, **sampling}))
 
 
-def test_requests_run_to_their_end_in_the_order_asked(engine) -> None:
+def test_requests_finish_in_submission_order(engine) -> None:
     prompts = [tuple(range(5, 5 + n)) for n in (3, 40, 17)]
     outputs = engine.generate([request(f"r{i}", prompt) for i, prompt in enumerate(prompts)])
     assert [o.rid for o in outputs] == ["r0", "r1", "r2"]
@@ -50,7 +50,7 @@ def test_repeated_prompt_hits_prefix_cache_with_equal_output(engine) -> None:
     assert (first.cached_tokens, second.cached_tokens) == (0, 32)
 
 
-def test_seed_alone_decides_what_is_sampled(engine) -> None:
+def test_sampled_tokens_depend_on_seed_only(engine) -> None:
     def sample(rid: str, seed: int, beside: int = 0) -> tuple[int, ...]:
         others = [request(f"{rid}-{i}", (7, 8, 9 + i), temperature=1.0, seed=i) for i in range(beside)]
         return engine.generate([request(rid, temperature=1.0, seed=seed), *others])[0].token_ids

@@ -77,7 +77,7 @@ def test_json_by_a_schema_is_of_that_type_at_any_temperature(engine, loaded, tem
         assert len(animal.friends) <= 2
 
 
-def test_output_that_is_cut_says_so(engine, loaded):
+def test_truncated_output_has_finish_reason_length(engine, loaded):
     (output,) = engine.generate([request(loaded.text, "cut", ANIMAL, max_tokens=5)])
     assert output.finish.reason is FinishReason.LENGTH
 

@@ -257,7 +257,7 @@ def test_setting_that_cannot_work_names_its_flag(build, flag) -> None:
         build()
 
 
-def test_accelerator_is_shared_out_unless_something_is_asked_for() -> None:
+def test_accelerator_is_divided_unless_size_is_set() -> None:
     assert CacheConfig().for_device("cuda").mem_fraction_static == 0.88
     assert CacheConfig().for_device("cpu") == CacheConfig()
     assert CacheConfig(num_pages=7).for_device("cuda") == CacheConfig(num_pages=7)

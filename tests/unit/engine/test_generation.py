@@ -25,7 +25,7 @@ def test_resumed_tokens_are_not_part_of_the_output() -> None:
     assert len(generation.logprobs) == 1
 
 
-def test_gap_is_a_bug_and_says_where() -> None:
+def test_gap_in_tokens_is_an_error_with_its_position() -> None:
     with pytest.raises(AssertionError, match="output 2 came before 0"):
         Generation(rid="r", resumed=0).take(TokenOutput(rid="r", index=2, token_ids=(1,)))
 

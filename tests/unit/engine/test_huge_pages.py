@@ -70,7 +70,7 @@ LONG = [(HUGE, 2 * PIECE + HUGE), (5 * PIECE, PIECE)]
 PIECES = [(HUGE, PIECE), (HUGE + PIECE, PIECE), (HUGE + 2 * PIECE, HUGE), (5 * PIECE, PIECE)]
 
 
-def test_every_piece_is_asked_for_and_then_moved(advise):
+def test_every_piece_is_advised_and_then_collapsed(advise):
     advised = advise(Advised())
     told: list[int] = []
     assert to_huge_pages(LONG, advance=told.append) == 3 * PIECE + HUGE
@@ -86,7 +86,7 @@ def test_piece_that_stays_does_not_keep_the_rest(advise):
     assert [call for call in advised.calls if call[2] == COLLAPSE] == [(*piece, COLLAPSE) for piece in PIECES]
 
 
-def test_system_that_moves_nothing_is_asked_to_in_the_background(advise):
+def test_failed_collapse_is_left_to_background_daemon(advise):
     advised = advise(Advised(knows=False))
     assert to_huge_pages(LONG) == 0
     assert [call for call in advised.calls if call[2] == HUGEPAGE] == [(*piece, HUGEPAGE) for piece in PIECES]

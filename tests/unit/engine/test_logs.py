@@ -71,6 +71,6 @@ def test_processes_that_are_started_from_here_log_as_this_one(log_format, monkey
     assert configured_format() is log_format
 
 
-def test_record_about_a_request_has_what_is_known_of_it():
+def test_record_about_a_request_has_its_known_fields():
     assert about_request("r") == {"request_id": "r"}
     assert about_request("r", rid="r-0-1", trace_id="t") == {"request_id": "r", "rid": "r-0-1", "trace_id": "t"}

@@ -15,7 +15,7 @@ def open_umask():
     os.umask(before)
 
 
-def test_opened_file_is_private_whatever_the_umask(tmp_path) -> None:
+def test_opened_file_is_private_with_any_umask(tmp_path) -> None:
     with open(tmp_path / "kv", "wb", opener=private_opener) as file:
         file.write(b"kv")
     assert stat.S_IMODE((tmp_path / "kv").stat().st_mode) == 0o600

@@ -39,7 +39,7 @@ def test_unexpected_error_is_logged_and_sets_exit_status(monkeypatch, caplog, co
     assert "page 7 given back while free" in caplog.text
 
 
-def test_engine_that_cannot_start_says_why_and_exits(caplog, config):
+def test_engine_that_cannot_start_reports_reason_and_exits(caplog, config):
     with caplog.at_level(logging.ERROR):
         assert serve(config) == 3
     assert config.engine.model_path in caplog.text

@@ -177,7 +177,7 @@ def test_output_resumed_twice_is_unchanged(engines, loaded):
     assert tuple(last.token_ids) == ids[9:]
 
 
-def test_logprobs_of_a_prompt_are_its_own_whatever_follows_it(engines, loaded):
+def test_prompt_logprobs_do_not_depend_on_later_tokens(engines, loaded):
     """A worker that dies with them unsent leaves none of the output either; they come first."""
     first, second = engines
     asked = request(loaded, "scored", {"prompt_logprobs": 2, "logprobs": 1})

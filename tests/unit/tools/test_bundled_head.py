@@ -21,7 +21,7 @@ MODEL = ROOT / "models" / "tandem-mini"
 HEAD = ROOT / "models" / "tandem-mini-eagle"
 
 
-def test_more_than_one_guess_per_step_is_what_the_model_says():
+def test_bundled_head_drafts_over_one_accepted_token_per_step():
     config = EngineConfig(
         model_path=str(MODEL),
         dtype="float32",

@@ -117,7 +117,7 @@ def test_chat_template_renders_every_role_between_special_tokens(tokenizer):
     assert tokens.count("<|im_start|>") == tokens.count("<|im_end|>") == len(roles)
 
 
-def test_chat_template_opens_the_answer_when_asked():
+def test_chat_template_adds_generation_prompt_on_request():
     prompt = render([{"role": "user", "content": "Hi"}], add_generation_prompt=True)
     assert prompt == "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
 
@@ -155,6 +155,6 @@ def test_training_text_leaves_no_slot_unfilled(mixture):
     assert not [document for document in plain if "{a:" in document or "{name" in document or "[" in document]
 
 
-def test_training_dialogues_are_what_the_template_renders(mixture):
+def test_training_dialogues_equal_rendered_template(mixture):
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello!"}]
     assert mixture.render(messages) == render(messages)

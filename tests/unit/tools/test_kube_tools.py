@@ -24,7 +24,7 @@ def pretend_built(home: Path) -> None:
         (home / "bin" / name).chmod(0o755)
 
 
-def test_missing_binaries_are_named_with_what_builds_them(tmp_path):
+def test_missing_binaries_are_named_with_build_command(tmp_path):
     done = control_plane(tmp_path, "start")
     assert done.returncode == 1
     assert "etcd, kube-apiserver, kube-controller-manager, crdserver missing" in done.stderr

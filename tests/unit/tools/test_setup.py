@@ -104,7 +104,7 @@ def environment(commands: Path, tmp_path: Path) -> dict[str, str]:
         ("dev", {"MACHINE": "x86_64 3 11"}, ["torch", "-e .[dev]"]),
     ],
 )
-def test_setup_installs_locked_versions_of_what_serves(
+def test_setup_installs_locked_versions_of_runtime_packages(
     environment: dict[str, str], kind: str, variables: dict[str, str], installed: list[str]
 ) -> None:
     bash = shutil.which("bash") or "bash"

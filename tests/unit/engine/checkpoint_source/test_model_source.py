@@ -97,7 +97,7 @@ def test_gguf_file_is_refused_with_its_checkpoint(tmp_path):
     assert "tandem serve Qwen/Qwen3-4B --quant" in refusal(tmp_path)
 
 
-def test_plain_weights_in_gguf_ask_for_no_rounding(tmp_path):
+def test_plain_weights_in_gguf_need_no_rounding(tmp_path):
     assert refusal(write_gguf(tmp_path / "m.gguf", kind=32)).endswith("tandem serve Qwen/Qwen3-4B")
 
 

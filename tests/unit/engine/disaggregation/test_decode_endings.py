@@ -61,7 +61,7 @@ def test_abort_during_verification_is_obeyed(receiver):
     receiver.side.assert_clean()
 
 
-def test_abort_after_the_transfer_tells_the_writer_nothing(receiver):
+def test_abort_after_transfer_sends_writer_no_message(receiver):
     receiver.transferred()
     receiver.turn(4)
     receiver.side.engine.scheduler.abort(RequestId("r"))

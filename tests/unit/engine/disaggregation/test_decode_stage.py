@@ -53,21 +53,21 @@ def test_grant_names_the_writer_and_pages_for_the_whole_prompt(receiver):
     assert grant.valid_s == GRANT_TIMEOUT - CONFIG.renewal_period
 
 
-def test_cached_prefix_is_not_asked_for(receiver):
+def test_cached_prefix_is_not_requested(receiver):
     receiver.side.engine.add(make_message("before", PROMPT[:9]))
     receiver.turn(20)
     grant = receiver.granted()
     assert (grant.first_token, len(grant.pages)) == (8, 1)
 
 
-def test_wholly_cached_prompt_still_asks_for_its_last_page(receiver):
+def test_fully_cached_prompt_requests_its_last_page(receiver):
     receiver.side.engine.add(make_message("before", PROMPT[:8]))
     receiver.turn(20)
     grant = receiver.granted(prompt=PROMPT[:8])
     assert (grant.first_token, len(grant.pages)) == (4, 1)
 
 
-def test_resumed_output_is_part_of_what_the_writer_computes(receiver):
+def test_resumed_output_is_computed_by_the_writer(receiver):
     grant = receiver.granted(resume=(50, 51, 52), max_tokens=8)
     assert len(grant.pages) == 4
 

@@ -88,7 +88,7 @@ def test_failing_push_writes_nothing(fabric, fate, lost):
     assert not fabric.written()
 
 
-def test_forgetting_a_peer_fails_what_is_under_way(fabric):
+def test_forgetting_a_peer_fails_its_pending_pushes(fabric):
     fabric.push(Fate(delay=3))
     fabric.sender.forget("d@1")
     assert kinds(fabric.sender) == [PushFailed]

@@ -18,7 +18,7 @@ PAGE = PageId(1)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [1, 2, 3, 8])
-def test_kernel_and_torch_agree_on_every_width_of_word(dtype, head_dim):
+def test_kernel_and_torch_agree_on_every_word_width(dtype, head_dim):
     words = signed_words(digest_pool(4, dtype, head_dim=head_dim))
     pages, keys = np.array([3, 1, 1], np.int64), np.array([5, 2**64 - 1, 6], np.uint64)
     out = np.empty(3, np.uint64)
@@ -54,7 +54,7 @@ def test_any_change_of_any_bytes_is_seen(data):
     assert digest() != before
 
 
-def test_words_that_change_places_are_seen():
+def test_swapped_words_change_the_digest():
     pool = digest_pool(2, layers=1)
     words = signed_words(pool)[PAGE]
     before = PageDigester(pool).begin([PAGE], room="r", generation=1, first=0, kind=DigestKind.FULL).take()

@@ -148,7 +148,7 @@ def test_writer_exit_frees_only_its_own_pages(table):  # [dead-peer-released]
     assert sorted(table.free) == [3, 5, 7]
 
 
-def test_fenced_writer_keeps_its_pages_and_is_not_asked_again(table):  # [late-write]
+def test_fenced_writer_keeps_pages_without_new_request(table):  # [late-write]
     hold = table.drained()
     table.holds.fence("q@1")
     assert hold.state is HoldState.DRAINING

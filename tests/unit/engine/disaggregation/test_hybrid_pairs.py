@@ -156,7 +156,7 @@ def test_prefix_that_is_not_there_gives_its_slot_back():
     assert not pair.prefill.engine.memory.landings
 
 
-def test_other_engine_is_asked_after_steps_that_had_the_slot():  # [page-fence]
+def test_peer_is_asked_after_steps_that_used_the_slot():  # [page-fence]
     pair = hybrid_pair(prefill={"executor": LateExecutor, "enable_overlap": True})
     serve_there(pair, 150)
     engine, fetcher = pair.prefill.engine, pair.prefill.stage.prefixes.fetcher

@@ -8,7 +8,7 @@ from tandem_engine.messages.requests import Peer
 from tandem_testing.disagg_network import make_peer
 
 
-def test_first_to_speak_is_accepted():
+def test_first_incarnation_is_accepted():
     assert Incarnations().observe(make_peer("a", 5)) == Observation(accepted=True)
 
 

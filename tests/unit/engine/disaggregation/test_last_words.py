@@ -39,7 +39,7 @@ def test_terminal_message_is_repeated_only_to_its_peer_and_room(said):
     assert said.said(room_key("a", 2), PEER) is None
 
 
-def test_newest_word_counts(said):
+def test_newest_terminal_message_is_kept(said):
     said.keep(key_of("a"), PEER, ended("a"))
     said.keep(key_of("a"), PEER, ended("a", "really over"))
     assert said.said(key_of("a"), PEER) == ended("a", "really over")

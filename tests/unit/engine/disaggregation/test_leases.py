@@ -401,7 +401,7 @@ def expiry(sender: Scene) -> float:
     [(6.0, 14.0), (1.0, 9.0), (-5.0, GRANT_TIMEOUT), (99.0, 15.0), (float("inf"), 15.0), (float("nan"), 8.0)],
     ids=["at once", "late", "too late", "from the future", "infinite", "not a number"],
 )
-def test_renewal_counts_from_the_moment_the_writer_asked(said_at, expires):  # [grant-expiry]
+def test_renewed_lease_counts_from_time_of_request(said_at, expires):  # [grant-expiry]
     sender = slow_sender()
     sender.pass_time(7.0)
     sender.other.renew("room-r", said_at=said_at)

@@ -245,7 +245,7 @@ def test_nothing_is_sent_to_a_superseded_incarnation(context, prefill, decode):
     restarted.close()
 
 
-def test_fenced_peer_that_speaks_again_is_answered(prefill, decode):
+def test_message_after_fence_is_answered(prefill, decode):
     decode.send(prefill.me, ack(decode))
     receive(prefill)
     decode.fence(prefill.me.incarnation)

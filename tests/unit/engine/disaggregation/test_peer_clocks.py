@@ -49,7 +49,7 @@ def test_newer_peer_clock_sample_replaces_drifted_one():
     ("asked_at", "answered_at"),
     [(200.0, 7.0), (math.nan, 7.0), (-math.inf, 7.0), (100.0, math.nan), (100.0, math.inf)],
 )
-def test_nonsense_teaches_nothing(asked_at, answered_at):
+def test_invalid_clock_readings_are_ignored(asked_at, answered_at):
     clocks = PeerClocks()
     clocks.learn("d@1", asked_at=asked_at, answered_at=answered_at, now=150.0)
     assert clocks.earliest("d@1", 7.0) == -math.inf

@@ -479,7 +479,7 @@ def test_grant_of_another_generation_waits_for_its_own_request(sender):
     assert [record.generation for record in sender.records()] == [1]
 
 
-def test_abort_by_the_gateway_tells_the_receiver(sender):  # [abort-both-ways]
+def test_abort_by_gateway_notifies_receiver(sender):  # [abort-both-ways]
     sender.submit()
     sender.turn(2)
     sender.side.engine.scheduler.abort(RequestId("r"))
@@ -489,7 +489,7 @@ def test_abort_by_the_gateway_tells_the_receiver(sender):  # [abort-both-ways]
     sender.side.assert_clean()
 
 
-def test_abort_while_computing_tells_the_receiver():  # [abort-both-ways]
+def test_abort_while_computing_notifies_receiver():  # [abort-both-ways]
     sender = Sender(chunked_prefill_size=4)
     sender.submit()
     sender.allow()
@@ -501,7 +501,7 @@ def test_abort_while_computing_tells_the_receiver():  # [abort-both-ways]
     sender.side.assert_clean()
 
 
-def test_request_refused_at_admission_tells_the_receiver(sender):  # [abort-both-ways]
+def test_request_rejected_at_admission_notifies_receiver(sender):  # [abort-both-ways]
     sender.side.engine.scheduler.drain()
     sender.submit()
     sender.turn()

@@ -278,7 +278,7 @@ def test_source_exit_frees_fetch_pages():  # [dead-peer-released]
     pair.prefill.assert_clean()
 
 
-def test_fenced_asker_frees_the_loan():
+def test_fenced_fetcher_frees_pinned_pages():
     pair = make_warm_pair()
     pair.fabric.fates = lambda _push: Fate(delay=50)
     ask(pair)
@@ -409,7 +409,7 @@ def test_fetch_with_grant_of_other_adapter_is_rejected():
     finish(pair)
 
 
-def test_kv_of_another_shape_is_not_asked_for():
+def test_kv_of_incompatible_shape_is_not_fetched():
     pair = make_warm_pair()
     ask(pair, peer=make_peer("d", compat_hash="shape-2"))
     finish(pair)
@@ -417,7 +417,7 @@ def test_kv_of_another_shape_is_not_asked_for():
     assert counters(pair).skipped == 1
 
 
-def test_engine_does_not_ask_itself():
+def test_engine_does_not_fetch_from_itself():
     pair = make_warm_pair()
     ask(pair, peer=pair.prefill.peer)
     finish(pair)
@@ -536,7 +536,7 @@ def test_prefix_fetch_serves_host_tier_pages():
     assert cached_tokens(pair) == len(PREFIX)
 
 
-def test_without_a_prefix_cache_nothing_is_asked():
+def test_engine_without_prefix_cache_fetches_nothing():
     pair = make_warm_pair(prefill={"radix": False})
     ask(pair)
     finish(pair)

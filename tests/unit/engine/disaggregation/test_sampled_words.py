@@ -110,7 +110,7 @@ def test_many_pages_have_the_digests_of_each_alone():
     assert [*together] == alone
 
 
-def test_words_are_the_widest_that_divide_a_row():
+def test_digest_words_are_widest_that_divide_a_row():
     assert [word_bytes(PageLayout(1, 1, 1, row)) for row in (256, 12, 6, 3)] == [8, 4, 2, 1]
 
 

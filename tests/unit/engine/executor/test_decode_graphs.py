@@ -109,7 +109,7 @@ def test_padding_comes_before_metadata():  # [pad-then-metadata]
     assert padded.num_sequences == padded.num_tokens == 4
 
 
-def test_graph_reads_only_what_lives_as_long_as_it():
+def test_graph_reads_only_buffers_with_its_lifetime():
     both = Beside(graph_sizes=(1, 2))
     lasting = {tensor.untyped_storage()._cdata for tensor in reachable(both.streams, but=Tape)}
     for tape in both.platform.capturer.tapes:

@@ -97,7 +97,7 @@ class Card:
 PIECE = 20 << 20
 
 
-def test_step_on_a_card_needs_what_the_allocator_takes_for_it(monkeypatch):
+def test_step_memory_on_device_is_that_of_allocator(monkeypatch):
     card = Card(given=3 * PIECE)
     for name, answer in (
         ("synchronize", lambda _: None),

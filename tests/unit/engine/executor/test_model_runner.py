@@ -64,7 +64,7 @@ def generate(runner: ModelRunner, chunks: list[int], count: int, *, known: bool 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("chunks", [[10, 9], [1] * 19, [18, 1]])
-def test_chunks_of_a_prompt_generate_what_the_whole_does(runner, chunks):
+def test_chunked_prompt_generates_as_the_whole(runner, chunks):
     expected = generate(runner, [19], 12)
     assert len(set(expected)) > 4
     assert generate(runner, chunks, 12) == expected

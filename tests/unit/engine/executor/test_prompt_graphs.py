@@ -65,7 +65,7 @@ STEPS = {
 
 @torch.inference_mode()
 @pytest.mark.parametrize("name", STEPS)
-def test_step_by_a_graph_gives_what_it_gives_on_the_host(name):
+def test_step_by_graph_equals_step_on_host(name):
     both = both_of()
     agree(both, make_batch(STEPS[name]))
     assert both.platform.replays == 1
@@ -129,7 +129,7 @@ def test_padding_is_the_last_sequence():
     assert padded.num_tokens == 16
 
 
-def test_graph_reads_only_what_lives_as_long_as_it():
+def test_graph_reads_only_buffers_with_its_lifetime():
     both = both_of()
     lasting = {tensor.untyped_storage()._cdata for tensor in reachable(both.streams, but=Tape)}
     for tape in both.platform.capturer.tapes:

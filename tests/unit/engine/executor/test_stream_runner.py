@@ -86,7 +86,7 @@ def test_mixed_step_with_all_sampling_options_equals_host():
 
 
 @pytest.mark.parametrize("graph_sizes", [(), (8,)])
-def test_runs_of_drafts_and_what_they_record(graph_sizes):
+def test_draft_runs_record_their_inputs(graph_sizes):
     both = Beside(graph_sizes=graph_sizes)
     penalised = make_request(
         3, SamplingParams(max_tokens=9, presence_penalty=1.5, repetition_penalty=2.0), prompt=PROMPT

@@ -37,7 +37,7 @@ def test_plan_that_turns_heads_turns_them_behind_it():
     assert plan.heard == [("turn", 0, TURN), ("wrote", 0), ("attend", 1), ("wrote", 1)]
 
 
-def test_one_that_does_not_is_not_asked_to():
+def test_plan_without_head_turn_is_not_called_for_one():
     plan = Calls()
     attend = telling(plan.__call__, lambda layer: plan.heard.append(("wrote", layer)))
     assert not isinstance(attend, TurningPlan)

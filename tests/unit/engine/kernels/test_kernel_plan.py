@@ -73,7 +73,7 @@ def functions(config: EngineConfig, facts: ModelConfig) -> tuple[list[str], list
         "adapters later",
     ],
 )
-def test_plan_has_what_a_model_of_its_kind_calls(flags, fields, step, others):
+def test_kernel_plan_has_kernels_that_model_calls(flags, fields, step, others):
     assert functions(config_of(*flags), small_config(**fields)) == (step, sorted(others))
 
 

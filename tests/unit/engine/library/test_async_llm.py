@@ -68,7 +68,7 @@ async def test_outputs_grow_and_the_last_is_finished(llm):
         assert later.outputs[0].text.startswith(earlier.outputs[0].text)
 
 
-async def test_requests_run_together_and_give_what_they_give_alone(llm):
+async def test_concurrent_requests_equal_single_requests(llm):
     prompts = [[5 + i, 6, 7, 8] for i in range(12)]
     alone = [(await last(llm.generate(prompt, GREEDY))).outputs[0].token_ids for prompt in prompts]
     together = await asyncio.gather(*(last(llm.generate(prompt, GREEDY)) for prompt in prompts))
@@ -113,7 +113,7 @@ async def test_cancelling_the_reader_aborts_the_request(slow):
     assert (await slow.stats()).aborted_total == aborted + 2
 
 
-async def test_abort_by_id_ends_the_output_with_what_there_is(slow):
+async def test_abort_by_id_ends_output_with_generated_part(slow):
     outputs = []
     async for output in slow.generate("The fox", ENDLESS, request_id="mine"):
         outputs.append(output)
@@ -204,7 +204,7 @@ async def test_more_requests_than_may_wait_are_refused_at_once():
         await asyncio.gather(*waiting, return_exceptions=True)
 
 
-async def test_closing_tells_every_reader_and_later_calls():
+async def test_closing_fails_every_reader_and_later_calls():
     llm = AsyncLLM(MODEL, **OPTIONS)
     async with unhurried(llm):
         generator = llm.generate("The fox", ENDLESS)
@@ -219,7 +219,7 @@ async def test_closing_tells_every_reader_and_later_calls():
     await llm.close()
 
 
-async def test_engine_that_fails_tells_every_reader():
+async def test_engine_failure_reaches_every_reader():
     llm = AsyncLLM(MODEL, **OPTIONS)
 
     def fail(engine) -> None:

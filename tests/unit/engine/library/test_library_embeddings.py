@@ -29,7 +29,7 @@ def test_embeddings_follow_prompt_order_and_are_normalized(llm):
     assert len({tuple(output.outputs.embedding) for output in outputs}) == len(PROMPTS)
 
 
-def test_pooling_parameters_say_which_vector(llm):
+def test_pooling_parameters_select_the_vector(llm):
     [last] = llm.embed("The fox ran", PoolingParams(normalize=False), use_tqdm=False)
     [cut] = llm.embed("The fox ran", PoolingParams(normalize=False, dimensions=3), use_tqdm=False)
     [mean] = llm.embed("The fox ran", PoolingParams(pooling=Pooling.MEAN, normalize=False), use_tqdm=False)

@@ -164,7 +164,7 @@ def test_eviction_removes_announced_anchor_blocks():
     assert router.known == router.leading_to_anchors()
 
 
-def test_replay_names_what_is_announced_and_nothing_else():
+def test_replay_has_announced_blocks_only():
     router = Router()
     router.compute([*range(200)])
     router.read_events()
@@ -178,7 +178,7 @@ def test_replay_names_what_is_announced_and_nothing_else():
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_router_knows_what_leads_to_anchors_at_any_time(seed):
+def test_router_index_has_blocks_up_to_anchors_at_any_time(seed):
     """Prompts that share beginnings, with too few slots and pages for all."""
     rng = random.Random(seed)
     router = Router(slots=rng.choice([1, 2, 5, 12]), pages=rng.choice([32, 40, 80]))

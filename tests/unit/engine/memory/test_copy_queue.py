@@ -93,7 +93,7 @@ def test_fence_waits_for_the_newest_earlier_copy(copies, executor):  # [copy-ack
     assert [*fence] == ["c"]
 
 
-def test_stream_may_have_what_is_fenced_at_once(copies):  # [page-fence]
+def test_stream_takes_fenced_pages_at_once(copies):  # [page-fence]
     fence: CopyFence[str] = CopyFence(copies=copies)
     launch(copies)
     fence.hold(["a", "b", "c"])

@@ -160,7 +160,7 @@ def test_reserved_pages_are_held_until_released(memory: KvMemory) -> None:
 
 
 @pytest.mark.parametrize("length", [7, 13])
-def test_commit_only_moves_forward_within_what_is_allocated(memory: KvMemory, length: int) -> None:
+def test_commit_only_moves_forward_within_allocated_pages(memory: KvMemory, length: int) -> None:
     kv = start_request(memory, PROMPT[:8])
     assert memory.ensure(kv, 12)
     with pytest.raises(AssertionError, match=f"cannot commit {length} tokens"):
@@ -286,7 +286,7 @@ def test_detached_pages_belong_to_the_hold_until_given_back(memory: KvMemory) ->
     assert_conserved(memory)
 
 
-def test_clearing_the_cache_frees_what_no_request_has_locked(memory: KvMemory) -> None:
+def test_clearing_the_cache_frees_unlocked_pages(memory: KvMemory) -> None:
     finish(memory, start_request(memory, PROMPT), PROMPT)
     assert memory.clear_cache() == 2
     assert memory.allocator.available == 16
@@ -320,7 +320,7 @@ def test_row_holds_the_longest_request_and_no_more() -> None:
         memory.ensure(kv, 9)
 
 
-def test_allocator_is_never_asked_for_more_than_it_has(memory: KvMemory) -> None:
+def test_allocation_never_exceeds_free_pages(memory: KvMemory) -> None:
     kv = memory.begin([], space=BASE_SPACE, max_match=0)
     assert kv is not None
     assert memory.ensure(kv, 16 * 4)

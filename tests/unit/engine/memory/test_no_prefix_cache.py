@@ -14,7 +14,7 @@ def test_insert_adopts_nothing_and_nothing_is_ever_matched() -> None:
     assert [*cache.pages()] == []
 
 
-def test_it_has_nothing_to_evict_and_nothing_to_tell() -> None:
+def test_disabled_cache_has_no_evictable_pages_and_no_events() -> None:
     cache = NoPrefixCache()
     assert cache.evictable_pages() == 0
     assert cache.evict(3) == cache.clear() == []

@@ -24,7 +24,7 @@ def test_too_few_pages_raise_and_take_nothing(allocator: PageAllocator) -> None:
     assert allocator.available == 3
 
 
-def test_nothing_asked_for_is_nothing_given(allocator: PageAllocator) -> None:
+def test_allocation_of_zero_pages_is_empty(allocator: PageAllocator) -> None:
     assert allocator.alloc(0) == []
     assert allocator.available == 5
 

@@ -121,7 +121,7 @@ def test_borrowed_prefix_is_no_duplicate(cache: RadixCache, size: int) -> None:
     assert result.duplicates == (6,)
 
 
-def test_inserting_a_prefix_of_what_is_cached_adds_nothing(cache: RadixCache, size: int) -> None:
+def test_inserting_cached_prefix_adds_nothing(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2, 3), pages(1, 3))
     result = cache.insert(run(size, 1, 2), pages(1, 2))
     assert (result.pages, result.duplicates) == ((1, 2), ())
@@ -226,7 +226,7 @@ def test_parent_goes_after_its_last_child_in_its_own_turn(cache: RadixCache, siz
 
 
 @pytest.mark.parametrize("wanted", range(8))
-def test_eviction_gives_what_was_asked_or_all_there_is(wanted: int) -> None:  # [evict-exact]
+def test_eviction_returns_requested_pages_or_all(wanted: int) -> None:  # [evict-exact]
     cache = RadixCache(4)
     store(cache, run(4, 1, 2, 3), pages(1, 3))
     store(cache, run(4, 1, 9, 8), [PageId(1), *pages(5, 2)])
@@ -241,7 +241,7 @@ def test_leaf_is_evicted_from_its_end(cache: RadixCache, size: int) -> None:
     assert cached(cache, run(size, 1, 2, 3)) == (1, 2)
 
 
-def test_clear_keeps_only_what_is_locked(cache: RadixCache, size: int) -> None:
+def test_clear_keeps_only_locked_nodes(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     store(cache, run(size, 7), [PageId(7)])
     match = cache.match(run(size, 1))
@@ -375,7 +375,7 @@ def test_silent_cache_emits_nothing_and_can_still_be_replayed(size: int) -> None
     assert replayed(cache.snapshot_events()) == {*expected}
 
 
-def test_spent_path_is_evicted_before_what_is_older(cache: RadixCache, size: int) -> None:
+def test_spent_path_is_evicted_before_older_ones(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     store(cache, run(size, 5, 6), pages(5, 2))
     cache.unlock(cache.match(run(size, 5, 6)).lock, spent=True)

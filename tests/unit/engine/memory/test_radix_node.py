@@ -60,7 +60,7 @@ def test_block_hashes_are_equal_before_and_after_split(split_first: bool) -> Non
     assert [*upper.chain(), *lower.chain()] == chain_hashes(TOKENS, 4, parent=chain_seed("tenant"))
 
 
-def test_leaf_grows_at_its_end_and_hashes_only_what_is_new() -> None:
+def test_leaf_grows_at_its_end_and_hashes_only_new_tokens() -> None:
     leaf = make_leaf(make_root(), TOKENS[:4])
     before = leaf.chain()[0]
     leaf.grow(pack_tokens(TOKENS[4:]), [PageId(7), PageId(9)])

@@ -40,7 +40,7 @@ def test_page_table_row_has_written_pages_then_dummy_page(rows: ReqToTokenPool) 
     assert rows.table[row].tolist() == [7, 8, 9, 0]
 
 
-def test_rewrite_in_the_middle_keeps_what_follows(rows: ReqToTokenPool) -> None:
+def test_rewrite_in_the_middle_keeps_later_entries(rows: ReqToTokenPool) -> None:
     row = alloc(rows)
     rows.write(row, 0, pages(7, 8, 9))
     rows.write(row, 0, pages(5, 6))

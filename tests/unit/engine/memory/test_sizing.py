@@ -92,7 +92,7 @@ def test_memory_plan_is_one_log_line():
         (0.98, facts(used=9 * GIB), "free memory of this machine, or serve a smaller model"),
     ],
 )
-def test_share_too_small_for_one_request_names_what_fits(fraction, measured, advice):
+def test_share_too_small_for_one_request_names_sizes_that_fit(fraction, measured, advice):
     with pytest.raises(ConfigError) as refused:
         plan(CacheConfig(mem_fraction_static=fraction), measured)
     text = str(refused.value)
@@ -160,7 +160,7 @@ def test_given_size_is_taken_as_it_is():
         ),
     ],
 )
-def test_host_memory_too_large_for_pool_names_what_fits(cache, text, fitting):
+def test_host_memory_too_large_for_pool_names_size_that_fits(cache, text, fitting):
     with pytest.raises(ConfigError, match=text):
         plan(cache, facts())
     for accepted in fitting:
@@ -177,7 +177,7 @@ def test_graphs_are_counted_beside_the_largest_step():
         plan(cache, replace(facts(), graphs=6 * GIB))
 
 
-def test_default_pool_shrinks_to_what_is_available():
+def test_default_pool_shrinks_to_available_memory():
     made = plan(CacheConfig(), replace(facts(available=600 * MIB, activations=100 * MIB), kept=160 * MIB))
     assert made.pages == 340
     assert str(made).endswith(

@@ -323,7 +323,7 @@ def test_pages_that_the_cache_drops_take_their_anchor_along():
     assert found(memory, tokens) == 0
 
 
-def test_aborted_request_gives_back_what_it_never_attached():
+def test_aborted_request_releases_unattached_slot():
     memory, tokens = make(), [*range(100)]
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)
     assert kv is not None

@@ -27,7 +27,7 @@ def test_step_fence_passes_steps_up_to_latest_completed() -> None:
     assert not fence.passed(8)
 
 
-def test_length_counts_what_waits_for_every_step() -> None:
+def test_length_counts_pages_waiting_for_every_step() -> None:
     fence: StepFence[str] = StepFence()
     fence.hold(1, ["a", "b"])
     fence.hold(2, ["c"])

@@ -101,7 +101,7 @@ def test_greedy_is_a_vanishing_temperature_or_a_single_candidate(temperature, to
         {"logit_bias": ((1, -100.0), (2, -100.0)), "allowed_token_ids": (1, 2)},
     ],
 )
-def test_rules_that_contradict_what_is_allowed_are_refused(fields) -> None:  # [logit-bias]
+def test_rules_that_contradict_allowed_tokens_are_rejected(fields) -> None:  # [logit-bias]
     with pytest.raises(InvalidRequestError) as refused:
         SamplingParams(max_tokens=1, **fields).check(vocab_size=VOCAB)
     assert refused.value.param == "allowed_token_ids"
@@ -152,7 +152,7 @@ def test_prompt_logprobs_fit_the_prompt_and_the_message() -> None:  # [logprobs-
         msgspec.structs.replace(wanted, logprob_start=5).check_prompt(5)
 
 
-def test_request_says_what_it_costs_the_sampler() -> None:
+def test_sampling_params_report_sampler_features() -> None:
     plain = SamplingParams(max_tokens=1, min_tokens=1, stop_token_ids=(4,), logprobs=1, prompt_logprobs=0)
     assert (plain.penalised, plain.recalls_tokens, plain.edits_logits) == (False, False, False)
     words = SamplingParams(max_tokens=1, bad_words=((1,),))

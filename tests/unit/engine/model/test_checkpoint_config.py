@@ -112,7 +112,7 @@ def test_size_out_of_bounds_or_of_another_type_is_refused(refusal, name, value):
     assert repr(value) in message
 
 
-def test_deeply_nested_value_is_refused_in_few_words(refusal):
+def test_deeply_nested_value_is_rejected_with_short_message(refusal):
     nested: object = 1
     for _ in range(300):
         nested = [nested]

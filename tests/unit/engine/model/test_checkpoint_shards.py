@@ -64,7 +64,7 @@ def test_tensor_listed_but_missing_in_shard_is_rejected(tmp_path, tensors):
     assert "'ghost' into 'model-0.safetensors', which lacks it" in refusal(tmp_path)
 
 
-def test_tensor_in_another_shard_than_the_index_says_is_refused(tmp_path, tensors):
+def test_tensor_in_shard_other_than_indexed_is_rejected(tmp_path, tensors):
     weight_map = write_sharded(tmp_path, tensors)
     write_index(tmp_path, {**weight_map, "a": "model-1.safetensors"})
     assert "'a' into 'model-1.safetensors', which lacks it" in refusal(tmp_path)

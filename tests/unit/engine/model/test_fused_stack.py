@@ -156,7 +156,7 @@ def test_sequence_has_the_same_bits_in_any_batch():
     assert torch.equal(together, torch.cat(alone))
 
 
-def test_wanted_tokens_come_in_the_order_asked_for():
+def test_selected_tokens_are_in_requested_order():
     model = build(small_config())
     dealer = dealer_of(model)
     batch = make_batch(with_ids([dealer.decode(length) for length in (5, 40, 17)]))
@@ -347,7 +347,7 @@ def test_rows_that_pad_a_large_step_change_no_token(count, dtype):
     assert_same(model, 16, [dealer.seq(count - 2, count - 2), dealer.decode(5), dealer.decode(20)], kind=LargeStep)
 
 
-def test_some_tokens_of_a_large_step_come_in_the_order_asked_for():
+def test_selected_tokens_of_large_step_are_in_requested_order():
     model = build(small_config())
     batch = make_batch(with_ids([dealer_of(model).seq(80, 80)]))
     everything = compute(model, filled_pool(model.config), batch)
@@ -358,7 +358,7 @@ def test_some_tokens_of_a_large_step_come_in_the_order_asked_for():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 5, 36, 64])
-def test_step_is_asked_for_more_tokens_than_it_has(count, dtype):
+def test_selection_of_more_tokens_than_step_has(count, dtype):
     """Whoever samples after a token may pool it too. What a large step's gate gave was written behind its memory."""
     model = build(small_config(), dtype)
     batch = make_batch(with_ids([dealer_of(model).seq(count, count)]))

@@ -67,7 +67,7 @@ def parse(tmp_path):
     return parse_with
 
 
-def test_published_config_means_what_the_model_card_states(parse):
+def test_published_config_is_parsed_as_model_card_states(parse):
     config = parse(**PUBLISHED)
     assert config.moe == MoeConfig(
         num_experts=32, experts_per_token=4, intermediate_size=2880, normalise=True, bias=True, interleaved=True
@@ -122,7 +122,7 @@ def opened(path):
     return open_weights(directory, read_scheme(read_fields(directory)), parse_config(directory))
 
 
-def test_each_expert_is_its_part_of_what_is_stored(packed):
+def test_each_expert_is_its_slice_of_stored_tensor(packed):
     stored = load_file(packed.parent / "worth" / "model.safetensors")
     plain, levels = opened(packed.parent / "worth"), opened(packed)
     for name in ("gate_up_proj", "down_proj"):

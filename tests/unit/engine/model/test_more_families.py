@@ -137,7 +137,7 @@ def test_smollm3_does_not_rotate_in_some_layers(parse):
     assert parse(**SMOLLM3, no_rope_layers=[1, 1, 1, 1]).second_rope is None
 
 
-def test_llama4_takes_what_published_files_have_for_defaults(parse):
+def test_llama4_defaults_are_those_of_published_files(parse):
     config = parse(**LLAMA4)
     assert (config.second_layers, config.chunks) == ((3,), (16, 16, 16, None))
     assert config.query_scale is not None

@@ -31,7 +31,7 @@ def generated(path) -> tuple[int, ...]:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_matrices_are_what_their_parts_stand_for(tmp_path, kind):
+def test_dequantized_matrices_equal_their_stored_parts(tmp_path, kind):
     _, worths = write_quantized(tmp_path, kind)
     tensors = opened(tmp_path)
     assert tensors.keys() == worths.keys()
@@ -50,7 +50,7 @@ def test_ranks_read_columns_of_a_matrix(tmp_path, kind):
 
 
 @pytest.mark.parametrize("kind", ["awq", "gptq", "pack-quantized", "fp8"])
-def test_engine_generates_what_it_does_with_the_plain_numbers(tmp_path, kind):
+def test_quantized_engine_equals_engine_of_plain_weights(tmp_path, kind):
     plain, quantized = tmp_path / "plain", tmp_path / "quantized"
     plain.mkdir()
     quantized.mkdir()

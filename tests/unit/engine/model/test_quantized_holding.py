@@ -57,7 +57,7 @@ def values(matrix) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("kind", KERNEL_KINDS)
-def test_merged_matrices_stay_what_their_parts_stand_for(tmp_path, kind):
+def test_merged_matrices_equal_their_stored_parts(tmp_path, kind):
     _, worths = write_quantized(tmp_path, kind, kinds=KERNEL_KINDS, **SIZES)
     expected = torch.cat([worths[name] for name in QKV])
     with kernels_on("cpu"):

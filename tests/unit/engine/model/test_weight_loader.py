@@ -42,7 +42,7 @@ def reader(tmp_path, read_bytes):
     )
 
 
-def test_tensors_are_stacked_in_the_order_asked_for_and_cast(reader, tmp_path):
+def test_tensors_are_stacked_in_requested_order_and_cast(reader, tmp_path):
     tensors = random_tensors(tmp_path)
     names = [f"model.layers.0.self_attn.{part}_proj.weight" for part in ("v", "q", "k")]
     stacked = reader.stacked(*names)
@@ -56,7 +56,7 @@ def test_progress_counts_stored_bytes(reader, read_bytes):
     assert read_bytes == [16 * 4, 24 * 16 * 4, 24 * 16 * 4]
 
 
-def test_progress_counts_what_is_read_again_once(reader, read_bytes):
+def test_progress_counts_repeated_reads_once(reader, read_bytes):
     """Experts of which some cannot be packed are read again as they are: it went beyond 100 %."""
     for name in ("model.norm.weight", "model.layers.0.mlp.gate_proj.weight", "model.norm.weight"):
         reader.stacked(name)
@@ -64,7 +64,7 @@ def test_progress_counts_what_is_read_again_once(reader, read_bytes):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_logits_are_float32_whatever_the_weights_are(tmp_path, dtype):
+def test_logits_are_float32_for_any_weight_dtype(tmp_path, dtype):
     write_checkpoint(tmp_path, **COMPUTED)
     result = logits(load(tmp_path, dtype))
     assert result.dtype == torch.float32

@@ -28,7 +28,7 @@ def test_build_without_cuda_is_named(monkeypatch):
         require_device("cuda:1")
 
 
-def test_no_gpu_is_said(monkeypatch):
+def test_missing_gpu_is_reported(monkeypatch):
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ConfigError, match="--device cuda: this process sees no GPU"):

@@ -86,7 +86,7 @@ def test_ranks_on_two_addresses_form_and_reform_groups(desk, keys):
         assert list(threads.map(work, range(2))) == [[3.0, 3.0, 3.0, 9.0]] * 2
 
 
-def test_remote_store_does_what_torchs_own_does(desk, keys):
+def test_remote_store_behaves_as_torch_hash_store(desk, keys):
     context, store = remote_store(desk, keys)
     with closing(context):
         for one in (store, HashStore()):

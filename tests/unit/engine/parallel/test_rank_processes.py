@@ -35,7 +35,7 @@ def test_single_rank_engine_starts_no_processes(monkeypatch):
         assert (parallel.rank, parallel.size) == (0, 1)
 
 
-def test_rank_that_cannot_start_is_reported_with_its_own_words(monkeypatch):
+def test_rank_that_cannot_start_is_reported_with_its_error(monkeypatch):
     become(
         monkeypatch,
         READ_ORDER + "(folder / f\"rank-{order['rank']}.error\").write_text('no memory for 3 GiB'); sys.exit(3)",
@@ -53,7 +53,7 @@ def test_rank_that_was_killed_is_reported_by_its_signal(monkeypatch):
         pass
 
 
-def test_last_words_that_were_cut_off_are_reported_as_they_are(monkeypatch):
+def test_truncated_error_of_rank_is_reported_as_it_is(monkeypatch):
     """They could not be read, and the engine waited for ever for whoever had tried."""
     become(
         monkeypatch,

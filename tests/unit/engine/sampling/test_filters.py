@@ -53,7 +53,7 @@ def as_scaled(values: list[int]) -> torch.Tensor:
     top_p=st.one_of(st.just(1.0), st.floats(0.0625, 0.984375, width=32)),
     min_p=st.one_of(st.just(0.0), st.sampled_from([0.03, 0.1, 0.3, 0.7])),
 )
-def test_filters_keep_what_their_definition_keeps(values, top_k, top_p, min_p):
+def test_filters_keep_tokens_of_their_definition(values, top_k, top_p, min_p):
     logits = as_scaled(values)
     try:
         expected = kept_by_definition(logits.tolist(), top_k, top_p, min_p)

@@ -46,7 +46,7 @@ def plain(req: Request, logits: torch.Tensor, outputs: Sequence[int], suppress: 
     steps=st.lists(st.lists(tokens, min_size=4, max_size=4), min_size=1, max_size=8),
     suppressed=st.lists(tokens, max_size=2),
 )
-def test_every_row_is_edited_as_its_whole_history_says(wants, steps, suppressed):  # [device-history] [history-rebuilt]
+def test_each_row_is_edited_by_its_whole_history(wants, steps, suppressed):  # [device-history] [history-rebuilt]
     requests = [make_request(i + 1, p, prompt=prompt, outputs=out) for i, (p, prompt, out) in enumerate(wants)]
     histories = [list(req.output_ids) for req in requests]
     suppress = tuple(tuple(suppressed) if i == 0 else () for i in range(len(requests)))

@@ -56,7 +56,7 @@ def expected(outputs: tuple[int, ...], prompt: tuple[int, ...] = PROMPT, params:
         SamplingParams(max_tokens=1, presence_penalty=2.0),
     ],
 )
-def test_each_penalty_does_what_its_formula_says(params):
+def test_each_penalty_follows_its_formula(params):
     torch.testing.assert_close(applied(loaded((PROMPT, OUTPUTS)), params=params), expected(OUTPUTS, params=params))
 
 

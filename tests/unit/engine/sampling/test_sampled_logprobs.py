@@ -18,7 +18,7 @@ def top(count: int) -> tuple[tuple[int, float], ...]:
     return result.top
 
 
-def test_zero_asks_for_the_sampled_token_alone():
+def test_zero_logprobs_return_sampled_token_only():
     assert top(0) == ()
 
 
@@ -32,7 +32,7 @@ def test_more_than_the_vocabulary_gives_all_of_it():
     assert [token for token, _ in top(20)] == [1, 3, 2, 0, 4]
 
 
-def test_rows_that_ask_for_nothing_get_nothing():
+def test_rows_without_logprobs_get_none():
     logits = LOGITS.expand(3, -1)
     result = sampled_logprobs(logits, torch.tensor([1, 1, 1]), (-1, 0, -1))
     assert result == (None, SampledLogprobs(logprob=pytest.approx(LOGPROBS[1]), top=()), None)

@@ -12,7 +12,7 @@ def why(engine: Engine) -> str:
     return engine.scheduler.stats().head_waits
 
 
-def test_never_is_said_at_once():  # [admission-answers]
+def test_request_that_never_fits_is_rejected_at_once():  # [admission-answers]
     engine = make_engine(usable_pages=4, page_size=4)
     engine.add(make_message(prompt=[1] * 17, max_tokens=1))
     assert engine.finish().code == "invalid_request"

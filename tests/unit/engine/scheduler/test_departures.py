@@ -163,7 +163,7 @@ def test_drain_fails_queued_requests_as_retryable():
     worker.engine.assert_nothing_held()
 
 
-def test_draining_worker_stays_one_whatever_role_it_is_given(worker):
+def test_draining_worker_keeps_draining_in_a_new_role(worker):
     worker.begin("r")
     worker.engine.scheduler.drain()
     worker.engine.scheduler.decode_elsewhere(wanted=False)

@@ -112,7 +112,7 @@ def test_waiting_for_a_grammar_counts_as_waiting():  # [one-home]
 
 
 @pytest.mark.parametrize("end", ["abort", "deadline", "client", "all"])
-def test_whatever_ends_a_request_reaches_it_while_it_waits(end):  # [one-home]
+def test_request_that_waits_for_grammar_can_end(end):  # [one-home]
     engine, grammars = held()
     engine.add(make_message("g", grammar=toy_grammar(), deadline_s=5.0), client=b"gone")
     engine.step(2)
@@ -212,7 +212,7 @@ def test_resumed_tokens_beyond_the_budget_are_refused():
     ("elsewhere", "code"),
     [(JobState.PENDING, None), (JobState.FAILED, "grammar_compiler_error"), (JobState.REFUSED, "invalid_request")],
 )
-def test_grammar_counts_as_what_the_least_of_all_ranks_says(elsewhere, code):  # [least-of-ranks]
+def test_grammar_state_is_least_of_all_ranks(elsewhere, code):  # [least-of-ranks]
     engine, grammars = held(least=lambda states: [min(state, elsewhere) for state in states])
     spec = toy_grammar()
     engine.add(make_message("g", grammar=spec))
@@ -228,7 +228,7 @@ def test_grammar_counts_as_what_the_least_of_all_ranks_says(elsewhere, code):  #
     assert grammars.compiled == (1 if elsewhere is JobState.REFUSED else 2)
 
 
-def test_no_rank_is_asked_while_nothing_is_compiled():  # [same-collectives]
+def test_ranks_agree_on_nothing_without_compilation():  # [same-collectives]
     def never(states: object) -> list[int]:
         raise AssertionError(f"asked about {states}")
 

@@ -224,7 +224,7 @@ def test_memory_that_a_request_alone_lacks_may_be_had_elsewhere():
         (torch.AcceleratorError("CUDA error: device-side assert triggered"), StepFault.DEVICE_LOST),
     ],
 )
-def test_errors_say_what_they_are(error, fault):
+def test_error_message_names_exception_type(error, fault):
     assert fault_of(error) is fault
 
 

@@ -68,7 +68,7 @@ def test_finished_request_leaves_at_once_and_frees_pages():  # [step-budget]
     assert engine.executor.batches[-1].num_sequences == 1
 
 
-def test_idle_engine_launches_nothing_and_says_so():
+def test_idle_engine_launches_nothing_and_reports_idle():
     engine = make_engine()
     assert engine.scheduler.idle
     assert engine.scheduler.step() is False

@@ -39,7 +39,7 @@ def test_each_kind_wants_its_own_tokens(pooling, wanted):
     assert pooled(pooling, 10).positions(0, 10) == wanted
 
 
-def test_steps_yield_what_is_missing():
+def test_steps_yield_missing_pooled_tokens():
     prompt = pooled(Pooling.MEAN, 10)
     assert prompt.positions(0, 4) == range(4)
     prompt.take(part(0, (1.0,), (2.0,), (3.0,), (4.0,)))

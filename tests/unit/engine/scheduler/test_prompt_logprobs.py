@@ -65,7 +65,7 @@ def test_prompt_logprobs_are_collected_only_on_request():
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("chunk", [1, 2, 5, 22, 23, 64])
 @pytest.mark.parametrize("start", [0, 1, 9, 22])
-def test_they_come_with_the_first_token_whatever_the_chunks(overlap, chunk, start):
+def test_prompt_logprobs_come_with_first_token_for_any_chunks(overlap, chunk, start):
     engine = make_engine(enable_overlap=overlap, chunked_prefill_size=chunk)
     engine.add(make_message(prompt=PROMPT, max_tokens=4, prompt_logprobs=2, logprob_start=start))
     engine.run()

@@ -38,7 +38,7 @@ def test_request_between_chunks_ends_and_gives_back_its_pages(overlap):  # [one-
     engine.assert_nothing_held()
 
 
-def test_running_request_ends_and_keeps_what_was_streamed():
+def test_aborted_running_request_keeps_streamed_output():
     engine = make_engine()
     engine.add(make_message(max_tokens=20))
     engine.step(5)

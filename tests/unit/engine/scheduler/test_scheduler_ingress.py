@@ -61,7 +61,7 @@ def test_request_larger_than_the_whole_pool_is_never_admitted():  # [admission-a
     engine.assert_expected("exact")
 
 
-def test_full_queue_asks_to_try_again():
+def test_full_queue_rejects_with_retry_hint():
     engine = make_engine(max_queued_requests=2)
     engine.add(make_message("one"))
     engine.add(make_message("two"))
@@ -78,7 +78,7 @@ def test_stop_strings_need_a_tokenizer():
     assert (finish.code, finish.param) == ("invalid_request", "stop")
 
 
-def test_draining_engine_finishes_what_it_has_and_takes_no_more():
+def test_draining_engine_finishes_requests_and_admits_none():
     engine = make_engine()
     engine.add(make_message("early", max_tokens=5))
     engine.step()
@@ -114,7 +114,7 @@ def test_stages_are_notified_of_rejected_requests():  # [abort-both-ways]
     assert stage.told == ["r"]
 
 
-def test_counts_of_what_came_and_how_it_ended():
+def test_counters_of_received_and_finished_requests():
     engine = make_engine()
     engine.add(make_message("served", max_tokens=3))
     engine.add(make_message("aborted", max_tokens=3))

@@ -328,7 +328,7 @@ def test_proposer_that_fails_costs_drafts_and_no_request(caplog):
     assert engine.scheduler.stats().speculation.drafted_total == 0
 
 
-def test_whether_the_proposer_fails_is_for_rank_0_to_say():  # [rank-zero-drafts]
+def test_proposer_failure_is_decided_by_rank_0():  # [rank-zero-drafts]
     engine = drafting()
     speculation = engine.scheduler._shared.speculation
     speculation.confined = True

@@ -58,7 +58,7 @@ def test_turn_continues_after_everything_before_it(overlap: bool, page_size: int
     assert engine.output(third) == expected_output(make_message("x", history, max_tokens=6))
 
 
-def test_only_what_is_new_is_computed():
+def test_only_new_tokens_of_turn_are_computed():
     engine = kept()
     turn(engine, 0, FIRST)
     second = turn(engine, 1, SECOND)

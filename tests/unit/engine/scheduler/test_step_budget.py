@@ -23,7 +23,7 @@ def crowd(engine: Engine, count: int, *, tokens: int = 40) -> None:
 
 
 @pytest.mark.parametrize("budget", [9, 12, 40])
-def test_prompts_have_what_running_requests_leave_of_the_budget(budget):
+def test_prompts_get_budget_left_by_running_requests(budget):
     engine = make_engine(
         max_tokens_per_step=budget,
         max_running_requests=8,

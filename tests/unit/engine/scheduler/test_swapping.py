@@ -136,7 +136,7 @@ def test_recompute_mode_copies_nothing():
 
 
 @pytest.mark.parametrize(("prefill_tokens_per_s", "swapped"), [(0.0, False), (1.0, True), (1e15, False)])
-def test_auto_takes_what_is_predicted_to_be_cheaper(prefill_tokens_per_s, swapped):
+def test_auto_swap_takes_cheaper_predicted_way(prefill_tokens_per_s, swapped):
     engine = swapping(mode=PreemptionMode.AUTO)
     engine.scheduler.tally.prefill_tokens_per_s = prefill_tokens_per_s
     # A copy in each direction has been measured.
@@ -155,7 +155,7 @@ def measure(engine: Engine, kind: CopyKind) -> None:
     engine.memory.poll()
 
 
-def test_auto_tries_swapping_once_to_learn_what_it_costs():
+def test_auto_swap_measures_swap_cost_once():
     engine = swapping(mode=PreemptionMode.AUTO)
     engine.scheduler.tally.prefill_tokens_per_s = 1e15
     add(engine, "old", 1)

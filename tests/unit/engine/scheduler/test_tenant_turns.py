@@ -174,7 +174,7 @@ def test_without_a_shared_budget_only_the_order_changes():
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_every_policy_ends_what_several_tenants_send(policy):
+def test_every_policy_finishes_requests_of_several_tenants(policy):
     engine = engine_of(schedule_policy=policy)
     for number in range(8):
         send(engine, f"big{number}", "big", 70)

@@ -140,7 +140,7 @@ def test_trial_drafts_of_all_requests_share_steps():
     assert all(lengths == [TRIAL_DRAFTS] * 4 for lengths in tried)
 
 
-def test_new_requests_are_credited_with_what_others_taught():
+def test_new_requests_start_at_typical_acceptance():
     machine = Machine([0] * 8)
     machine.run(60)
     assert machine.lengths.typical < 0.3

@@ -41,7 +41,7 @@ texts = st.lists(st.integers(0, 3), max_size=200)
 
 
 @given(text=texts, shortest=st.integers(1, 3), more=st.integers(0, 3), limit=st.integers(1, 9))
-def test_finds_what_a_search_of_the_whole_text_finds(text, shortest, more, limit):
+def test_index_finds_matches_of_a_full_search(text, shortest, more, limit):
     index = index_of(text, shortest=shortest, longest=shortest + more)
     expected = searched(text, limit, shortest=shortest, longest=shortest + more)
     assert index.continuation(limit) == expected

@@ -4,7 +4,7 @@ from tandem_engine.speculative.ngram import NgramProposer
 from tandem_testing.draft_builders import DraftBench
 
 
-def test_proposes_for_each_request_what_its_own_text_suggests():
+def test_proposals_come_from_text_of_each_request():
     bench = DraftBench()
     proposer = NgramProposer(shortest=2, longest=4)
     repeating, fresh = bench.request([1, 2, 3, 1, 2], limit=2), bench.request([5, 6, 7, 8])
@@ -13,7 +13,7 @@ def test_proposes_for_each_request_what_its_own_text_suggests():
     assert proposer.propose([repeating, fresh]).chains == ((3, 1), ())
 
 
-def test_new_tokens_are_added_to_what_is_known():
+def test_new_tokens_are_added_to_index():
     bench = DraftBench()
     proposer = NgramProposer(shortest=2, longest=4)
     text = [1, 2, 3, 4]

@@ -26,7 +26,7 @@ def render(template: str, **variables: object) -> str:
         ("{% if add_generation_prompt %}yes{% endif %}", "yes"),
     ],
 )
-def test_templates_find_what_hugging_face_gives_them(template, expected):
+def test_templates_get_variables_of_hugging_face(template, expected):
     assert render(template) == expected
 
 

@@ -37,7 +37,7 @@ def test_only_requested_special_tokens_are_shown(tokenizer):
     assert [detokenizer.push(start), detokenizer.push(end)] == ["<|im_start|>", ""]
 
 
-def test_refuted_character_does_not_hold_back_what_follows(tokenizer):
+def test_invalid_character_does_not_delay_later_text(tokenizer):
     [half, _], [letter] = tokenizer.encode("é"), tokenizer.encode("x")
     detokenizer = Detokenizer(tokenizer.vocabulary)
     assert [detokenizer.push(half), detokenizer.push(letter)] == ["", "\ufffdx"]

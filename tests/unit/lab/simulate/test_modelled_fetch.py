@@ -112,7 +112,7 @@ async def test_fetch_of_evicted_prefix_returns_only_the_reply():
     assert two.asker.fetches.blocks == 0
 
 
-async def test_only_what_the_asker_lacks_moves():
+async def test_fetch_moves_only_missing_blocks():
     two = Two()
     two.at(0.5, two.asker, "first", tokens=100, chain="a", output=1)
     two.ask()

@@ -65,7 +65,7 @@ async def test_prompt_takes_its_tokens_and_each_further_token_a_step():
     assert bench.worker.done.output_tokens == 5
 
 
-async def test_prompt_in_chunks_tells_its_index_twice():
+async def test_chunked_prompt_updates_index_twice():
     bench = Bench()
     bench.submit_at(0.0, bench.job("a", prompt=1000, output=1, chain="abcdefghij"))
     await bench.run()
@@ -85,7 +85,7 @@ async def test_cached_prompt_computes_its_last_block():
     assert bench.worker.done.computed_tokens == 500
 
 
-async def test_prompt_in_the_queue_finds_what_is_computed_before_it():
+async def test_queued_prompt_finds_blocks_computed_before_it():
     bench = Bench()
     for name in "ab":
         bench.submit_at(0.0, bench.job(name, prompt=250, output=1, chain="xy"))
@@ -172,12 +172,12 @@ async def test_report_counts_queue_and_sequences_as_a_worker_does():
     assert bench.worker.load().room_tokens == 100 * BLOCK
 
 
-def test_step_times_are_linear_between_and_beyond_what_is_given():
+def test_step_times_are_linear_between_and_beyond_points():
     assert [round(TIMES.decode_step_s(n), 6) for n in (0, 1, 2, 3, 5)] == [0.0, 0.01, 0.02, 0.03, 0.05]
     assert ServiceTimes(decode_steps=((4, 0.02),)).decode_step_s(100) == 0.02
 
 
-def test_only_what_could_not_leave_during_the_prompt_is_exposed():
+def test_exposed_transfer_excludes_overlap_with_prompt():
     per_token = 100.0 / 1e6
     assert TIMES.exposed_transfer_s(1000, 1.0) == pytest.approx(0.002 + 200 * per_token)
     assert TIMES.exposed_transfer_s(1000, 0.05) == pytest.approx(0.002 + 1000 * per_token - 0.05)

@@ -42,7 +42,7 @@ def corner(random: Random) -> list[tuple[int, int]]:
 
 
 @pytest.mark.parametrize("seed", range(40))
-async def test_smallest_sum_is_found_whatever_the_shape(seed):
+async def test_smallest_sum_is_found_for_any_shape(seed):
     corners = corner(Random(seed))
     runs = []
 
@@ -77,7 +77,7 @@ async def test_cell_that_cannot_be_cheaper_is_not_run():
     assert found.fleets[0].gpus == 5
 
 
-def test_pareto_keeps_what_is_best_in_something():
+def test_pareto_front_keeps_cells_not_dominated():
     cheap = Fleet(cell=cell(), prefill=1, decode=1, score=score(0.95, ttft=0.9))
     fast = Fleet(cell=cell(), prefill=2, decode=2, score=score(1.0, ttft=0.2))
     worse = Fleet(cell=cell(), prefill=2, decode=3, score=score(1.0, ttft=0.3))

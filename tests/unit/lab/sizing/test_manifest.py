@@ -43,7 +43,7 @@ def written(source: dict) -> dict:
 
 
 @pytest.mark.parametrize("source", SOURCES)
-def test_manifest_is_what_the_custom_resource_accepts(source):
+def test_manifest_is_accepted_by_custom_resource_schema(source):
     document = written(source)
     assert (document["apiVersion"], document["kind"]) == ("tandem.dev/v1beta1", "ModelService")
     assert errors(document, supported_releases()[-1]) == []

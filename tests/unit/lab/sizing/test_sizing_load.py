@@ -72,7 +72,7 @@ def test_prompt_too_long_for_any_worker_names_length_and_target():
     assert infeasible(load, RATES, wanted(ttft=3.0)) is None
 
 
-def test_few_long_prompts_are_what_the_percentile_allows():
+def test_few_long_prompts_are_within_percentile():
     mixed = [*rows(90), *rows(10, prompt=5000)]
     load = load_figures(halves(sorted(mixed, key=lambda row: row.prompt_tokens % 7)).sized)
     assert infeasible(load, RATES, wanted(percentile=0.5)) is None

@@ -90,7 +90,7 @@ def test_api_key_is_sent_but_hidden_in_process_list_and_output(command, form):
     assert SECRET not in output
 
 
-def test_hiding_what_is_not_there_changes_nothing():
+def test_hiding_absent_argument_changes_nothing():
     before = Path("/proc/self/cmdline").read_bytes() if sys.platform.startswith("linux") else b""
     hide_argument("nowhere-to-be-found")
     if before:

@@ -117,7 +117,7 @@ def test_bundled_server_replaces_one_that_is_too_old(programs, bundled) -> None:
         (None, "neither redis-server nor valkey-server is installed"),
     ],
 )
-def test_without_a_usable_server_what_installs_one_is_named(programs, tmp_path, printed, found) -> None:
+def test_missing_redis_server_names_install_command(programs, tmp_path, printed, found) -> None:
     if printed is not None:
         programs("redis-server", printed)
     with pytest.raises(StartupError, match=found) as caught:

@@ -46,7 +46,7 @@ def test_every_command_explains_itself(command, capsys) -> None:
         (["ctl", "h:1", "profile", "--step", "4"], "did you mean --steps?"),
     ],
 )
-def test_misspelt_word_is_answered_with_the_nearest(argv, hint, capsys) -> None:
+def test_misspelled_argument_suggests_nearest_match(argv, hint, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(argv)
     assert stopped.value.code == 2
@@ -205,7 +205,7 @@ def test_share_of_the_memory_is_divided_among_the_workers(tmp_path) -> None:
     assert plan(asked).mem_fraction_static == 0.3
 
 
-def test_workers_that_share_a_gpu_divide_what_one_would_take(tmp_path) -> None:
+def test_workers_on_one_gpu_divide_memory_of_one(tmp_path) -> None:
     asked = args("--device", "cuda", "--port", "0", "--run-dir", str(tmp_path))
     assert plan(asked).mem_fraction_static == round(0.88 / 2, 4)
     asked = args("--device", "cuda:1", "--num-pages", "64", "--port", "0", "--run-dir", str(tmp_path))
@@ -270,7 +270,7 @@ def test_keys_of_clients_reach_the_gateway_and_the_greeting(tmp_path, monkeypatc
     assert "TANDEM_API_KEY=KEY tandem chat" in greeting_of(parsed, todo)
 
 
-def test_greeting_tells_where_workers_take_orders(tmp_path) -> None:
+def test_greeting_names_order_urls_of_workers(tmp_path) -> None:
     parsed = args("--port", "0", "--run-dir", str(tmp_path))
     todo = plan(parsed)
     [(_, _, prefill), (_, _, decode)] = todo.workers
@@ -282,13 +282,13 @@ def test_greeting_tells_where_workers_take_orders(tmp_path) -> None:
 @pytest.mark.parametrize(
     ("host", "url"), [("::1", "http://[::1]:"), ("::", "http://[::1]:"), ("0.0.0.0", "http://127.")]
 )
-def test_address_that_is_listened_on_is_one_that_can_be_asked(host, url, tmp_path, monkeypatch) -> None:
+def test_greeting_names_reachable_address_of_listen_host(host, url, tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("tandem_services.cli.up.listen", lambda *_: socket.socket())
     parsed = args("--host", host, "--port", "8123", "--run-dir", str(tmp_path))
     assert f"tandem-mini at {url}" in greeting_of(parsed, plan(parsed))
 
 
-def test_no_proxy_is_asked_whether_our_own_processes_are_ready(monkeypatch) -> None:
+def test_readiness_of_own_processes_bypasses_proxy(monkeypatch) -> None:
     """With HTTP_PROXY set and no NO_PROXY, `tandem up` waited in vain."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")

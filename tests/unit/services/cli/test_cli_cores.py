@@ -71,7 +71,7 @@ def test_workers_without_a_core_split_are_not_pinned(argv, claimed):
     assert none.flag(0) is None
 
 
-def test_second_system_takes_what_the_first_has_left(claim):
+def test_second_system_takes_free_cores(claim):
     first, second = claim(4, workers=2), claim(4, workers=2)
     assert (first.of_worker, second.of_worker) == (("0", "1"), ("2", "3"))
     assert claim(4, workers=2).of_worker == ()

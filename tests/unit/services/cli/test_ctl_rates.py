@@ -85,7 +85,7 @@ def test_measurement_that_ends_early_writes_nothing(worker, tmp_path, capsys, li
     assert not (tmp_path / "r.json").exists()
 
 
-def test_missing_folder_is_found_before_the_worker_is_asked(worker, tmp_path, capsys):
+def test_missing_folder_is_reported_before_worker_call(worker, tmp_path, capsys):
     assert ctl(worker, "--out", str(tmp_path / "none" / "r.json")) != 0
     assert "does not exist" in capsys.readouterr().err
     assert worker.bodies == []

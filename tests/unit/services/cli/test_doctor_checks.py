@@ -204,7 +204,7 @@ def test_locked_memory_matters_where_devices_read_it(machine):
     assert_ok(resources.locked_memory(machine, resource.RLIM_INFINITY))
 
 
-def test_redis_that_is_missing_is_named_with_what_installs_it(tmp_path):
+def test_missing_redis_is_reported_with_install_command(tmp_path):
     def find() -> str:
         raise StartupError("neither is installed; Tandem needs Redis: run 'apt-get install redis-server'")
 

@@ -58,7 +58,7 @@ def of_somebody_else(monkeypatch):
     return lambda: monkeypatch.setattr(keys_command, "_replace", seen)
 
 
-def test_file_keeps_its_owner_and_is_his_before_it_has_its_mode(tmp_path, monkeypatch, of_somebody_else) -> None:
+def test_rewritten_key_file_keeps_owner_set_before_mode(tmp_path, monkeypatch, of_somebody_else) -> None:
     """`sudo tandem keys create` made the file root's, and the gateway could not read it any more."""
     path = tmp_path / "keys.json"
     assert create("search", "--file", str(path)) == 0

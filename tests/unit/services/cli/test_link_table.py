@@ -17,7 +17,7 @@ def test_measured_link_has_its_figures():
     assert table(link)[1] == ["d@7", "5.12", "0.41", "ms", "shm", "12", "s"]
 
 
-def test_link_without_figures_says_why():
+def test_link_without_figures_shows_reason():
     rows = table(
         LinkReport(peer="b@1", problem="no answer"),
         LinkReport(peer="a@1", transport=LinkTransport.TCP, condition="expected rdma, got tcp", broken=True),

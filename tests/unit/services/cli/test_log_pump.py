@@ -58,7 +58,7 @@ def test_lines_get_a_time_where_they_have_none(tmp_path):
 @pytest.mark.parametrize(
     ("to", "file", "shown"), [("files", "a\n", ""), ("stdout", None, "c: a\n"), ("both", "a\n", "c: a\n")]
 )
-def test_output_goes_where_log_to_says(to, file, shown, tmp_path):
+def test_output_goes_to_destination_of_log_to(to, file, shown, tmp_path):
     reading, writing = os.pipe()
     child = Piped(LogPump(to=LogTo(to), stdout=writing), tmp_path)
     child.write(b"a\n")
@@ -151,7 +151,7 @@ def test_full_log_is_rotated_and_foreign_files_stay(tmp_path, monkeypatch):
     }
 
 
-def test_last_words_of_a_child_are_complete(tmp_path):
+def test_output_of_exited_child_is_complete(tmp_path):
     code = "import sys; print('x' * 100_000); sys.stderr.write('tandem: error: out of luck\\n'); sys.exit(3)"
     reading, writing = os.pipe()
     supervisor = Supervisor(pump=LogPump(to=LogTo.STDOUT, stdout=writing))

@@ -134,7 +134,7 @@ def test_command_of_the_lab_where_it_is_missing_names_it(monkeypatch, capsys):
     assert "tandem_lab is not installed here: pip install 'tandem-llm[lab]'" in capsys.readouterr().err
 
 
-def test_hints_install_what_pyproject_names():
+def test_install_hints_name_extras_of_pyproject():
     """The distribution's own name, and nothing of a stranger's."""
     root = Path(__file__).parents[4]
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]

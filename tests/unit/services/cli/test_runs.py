@@ -94,7 +94,7 @@ def loading():
         thread.join()
 
 
-def test_ps_lists_url_model_and_what_processes_do(state, started, loading, capsys):
+def test_ps_lists_url_model_and_state_of_processes(state, started, loading, capsys):
     process = started()
     record(state / "8000", identity_of(process), 1, health_port=loading)
     assert main(["ps"]) == 0

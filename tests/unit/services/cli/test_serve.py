@@ -101,7 +101,7 @@ def test_every_process_has_the_commit_of_the_start(started, tmp_path, monkeypatc
     assert f"--model-root org/mini@{commit}" in lines["gateway"]
 
 
-def test_clients_see_what_a_model_is():
+def test_served_model_names_and_root_reach_clients():
     words = [
         "gateway",
         "--redis-url",

@@ -50,7 +50,7 @@ def test_terminal_has_a_row_with_a_bar_for_each_process():
 
 
 @pytest.mark.parametrize(("name", "value"), [("FORCE_COLOR", "1"), ("TTY_COMPATIBLE", "1")])
-def test_pipe_has_no_control_codes_whatever_is_set(monkeypatch, name, value):
+def test_pipe_output_has_no_control_codes_in_any_setting(monkeypatch, name, value):
     monkeypatch.setenv(name, value)
     assert shown_on(io.StringIO()).splitlines() == [
         "decode-0: weights 61 % of 4.00 GiB, 12.3 s after the start",

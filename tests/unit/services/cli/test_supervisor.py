@@ -25,7 +25,7 @@ def failing(number):
     return call
 
 
-def test_child_that_exits_while_starting_shows_its_last_words(tmp_path) -> None:
+def test_child_that_exits_at_start_shows_end_of_its_output(tmp_path) -> None:
     supervisor = Supervisor()
     code = "import sys; print('cannot find my shoes'); sys.exit(3)"
     supervisor.start(Child(name="walker", argv=[sys.executable, "-c", code], log=tmp_path / "walker.log"))

@@ -44,7 +44,7 @@ def test_version_flag_imports_next_to_nothing():
     assert not {"torch", "numpy", "yaml", "httpx", "rich", "msgspec"} & {*modules}
 
 
-def test_version_command_has_what_decides_an_engines_behavior(capsys):
+def test_version_command_lists_packages_of_engine_behavior(capsys):
     assert main(["version", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert list(found)[:3] == ["tandem", "commit", "python"]
@@ -53,7 +53,7 @@ def test_version_command_has_what_decides_an_engines_behavior(capsys):
     assert found["kernel_target"] in {*TARGETS, NATIVE}
 
 
-def test_version_of_what_is_not_installed_is_null(monkeypatch, capsys):
+def test_version_of_missing_package_is_null(monkeypatch, capsys):
     monkeypatch.setattr(version, "OTHERS", ("torch-that-is-not-there",))
     monkeypatch.setattr(version, "TARGET", ("false",))
     assert main(["version", "--json"]) == 0

@@ -13,7 +13,7 @@ def test_all_checks_must_pass():
     assert report.http_status == 503
 
 
-def test_draining_process_is_not_ready_whatever_its_checks_say():
+def test_draining_process_is_not_ready_with_passing_checks():
     health = Health()
     health.drain()
     assert health.report().status == "draining"

@@ -12,7 +12,7 @@ def test_unknown_values_do_not_become_labels():
     assert bounded_label("/made/up", {"/v1/models"}) == "other"
 
 
-async def test_registry_tells_about_its_process():
+async def test_registry_has_metrics_of_its_process():
     assert b"process_resident_memory_bytes" in await render(new_registry())
 
 

@@ -241,7 +241,7 @@ async def redirected_to_a_taker(
     return owner, taker, asked
 
 
-async def test_what_a_moving_slot_has_given_away_is_asked_there(cluster_line, cluster):
+async def test_migrated_key_of_moving_slot_is_read_from_target_node(cluster_line, cluster):
     owner, taker, asked = await redirected_to_a_taker(cluster_line, cluster)
     assert taker.sent == [b"ASKING", b"GET gone"]
     taker.replies.put_nowait(b"OK")

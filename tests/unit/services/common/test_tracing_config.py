@@ -90,7 +90,7 @@ def test_tracing_flags_of_serving_commands_default_to_off(command, monkeypatch):
     assert tracing_of(args) is None
 
 
-def test_otlp_flag_without_packages_names_what_to_install(monkeypatch):
+def test_otlp_flag_without_packages_names_extra_to_install(monkeypatch):
     real = builtins.__import__
 
     def without_sdk(name: str, *rest: object) -> object:

@@ -37,7 +37,7 @@ def prices(clock) -> AdapterPrices:
     return AdapterPrices(clock=clock)
 
 
-def test_absence_costs_what_loads_were_measured_to_cost(prices):
+def test_absent_adapter_costs_measured_load_time(prices):
     workers = [worker("has", resident=(DIGEST,)), worker("fast", byte_s=1e-8), worker("new")]
     assert prices.absences(query(), workers) == {
         "fast@1": Absence(pytest.approx(COMMAND_S + SIZE * 1e-8), 0.0),
@@ -48,7 +48,7 @@ def test_absence_costs_what_loads_were_measured_to_cost(prices):
     assert prices.absences(query(adapter=b""), workers) == {}
 
 
-def test_full_memory_adds_what_makes_way(prices):
+def test_full_adapter_memory_adds_eviction_cost(prices):
     full = worker("w", limit=1, resident=(OTHER,), mean_size=3 * SIZE, byte_s=1e-8)
     [absence] = prices.absences(query(), [full]).values()
     assert absence.evict_s == pytest.approx(COMMAND_S + 3 * SIZE * 1e-8)
@@ -91,7 +91,7 @@ def choice_of(view: WorkerView) -> Choice:
         ({"refused": (DIGEST,)}, True, False),
     ],
 )
-def test_worker_serves_what_it_has_or_can_load(memory, registered, able):
+def test_worker_serves_resident_or_loadable_adapters(memory, registered, able):
     assert query(registered=registered).served_by(worker("w", **memory)) is able
 
 

@@ -22,7 +22,7 @@ def hashed(monkeypatch) -> list[int]:
     return calls
 
 
-async def test_prompt_that_is_asked_for_again_is_hashed_once(hashed):
+async def test_repeated_prompt_is_hashed_once(hashed):
     last = LastChain()
     chains = [await last.of(PROMPT, 16, space=BASE_SPACE, most_blocks=100) for _ in range(3)]
     assert chains[0] == chains[1] == chains[2] == chain_hashes(PROMPT, 16, parent=chain_seed(""))

@@ -40,7 +40,7 @@ def fetches(*candidates: Candidate) -> dict[str, str | None]:
     return {each.view.worker_id: each.fetch and each.fetch.source.worker_id for each in found}
 
 
-def test_idle_worker_fetches_what_a_busy_one_has():
+def test_idle_worker_fetches_prefix_from_busy_one():
     home = candidate("home", Role.PREFILL, matched=960, queue_tokens=100_000, prefill_rate=10_000)
     option = choose(home, candidate("idle", Role.PREFILL), candidate("d", Role.DECODE))
     assert option.computing.view.worker_id == "idle"
@@ -67,7 +67,7 @@ def test_prefix_of_previous_turn_is_fetched_from_decode_worker():
     assert (option.prefill.fetch.source.worker_id, option.prefill.fetch.tokens) == ("d", 960)
 
 
-def test_what_is_reserved_is_what_is_left_to_compute():
+def test_reserved_tokens_are_those_left_to_compute():
     option = choose(candidate("p", Role.PREFILL), candidate("d", Role.DECODE, matched=960))
     assert [claim.queue_tokens for claim in claims_of(option, DEMAND)] == [40, 0]
 
@@ -82,7 +82,7 @@ def test_what_is_reserved_is_what_is_left_to_compute():
     ],
     ids=["slow link", "broken link", "a token", "slow turns"],
 )
-def test_what_does_not_pay_is_not_fetched(source):
+def test_fetch_without_gain_is_not_planned(source):
     have = candidate("d", Role.DECODE, **{"matched": 960, **source})
     assert fetches(candidate("p", Role.PREFILL), have)["p"] is None
 
@@ -103,7 +103,7 @@ def test_fetch_overlaps_with_queue_time_in_cost():
     assert terms["prefix_fetch"] == 0.0
 
 
-def test_nearer_of_two_sources_is_asked():
+def test_nearer_of_two_fetch_sources_is_chosen():
     near = candidate("near", Role.DECODE, matched=928)
     far = candidate("far", Role.DECODE, matched=960, links={"p@1": 1e6})
     assert fetches(candidate("p", Role.PREFILL), near, far)["p"] == "near"

@@ -38,7 +38,7 @@ PREFILL = candidate("p", Role.PREFILL)
     [(0, 64, True), (0, 65, False), (16, 80, True), (16, 81, False), (512, 576, True)],
     ids=["short prompt", "nothing cached", "64 missing", "65 missing", "long conversation, short turn"],
 )
-def test_decode_worker_computes_the_short_rest_of_what_it_has(matched, prompt, may) -> None:
+def test_decode_worker_computes_short_rest_of_cached_prompt(matched, prompt, may) -> None:
     assert alone(PREFILL, candidate("d", Role.DECODE, matched=matched), prompt=prompt) == (["d"] if may else [])
 
 

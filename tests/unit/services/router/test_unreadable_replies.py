@@ -154,7 +154,7 @@ async def test_counters_that_are_no_numbers_are_no_answer(counter, client, caplo
         (clearing, b"text", f"ZREM for {KEYS.quarantine} cannot be read"),
     ],
 )
-async def test_what_lies_in_redis_in_place_of_ours_is_named_in_the_log(ask, answer, named, client, caplog):
+async def test_unreadable_value_in_redis_is_named_in_log(ask, answer, named, client, caplog):
     """Nothing told of it; a quarantine that could not be read was an empty one, and forgotten here as well."""
     client._line = Answers(answer)
     with pytest.raises(UnreadableReplyError):

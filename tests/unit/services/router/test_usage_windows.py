@@ -32,7 +32,7 @@ def test_tokens_count_like_requests_and_all_or_nothing_is_taken():
     assert (usage.refused, usage.requests, usage.tokens) == (Refused.TOKENS, 1, 90)
 
 
-def test_what_is_larger_than_the_limit_never_fits():
+def test_request_above_limit_never_fits():
     usage = UsageWindows().take(UsageLimits(tokens=100), Ask(tokens=101), 5.0)
     assert (usage.refused, usage.retry_s) == (Refused.TOKENS, None)
 
@@ -47,7 +47,7 @@ def test_unused_tokens_are_returned_to_their_own_second():
     assert windows.take(limits, Ask(tokens=40), 62.0).refused is Refused.NOTHING
 
 
-def test_giving_back_what_has_left_the_window_makes_no_room():
+def test_refund_of_expired_tokens_frees_no_quota():
     windows, limits = UsageWindows(), UsageLimits(tokens=100)
     second = windows.take(limits, Ask(tokens=100), 0.0).second
     windows.take(limits, Ask(tokens=100), 70.0)

@@ -66,7 +66,7 @@ def test_ties_are_broken_at_random():
         ((), (), ("name:80",), None),
     ],
 )
-def test_only_what_is_ready_and_in_the_subset_is_chosen(places, ready, subset, expected):
+def test_only_ready_endpoints_of_subset_are_chosen(places, ready, subset, expected):
     endpoints = make(*places, ready=ready)
     if expected is not None:
         assert endpoints.choose(subset) == expected
@@ -76,7 +76,7 @@ def test_only_what_is_ready_and_in_the_subset_is_chosen(places, ready, subset, e
     assert (caught.value.status, caught.value.retry_after) == (503, 2.0)
 
 
-async def test_ready_are_those_that_say_so():
+async def test_endpoints_with_status_200_are_ready():
     def answer(request: httpx.Request) -> httpx.Response:
         if request.url.port == 8002:
             raise httpx.ConnectError("refused")

@@ -68,7 +68,7 @@ async def test_choice_is_released_once(holds, ledger, clock):
     assert holds.find("a").state == "released"
 
 
-async def test_choice_for_a_gateway_leaves_to_it_what_it_has_redeemed(holds, ledger, clock):
+async def test_release_for_gateway_leaves_redeemed_claims(holds, ledger, clock):
     holds.hold(held("a", clock, for_gateway=True))
     await holds.release("a")
     assert (ledger.released, ledger.unredeemed) == ([], ["a"])

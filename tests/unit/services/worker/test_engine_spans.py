@@ -137,7 +137,7 @@ def test_spans_have_cached_tokens_by_tier(collector):
         assert "tandem.cache.fetched_tokens" not in span.attributes
 
 
-def test_error_and_what_led_to_it(collector):
+def test_failed_request_span_has_error_retractions_and_fetch(collector):
     fetch = FetchReport(peer="w2@5", pages=4, bytes=64, wait_s=0.002)
     failed = msgspec.structs.replace(
         ALONE, finish=FinishReason.ERROR, error="engine_error", retractions=2, resumed_tokens=7, fetch=fetch

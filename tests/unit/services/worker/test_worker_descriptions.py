@@ -121,7 +121,7 @@ async def test_description_that_redis_lost_is_sent_again(worker):
     assert await worker.beats(2) == [True, False]
 
 
-async def test_members_follow_from_what_joined_and_left(worker):
+async def test_known_members_follow_joins_and_leaves(worker):
     def answer(generation: int, **changes: tuple[str, ...]) -> HeartbeatReply:
         return HeartbeatReply(status=LeaseStatus.RENEWED, epoch="e", generation=generation, workers=3, **changes)
 

@@ -75,7 +75,7 @@ async def test_follower_is_ready_if_serving_and_live_while_reporting():
 
 
 @pytest.mark.parametrize("status", [0, 3])
-async def test_asked_to_leave_it_leaves_with_the_engine_and_its_status(tmp_path, status):
+async def test_follower_that_leaves_returns_engine_exit_status(tmp_path, status):
     program = NODE_PROCESS.replace("{status}", str(status))
     context = IpcContext()
     service = FollowerService(config(node_command=(sys.executable, "-c", program)), context, tmp_path, MonotonicClock())
@@ -88,7 +88,7 @@ async def test_asked_to_leave_it_leaves_with_the_engine_and_its_status(tmp_path,
     context.close()
 
 
-def test_ranks_process_gets_what_the_worker_was_given():
+def test_rank_process_gets_flags_of_the_worker():
     argv = node_argv(config(host="10.0.0.8", engine_flags=("--nnodes", "2")), control="ipc:///c")
     assert argv[-2:] == ["--nnodes", "2"]
     assert argv[3:] == [

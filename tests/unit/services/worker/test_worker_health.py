@@ -159,7 +159,7 @@ async def test_ready_gives_its_reasons(probed, client):
     assert response.json()["reasons"] == ["engine: loading the model"]
 
 
-async def test_worker_on_standby_says_so_once_nothing_else_is_missing(probed, client):
+async def test_worker_reports_standby_when_otherwise_ready(probed, client):
     """An operator goes by that word: it sends a canary to nobody who could not answer."""
     missing = ["loading the model"]
     probed.health.add_check("engine", lambda: missing[0] if missing else None)
@@ -215,7 +215,7 @@ async def test_queue_wait_reason_is_a_label_absent_if_none_wait(probed, client):
     assert 'tandem_worker_queue_head_waits{reason="no_pages"} 1.0' in (await client.get("/metrics")).text
 
 
-async def test_before_the_engine_reports_only_the_service_speaks(probed, client):
+async def test_health_before_engine_reports_covers_service_only(probed, client):
     probed.stats = None
     text = (await client.get("/metrics")).text
     assert "tandem_worker_registered 1.0" in text
@@ -376,7 +376,7 @@ async def test_order_that_makes_no_sense_never_reaches_the_engine(probed, client
         (TimeoutError(), 504, "timeout"),
     ],
 )
-async def test_order_that_was_not_carried_out_says_why(probed, client, outcome, status, code):
+async def test_failed_order_reports_reason(probed, client, outcome, status, code):
     probed.outcome = outcome
     response = await client.post("/flush_cache")
     assert (response.status_code, response.json()["code"]) == (status, code)

@@ -158,7 +158,7 @@ moves = st.lists(st.tuples(st.integers(0, 3), st.sampled_from(HELD)), min_size=1
 
 @given(moves=moves, replay_after=st.integers(0, 30))
 @settings(max_examples=100, deadline=None)
-def test_index_knows_what_is_in_host_memory_alone(moves, replay_after):
+def test_index_marks_blocks_in_host_memory_only(moves, replay_after):
     """Each move stores a block in a tier, or removes it from there, marked as the engine's tiers mark it."""
 
     async def scenario() -> None:

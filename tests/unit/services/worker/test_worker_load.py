@@ -93,7 +93,7 @@ def test_work_after_idleness_gets_its_time(monitor, clock):
     assert monitor.state is WorkerState.READY
 
 
-def test_draining_is_said_whatever_else_is(monitor, clock):
+def test_draining_state_has_precedence_over_others(monitor, clock):
     monitor.draining = True
     clock.advance(100)
     assert monitor.state is WorkerState.DRAINING
@@ -111,7 +111,7 @@ def test_idle_counts_only_from_statistics_that_are_recent_enough(monitor, clock)
     assert monitor.idle_since(began + 1)
 
 
-def test_before_the_first_statistics_the_self_test_speaks(monitor):
+def test_load_before_first_statistics_is_that_of_self_test(monitor):
     record = describe(config(), ready_message("w1@5"), monitor, health_endpoint="http://h:1")
     assert record.load.prefill_rate == 1000.0
     assert record.load.step_s == record.load.step_base_s == 0.004
@@ -136,7 +136,7 @@ def test_statistics_become_load(monitor):
     assert load.token_bytes == 2 * 2 * 8 * 4
 
 
-def test_token_weighs_what_all_ranks_have_of_it(monitor):
+def test_token_bytes_count_all_ranks(monitor):
     ready = ready_message("w1@5")
     shared = msgspec.structs.replace(ready, geometry=msgspec.structs.replace(ready.geometry, tp_size=2))
     weights = [

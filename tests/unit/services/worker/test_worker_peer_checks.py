@@ -104,7 +104,7 @@ async def test_another_incarnation_at_the_address_is_no_answer(rack, watch, regi
     assert gone == ["w@0"]
 
 
-async def test_peer_that_has_left_is_gone_without_being_asked(rack, watch, registry, checks, gone):
+async def test_peer_that_left_is_removed_without_probe(rack, watch, registry, checks, gone):
     engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9)))
     checks.observe([engine.view])
     registry.fenced.add("w@1")

@@ -18,7 +18,7 @@ def members(*names: str) -> frozenset[str]:
     return frozenset(names)
 
 
-def test_missing_member_is_asked_before_it_is_gone(watch):
+def test_missing_member_is_probed_before_removal(watch):
     watch.update("e", members("me@1", "a@1", "b@1"))
     assert watch.update("e", members("me@1", "b@1")) == members()
     assert watch.due() == members("a@1")
@@ -36,19 +36,19 @@ def test_older_incarnation_proves_nothing(watch):
     assert watch.due() == members("a@10")
 
 
-def test_unchanged_list_says_nothing(watch):
+def test_unchanged_member_list_removes_no_member(watch):
     watch.update("e", members("a@1"))
     assert watch.update("e", None) == members()
     assert watch.due() == members()
 
 
-def test_being_left_out_of_a_list_does_not_make_oneself_gone(watch):
+def test_own_absence_from_member_list_is_ignored(watch):
     watch.update("e", members("me@1", "a@1"))
     assert watch.update("e", members("a@1")) == members()
     assert watch.due() == members()
 
 
-def test_member_that_answers_is_asked_again_later(watch, clock):
+def test_missing_member_that_answers_is_probed_again_later(watch, clock):
     watch.update("e", members("a@1"))
     watch.update("e", members())
     watch.answered("a@1")
@@ -70,7 +70,7 @@ def test_after_a_wipe_members_have_a_fencing_period_to_come_back(watch, clock):
     assert watch.due() == members()
 
 
-def test_after_a_wipe_a_member_that_came_back_is_not_asked_later(watch, clock):
+def test_member_back_after_wipe_is_not_probed_again(watch, clock):
     watch.update("first", members("a@1"))
     watch.update("second", members())
     watch.update("second", members("a@1"))

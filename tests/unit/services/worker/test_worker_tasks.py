@@ -21,7 +21,7 @@ async def test_task_that_raises_is_named_and_its_error_logged(caplog):
     assert "of no use" in caplog.text
 
 
-async def test_cancelling_ends_all_but_what_is_kept_and_is_no_failure():
+async def test_cancelling_ends_all_but_kept_tasks_without_failure():
     failed: list[str] = []
     ended: list[str] = []
     tasks = NamedTasks(failed=failed.append)

@@ -30,7 +30,7 @@ def test_not_before_it_has_been_introduced():
 
 
 @pytest.mark.parametrize("report", [{"bytes_per_s": 1e9}, {"problem": "no answer"}, {"broken": True}])
-def test_link_that_was_tested_is_enough_whatever_came_of_it(report):
+def test_tested_link_counts_with_any_result(report):
     worker = Worker()
     worker.peers = (peer("p0"), peer("p1"))
     assert worker.warm.check() == "2 of 2 links are not tested yet"

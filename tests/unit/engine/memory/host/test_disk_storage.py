@@ -162,7 +162,7 @@ def test_block_is_stored_once(opened):
     assert fetch(storage, 1) == (Fetched.WHOLE, bytes(page(1)))
 
 
-def test_clearing_forgets_what_is_stored_and_what_is_about_to_be(opened, tmp_path):
+def test_clearing_forgets_stored_and_pending_blocks(opened, tmp_path):
     storage = opened()
     storage.put(key(1), page(1)).result()
     storage.put(key(2), page(2))

@@ -17,7 +17,7 @@ def test_cache_never_grows_into_the_reserve():
     assert pages.cache_capacity == 3
 
 
-def test_swapping_uses_what_is_free_beyond_its_reserve():
+def test_swap_uses_free_pages_beyond_its_reserve():
     pages = HostPages(5, reserve=2)
     swapped = pages.take_for_swap(4)
     assert len(swapped) == 4

@@ -44,7 +44,7 @@ def test_cached_rejections_are_bounded_and_evict_no_grammar():
     assert len(cache) == 4
 
 
-def test_options_are_part_of_what_a_grammar_is():
+def test_options_are_part_of_grammar_key():
     cache = GrammarCache(3)
     cache.keep(GrammarSpec(kind=GrammarKind.JSON_OBJECT), compiled())
     assert cache.find(GrammarSpec(kind=GrammarKind.JSON_OBJECT, whitespace_pattern="")) is None

@@ -98,7 +98,7 @@ def test_slow_grammar_does_not_hold_up_all_others(compiler, backend):
         assert backend.busy.acquire(timeout=WAIT)
 
 
-def test_closing_gives_up_what_is_being_compiled_and_what_waits(backend):
+def test_closing_cancels_running_and_queued_compilations(backend):
     compiler = GrammarCompiler(backend, cache_size=4)
     futures = [compiler.compile(toy_grammar(name=str(number))) for number in range(WORKERS + 3)]
     for _ in range(WORKERS):
@@ -108,6 +108,6 @@ def test_closing_gives_up_what_is_being_compiled_and_what_waits(backend):
     assert all(future.cancelled() or future.exception() is not None for future in futures)
 
 
-def test_engine_without_grammars_says_why():
+def test_engine_without_grammars_reports_reason():
     with pytest.raises(InvalidRequestError, match="regex output is not available: no tokenizer"):
         NoGrammars("no tokenizer").find(toy_grammar())

@@ -443,7 +443,7 @@ def test_process_that_was_killed_while_it_waited_is_replaced():
     backend.close()
 
 
-def test_closing_ends_the_process_and_what_comes_later_fails():
+def test_closing_ends_process_and_later_calls_fail():
     backend = make_backend()
     backend.compile(spec(GrammarKind.REGEX, "a"))
     (prober,) = backend._all

@@ -112,7 +112,7 @@ CASES = [*product([0, 1, 4], [True, False], [None, ToyRule(every=2, length=6)], 
 
 
 @pytest.mark.parametrize(("tokens", "opened", "rule", "begin", "end"), CASES)
-def test_whatever_was_tried_before_only_the_output_counts(tokens, opened, rule, begin, end):
+def test_reasoning_budget_counts_accepted_output_only(tokens, opened, rule, begin, end):
     """Against the plain rule, over outputs of few distinct tokens, with guesses that are taken back."""
     rng = random.Random(tokens)
     for _ in range(12):

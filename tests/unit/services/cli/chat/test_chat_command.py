@@ -78,7 +78,7 @@ def test_reasoning_is_no_part_of_the_conversation(monkeypatch) -> None:
     assert asked[1][1] == {"role": "assistant", "content": "Hello!"}
 
 
-def test_reasoning_is_not_in_what_goes_to_a_pipe(monkeypatch, capsys) -> None:
+def test_piped_output_has_no_reasoning(monkeypatch, capsys) -> None:
     talk(monkeypatch, THOUGHTFUL, said="Hi", terminal=False)
     assert capsys.readouterr().out.startswith("Hello!\n[")
 

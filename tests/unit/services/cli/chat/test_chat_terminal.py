@@ -141,7 +141,7 @@ def test_pipe_gets_plain_text_without_escapes(tmp_path) -> None:
 
 @pytest.mark.skipif(shutil.which("tmux") is None, reason="NOT CHECKED: tmux is not installed")
 @pytest.mark.parametrize("columns", [20, 80, 200])
-def test_screen_shows_whole_words_and_every_line_once(columns: int, state, tmp_path) -> None:
+def test_screen_wraps_at_words_and_shows_every_line_once(columns: int, state, tmp_path) -> None:
     tmux = ["tmux", "-f", "/dev/null", "-S", str(tmp_path / "socket")]
 
     def screen() -> str:

@@ -42,7 +42,7 @@ def test_failure_shows_the_whole_message():
     assert "NoSpace: spec.storage.newClaim.size: raise it" in caches_table([cache(conditions=[failed])], [])
 
 
-def test_no_cache_says_how_to_make_one():
+def test_empty_cache_list_explains_how_to_create_one():
     assert "docs/model-cache.md" in caches_table([], [])
 
 

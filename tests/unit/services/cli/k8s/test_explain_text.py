@@ -41,11 +41,11 @@ def record(**choice):
         ),
     ],
 )
-def test_choice_says_where_cached_tokens_were(choice, told):
+def test_explained_choice_names_tier_of_cached_tokens(choice, told):
     assert told in explain_text(record(**choice))
 
 
-def test_gateway_of_an_older_release_does_not_say():
+def test_explanation_of_older_gateway_lacks_field():
     older = record()
     del older["choices"][0]["cache_hits"]
     assert "64 of the prompt cached;" in explain_text(older)

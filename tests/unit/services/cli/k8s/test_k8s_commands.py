@@ -76,7 +76,7 @@ def test_help_is_there_at_once():
 # status, roles, queue, decisions
 
 
-def test_status_is_a_tree_by_what_the_api_server_knows(kubectl, api):
+def test_status_is_tree_from_api_server_alone(kubectl, api):
     status, out, _ = kubectl("status", "llama", "--no-figures")
     assert status == 0
     assert re.search(r"^llama +Progressing", out, re.MULTILINE)
@@ -95,13 +95,13 @@ def test_status_is_a_document_for_programs(kubectl, kind, read):
     assert [pod["pod"]["state"] for pod in decode["revisions"][0]["pods"]] == ["Ready", "Unschedulable"]
 
 
-def test_pods_that_cannot_be_asked_are_shown_with_the_reason(kubectl):
+def test_unreachable_pods_are_shown_with_reason(kubectl):
     _, out, _ = kubectl("status")
     assert "no response: the kubelet reports: nobody listens on 9090" in out
     assert "not counted" in kubectl("queue")[1]
 
 
-def test_nothing_to_show_says_where_it_looked(kubectl, api):
+def test_empty_result_names_searched_namespace(kubectl, api):
     api.objects[SERVICES] = []
     for name in ("status", "roles", "queue", "decisions"):
         assert kubectl(name)[:2] == (0, "no ModelService in namespace models (-n NAME, -A for all)\n")
@@ -138,14 +138,14 @@ def test_status_watch_continues_while_api_server_is_unavailable(kubectl, api, mo
         (500, "the API server answers 500"),
     ],
 )
-def test_refusal_says_what_to_do(kubectl, api, refusal, told):
+def test_refusal_names_the_fix(kubectl, api, refusal, told):
     api.objects[f"{SERVICES}/llama"] = refusal
     status, _, err = kubectl("status", "llama")
     assert status == 3
     assert re.search(told, err)
 
 
-def test_without_a_kubeconfig_it_says_how_to_name_one(tmp_path, capsys):
+def test_missing_kubeconfig_error_names_flag(tmp_path, capsys):
     assert command.main(["status", "--kubeconfig", str(tmp_path / "none")]) == 2
     assert f"--kubeconfig {tmp_path / 'none'}: no usable kubeconfig" in capsys.readouterr().err
 
@@ -196,7 +196,7 @@ def test_scale_patches_worker_pool_with_external_autoscaling(kubectl, api):
         ({}, [], "say how many: --prefill N, --decode N, or both"),
     ],
 )
-def test_scale_that_would_not_last_or_says_nothing_is_refused(kubectl, api, spec, words, told):
+def test_scale_without_effect_or_count_is_rejected(kubectl, api, spec, words, told):
     api.objects |= deployed(**spec)
     status, _, err = kubectl("scale", "llama", *words)
     assert (status, api.writes) == (2, [])
@@ -204,7 +204,7 @@ def test_scale_that_would_not_last_or_says_nothing_is_refused(kubectl, api, spec
 
 
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
-def test_pod_is_evicted_in_the_words_of_the_api_server(kubectl, api, version):
+def test_pod_is_evicted_by_served_eviction_version(kubectl, api, version):
     eviction = {"name": "pods/eviction", "group": "policy", "version": version}
     api.objects["/api/v1"] = {"resources": [eviction]}
     status, out, _ = kubectl("drain", "llama-decode-5d8f-a", "--no-wait")
@@ -222,7 +222,7 @@ def test_drain_reports_blocking_disruption_budget(kubectl, api):
     assert "Its disruption budget forbids it" in err
 
 
-def test_drain_ends_with_the_pod_or_says_that_it_does_not(api, tmp_path, capsys, monkeypatch):
+def test_drain_ends_with_pod_or_reports_remaining_pod(api, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(actions, "PATIENCE_S", 5.0)
     api.objects[f"{PODS}/llama-decode-5d8f-a"]["spec"]["terminationGracePeriodSeconds"] = 5
     pods = [api.objects[f"{PODS}/llama-decode-5d8f-a"]]
@@ -354,7 +354,7 @@ def test_flip_without_the_key_file_is_refused(kubectl, api, worker):
     assert "Secret llama-curve: keys.json is not a key file" in err
 
 
-def test_flip_that_the_autoscaler_may_undo_says_so(kubectl, api, worker):
+def test_flip_warns_that_autoscaler_may_undo_it(kubectl, api, worker):
     api.objects |= deployed(autoscaling={"mode": "internal"})
     status, _, err = kubectl("flip", "llama-decode-5d8f-a", "prefill")
     assert status == 0

@@ -93,7 +93,7 @@ def test_kubelet_error_is_reported(connect):
 @pytest.mark.parametrize(
     ("status", "told"), [(403, "grant `get` and `create` on `pods/portforward`"), (404, "refuses.*404")]
 )
-def test_refused_port_forward_says_what_is_missing(connect, status, told):
+def test_refused_port_forward_names_missing_permission(connect, status, told):
     with connect(refusal=status) as (_, client), pytest.raises(httpx.ConnectError, match=told):
         client.get("/")
 

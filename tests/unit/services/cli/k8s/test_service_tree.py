@@ -91,7 +91,7 @@ def text(service=None, *, pools=POOLS, pods=None, said=None, **options) -> str:
     return tree_text([tree], now=NOW, **options)
 
 
-def test_figures_are_what_a_worker_and_a_gateway_export():
+def test_figures_are_read_from_exported_metrics():
     worker = figures()["llama-decode-5d8f-a"]
     assert (worker.serves, worker.running, worker.waiting, worker.waiting_tokens) == ("decode", 3, 1, 2048)
     assert worker.kv_usage == pytest.approx(0.41)
@@ -118,7 +118,7 @@ def test_service_tree_shows_conditions_roles_revisions_pods():
         ("AutoscalingActive", "False", "•"),
     ],
 )
-def test_mark_says_whether_a_condition_is_as_it_should_be(kind, status, mark):
+def test_mark_shows_whether_condition_is_expected(kind, status, mark):
     shown = text(model_service(status=service_status(conditions=[condition(kind, status, "Reason")])))
     assert f"├─ {mark} {kind} " in shown
 
@@ -169,7 +169,7 @@ def test_service_that_no_operator_has_touched_is_shown():
     assert "0/2 ready" in shown
 
 
-def test_pod_that_says_nothing_or_is_not_offered_is_marked():
+def test_silent_or_unlisted_pod_is_marked():
     said = {
         "llama-decode-5d8f-a": "timed out",
         "llama-prefill-5d8f-a": worker_figures(exposition(Role.PREFILL, offered=False)),
@@ -232,12 +232,12 @@ def test_pod_that_says_nothing_or_is_not_offered_is_marked():
         ),
     ],
 )
-def test_state_of_a_pod_is_one_word_and_why(changes, state, failure):
+def test_pod_state_is_one_word_with_reason(changes, state, failure):
     seen = Pod.of(pod("w", role="decode", **changes))
     assert (seen.state, seen.failure, seen.ready) == (state, failure, state == "Ready")
 
 
-def test_pod_that_is_deleted_is_leaving_whatever_else_it_is():
+def test_deleted_pod_is_leaving_in_any_state():
     leaving = pod("w", role="decode")
     leaving["metadata"]["deletionTimestamp"] = "2026-01-01T12:00:00Z"
     assert Pod.of(leaving).state == "Terminating"
@@ -296,7 +296,7 @@ def test_decisions_are_listed_with_their_reasons():
         ({"autoscaling": {"mode": "external"}}, "spec.autoscaling.mode is external"),
     ],
 )
-def test_why_there_are_no_decisions_is_said(spec, why):
+def test_reason_for_missing_decisions_is_shown(spec, why):
     assert decisions_text([model_service(**spec)]) == f"no decisions: {why}"
 
 

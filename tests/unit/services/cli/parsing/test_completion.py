@@ -50,7 +50,7 @@ def offered(tmp_path_factory):
         (["tandem", "bench", "serve", "--num-p"], ["--num-prompts"]),
     ],
 )
-def test_bash_offers_what_fits(words, expected, offered):
+def test_bash_offers_matching_completions(words, expected, offered):
     assert offered(*words) == expected
 
 

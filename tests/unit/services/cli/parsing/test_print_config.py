@@ -119,7 +119,7 @@ def test_mask_of_a_secret_is_no_secret(tmp_path, capsys):
         (["router", "--redis-url", "redis://h", "--model", "/"], "no config.json"),
     ],
 )
-def test_print_config_refuses_what_would_not_start(argv, sentence, capsys):
+def test_print_config_rejects_settings_that_cannot_start(argv, sentence, capsys):
     assert main([*argv, "--print-config"]) == 2
     assert sentence in capsys.readouterr().err
 

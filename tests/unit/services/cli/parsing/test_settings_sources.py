@@ -141,7 +141,7 @@ def test_switch_with_a_negative_form_has_one_key(file, monkeypatch):
     assert parse("up", "--config", path).console is True
 
 
-def test_several_values_come_as_words_or_a_list(file, monkeypatch):
+def test_several_values_are_separate_arguments_or_list(file, monkeypatch):
     assert parse("up", "--config", file("allowed-hosts: [a, b]\n")).allowed_hosts == ["a", "b"]
     assert parse("up", "--config", file("allowed-hosts: a\n")).allowed_hosts == ["a"]
     monkeypatch.setenv("TANDEM_ALLOWED_HOSTS", "c 'd'")

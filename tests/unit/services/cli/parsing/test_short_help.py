@@ -60,7 +60,7 @@ def test_help_all_has_every_flag_in_a_group(command, helped):
     assert [word for word in ungrouped.split() if word.startswith("--")] == ["--help", "--help-all"]
 
 
-def test_help_of_a_group_a_flag_or_a_word(helped):
+def test_help_is_found_by_group_flag_or_word(helped):
     assert helped("up", "--help=workers").splitlines()[0] == "workers:"
     assert helped("up", "--help", "KV transfer").splitlines()[0] == "KV transfer:"
     for name in ("--max-model-len", "max-model-len", "max_model_len", "--context-length"):
