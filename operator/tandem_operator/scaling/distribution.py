@@ -4,6 +4,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 MAX_RANGES = 128
@@ -12,9 +13,12 @@ PARTS = 4
 """Points that stand for the values of one range."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Distribution:
-    """Values above 0. Within a range they are taken as evenly spread."""
+    """Values above 0. Within a range they are taken as evenly spread.
+
+    A decision reads these figures for every number of workers that it tries, so they are computed once.
+    """
 
     bounds: tuple[float, ...]
     """Upper ends of the ranges, ascending; the last range ends at twice the bound before it where that is infinite."""
@@ -38,7 +42,7 @@ class Distribution:
             raise ValueError("counts of a histogram must be finite and not negative")
         return Distribution(tuple(ends), tuple(counts), total)
 
-    @property
+    @cached_property
     def count(self) -> float:
         """Values in all ranges."""
         return math.fsum(self.counts)
@@ -48,7 +52,7 @@ class Distribution:
         """0 without values."""
         return self.sum / self.count if self.count else 0.0
 
-    @property
+    @cached_property
     def squared_variation(self) -> float:
         """Variance over the square of the mean; 0 without values."""
         if not self.count or not self.mean:
@@ -77,12 +81,17 @@ class Distribution:
         part = (value - low) / (self.bounds[place] - low)
         return (math.fsum(self.counts[:place]) + max(0.0, part) * self.counts[place]) / self.count
 
-    def points(self) -> Iterator[tuple[float, float]]:
+    def points(self) -> tuple[tuple[float, float], ...]:
         """Values with their shares of all: `PARTS` for each range that has any."""
-        count = self.count
-        for low, high, some in self._ranges():
-            for part in range(PARTS if some else 0):
-                yield low + (high - low) * (part + 0.5) / PARTS, some / count / PARTS
+        return self._points
+
+    @cached_property
+    def _points(self) -> tuple[tuple[float, float], ...]:
+        return tuple(
+            (low + (high - low) * (part + 0.5) / PARTS, some / self.count / PARTS)
+            for low, high, some in self._ranges()
+            for part in range(PARTS if some else 0)
+        )
 
     def since(self, before: "Distribution | None") -> "Distribution":
         """The increase; all of it if any count has become less or the ranges are others: the counter has restarted."""
