@@ -43,6 +43,7 @@ from tandem_engine.config import (
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 
 @dataclass(kw_only=True, slots=True)
@@ -248,10 +249,8 @@ class AccuracyReport(msgspec.Struct, frozen=True, kw_only=True):
 def run_accuracy(options: AccuracyOptions) -> int:
     """Entry point of the command; returns the exit status. Raises `EngineError`."""
     _require_one_vocabulary(options)
+    windows = _windows(options)
     loaded = options.baseline().weights.load(window=options.window, progress=not options.as_json)
-    if loaded.text is None:
-        raise ConfigError(f"{options.model_path} has no tokenizer.json, without which a text has no tokens")
-    windows = cut(loaded.text.encode(read_text(options.text)), options.window, at_most=options.tokens)
     variants = options.variants()
     table = Table(silent=options.as_json)
     with tqdm(
@@ -286,6 +285,14 @@ def _require_one_vocabulary(options: AccuracyOptions) -> None:
             raise ConfigError(
                 f"{path} has {theirs} token ids and {first} {size}: only models of one vocabulary can be compared"
             )
+
+
+def _windows(options: AccuracyOptions) -> list[tuple[int, ...]]:
+    """The text in tokens of the model. Reads no weights."""
+    folder = Path(options.model_path)
+    if not (folder / "tokenizer.json").is_file():
+        raise ConfigError(f"{folder} has no tokenizer.json, without which a text has no tokens")
+    return cut(TextTokenizer.load(folder).encode(read_text(options.text)), options.window, at_most=options.tokens)
 
 
 def _compared(measurement: "Measurement", variants: Sequence[Variant], options: AccuracyOptions) -> Iterator[Row]:
