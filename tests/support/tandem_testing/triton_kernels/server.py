@@ -1,7 +1,8 @@
 """Has torch and Triton imported, and forks a child for each order: a line with a module, a kind of checks, and files.
 
 The import takes two seconds of CPU, and there are a dozen modules of two kinds each. A server is for one kind: Triton
-reads TRITON_INTERPRET when it is imported.
+reads TRITON_INTERPRET when it is imported. A server of kernels to compile also has Triton's digest of its own files,
+which is part of the key of each compiled kernel.
 """
 
 import json
@@ -11,12 +12,15 @@ import traceback
 from pathlib import Path
 
 import torch.distributed.tensor  # noqa: F401 - for the children: assert_close imports it
-import triton  # noqa: F401
+import triton
+from triton.runtime.cache import triton_key
 
 from tandem_testing.triton_kernels.child import run
 
 
 def main() -> None:
+    if not triton.knobs.runtime.interpret:
+        triton_key()
     for order in sys.stdin:
         if (child := os.fork()) == 0:
             _obey(*json.loads(order))
