@@ -26,7 +26,7 @@ def test_no_init_file_shadows_the_standard_library(folder: str) -> None:
     assert not (ROOT / folder / "__init__.py").exists()
 
 
-def test_no_package_marker_stands_anywhere_under_tests() -> None:
+def test_tests_folder_has_no_package_markers() -> None:
     markers = [p for p in (ROOT / "tests").rglob("__init__.py") if "tandem_testing" not in p.parts]
     assert markers == []
 

@@ -42,6 +42,6 @@ def test_engine_with_knobs_has_faulty_parts(monkeypatch):
     assert [peer_setup._nixl(parts, side.socket.me, place, parallel)] == built
 
 
-def test_knob_around_a_part_that_is_gone_is_an_error():
+def test_knob_of_missing_part_is_an_error():
     with pytest.raises(AttributeError):
         put_in_place_of(peer_setup, "TheNameBefore", object())

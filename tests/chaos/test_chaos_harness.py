@@ -104,12 +104,12 @@ def test_slow_machine_extends_only_computing_share_of_bounds():
 
 
 @pytest.mark.parametrize(("during", "factor"), [(1.0, 3.0), (2.5, 3.0), (12.0, 12.0)])
-def test_slowness_measured_beside_a_scenario_stretches_its_bound(during, factor):
+def test_slowness_during_scenario_extends_its_bound(during, factor):
     slow = Slowness(cores=2, workers=4, contention=1.5, during=during)
     assert slow.allowed(1.0) == 1.0 + (factor - 1.0)
 
 
-async def test_probe_beside_a_scenario_measures_and_ends_with_it():
+async def test_probe_runs_during_scenario_and_ends_with_it():
     worst = Worst()
     async with beside(worst):
         await until(lambda: worst.contention > 1.0, 60.0, "three measurements")
@@ -298,7 +298,7 @@ def test_knobs_count_down_and_leave_evidence(tmp_path):
     assert reader.now().poison == -1
 
 
-def test_no_product_code_knows_of_the_knobs():
+def test_product_code_has_no_reference_to_knobs():
     sources = [path for part in ("engine", "services", "operator", "lab") for path in (ROOT / part).rglob("*.py")]
     assert len(sources) > 100
     assert [path for path in sources if "tandem_testing" in path.read_text("utf-8")] == []

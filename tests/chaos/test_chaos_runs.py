@@ -81,7 +81,7 @@ async def test_fault_that_never_happens_breaks_the_promise(tmp_path):
     assert run.problems == ["the fault never happened: a push"]
 
 
-async def test_load_of_the_slowest_stream_comes_again_unhurt(tmp_path):
+async def test_load_of_slowest_stream_is_repeated_without_fault(tmp_path):
     """Its own load alone, with other salts, and the longest silence stretches the bound."""
     load = PlayedLoad(silence_s=7.0)
     run = run_with(load, tmp_path)

@@ -21,7 +21,7 @@ def read(manifests: list[dict[str, Any]]) -> RuntimeOptions:
     return options_of(arguments)
 
 
-def test_installed_without_helm_it_looks_everywhere():
+def test_manifest_without_helm_watches_all_namespaces():
     options = read(list(yaml.safe_load_all((CHARTS / "install.yaml").read_text())))
     assert options.namespaces == ()
     assert options.election is not None

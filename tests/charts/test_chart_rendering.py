@@ -132,7 +132,7 @@ def test_every_object_is_labelled_and_found(rendered, case):
 
 
 @each_case
-def test_there_is_one_object_of_each_name(rendered, case):
+def test_rendered_objects_have_unique_names(rendered, case):
     names = [(one["kind"], one["metadata"].get("namespace"), one["metadata"]["name"]) for one in rendered[case]]
     assert len(set(names)) == len(names)
 

@@ -68,7 +68,7 @@ def test_there_are_no_wildcards_and_no_rights_to_get_more_rights():
 @pytest.mark.parametrize(
     "resource", ["pods/exec", "pods/attach", "pods/portforward", "pods/ephemeralcontainers", "nodes", "serviceaccounts"]
 )
-def test_way_out_of_its_job_is_no_right_of_it(resource):
+def test_operator_has_no_right_to_escalating_resources(resource):
     assert resource not in {one.split(".")[0] for one, _ in rights_of(OPERATOR)}
 
 

@@ -68,7 +68,7 @@ def test_every_label_in_an_expression_is_one_of_its_metric(target):
 
 
 @each_target
-def test_series_is_looked_for_where_it_is_exported(target):
+def test_dashboard_series_are_exported_by_their_source(target):
     for name, labels in re.findall(rf"({NAME})\{{([^}}]*)\}}", target["expr"]):
         source = "gateway" if 'instance=~"$gateway"' in labels else "worker"
         assert name in EXPORTED[source]
@@ -116,7 +116,7 @@ def test_dashboard_panels_have_description_unit_and_unique_title():
     assert sorted(titles) == sorted(set(titles))
 
 
-def test_panels_lie_beside_each_other_on_the_grid():
+def test_panels_do_not_overlap_on_the_grid():
     places = [panel["gridPos"] for panel in DASHBOARD["panels"]]
     assert all(place["x"] + place["w"] <= 24 for place in places)
     assert not [(a, b) for a, b in combinations(places, 2) if overlap(a, b)]

@@ -27,7 +27,7 @@ def test_committed_install_manifest_equals_rendered_chart(tmp_path):
 
 
 @pytest.mark.parametrize("release", supported_releases())
-def test_it_is_strictly_valid(release):
+def test_install_manifest_is_strictly_valid(release):
     assert all_errors(MANIFESTS, release) == []
 
 
@@ -39,6 +39,6 @@ def test_its_namespace_admits_its_pods():
     assert deployment["metadata"]["namespace"] == namespace["metadata"]["name"]
 
 
-def test_nothing_in_it_claims_to_be_helms():
+def test_install_manifest_has_no_helm_labels():
     assert "helm.sh" not in COMMITTED.read_text()
     assert "managed-by" not in COMMITTED.read_text()

@@ -154,7 +154,7 @@ def test_last_may_use_a_cached_prefix_and_mean_may_not():
 
 
 @pytest.mark.parametrize("steps", [0, 1, 3])
-def test_aborted_embedding_leaves_nothing_behind(steps):
+def test_aborted_embedding_frees_all_its_pages(steps):
     engine = make_engine(chunked_prefill_size=8, enable_overlap=True)
     engine.add(make_embedding_request("gone", range(1, 60), Pooling.MEAN))
     engine.step(steps)

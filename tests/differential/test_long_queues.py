@@ -125,7 +125,7 @@ def test_late_and_lost_renewals_never_allow_a_late_write(seed):  # [late-write] 
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_queues_in_another_order_on_each_side_come_to_an_end(seed):
+def test_queues_in_different_order_on_each_side_finish(seed):
     pair = make_tiny_pair()
     rids = submit_all(pair, random.Random(seed), skew=12)
     watch_writes(pair)

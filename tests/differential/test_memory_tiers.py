@@ -136,7 +136,7 @@ def test_swapped_request_has_unchanged_output(mode):
 
 @pytest.mark.parametrize("radix", [False, True])
 @pytest.mark.parametrize("mode", MODES, ids=name)
-def test_swapping_for_want_of_pages_ends_in_the_same_output(mode, radix):  # [retraction-bounded] [one-memory-check]
+def test_swapping_for_lack_of_pages_changes_no_output(mode, radix):  # [retraction-bounded] [one-memory-check]
     engine = engine_of(
         mode,
         radix=radix,

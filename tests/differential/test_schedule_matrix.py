@@ -149,7 +149,7 @@ def test_any_values_of_so_many_axes_meet_in_a_case(cases, axes):
 
 
 @pytest.mark.parametrize("case", FOURS, ids=name)
-def test_same_output_however_it_is_scheduled(case):
+def test_output_is_equal_for_every_schedule(case):
     engine = engine_of(case)
     run_staggered(engine, workload())
     engine.assert_expected()

@@ -133,7 +133,7 @@ SCHEDULES = list(product([False, True], [1, 4, 16], [7, 1000], [False, True]))
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 @pytest.mark.parametrize(("overlap", "page_size", "chunk", "mixed"), SCHEDULES)
-def test_same_output_however_it_is_drafted(mistake, overlap, page_size, chunk, mixed):
+def test_output_is_equal_for_every_kind_of_draft(mistake, overlap, page_size, chunk, mixed):
     engine = engine_of(
         mistake,
         enable_overlap=overlap,

@@ -104,7 +104,9 @@ def test_openai_client_streams_a_chat(url: str):
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream if chunk.choices).strip()
 
 
-def test_decode_workers_come_and_go_under_load(pods: Pods, service: Served, url: str, references: dict, diary: Diary):
+def test_decode_workers_are_added_and_removed_under_load(
+    pods: Pods, service: Served, url: str, references: dict, diary: Diary
+):
     name = deployment_name(NAME, "decode", revision_of(service))
     with diary.step("by hand: decode 1 → 3 → 1 under load") as entry:
         with Load(url, NAME, references, clients=CLIENTS) as load:

@@ -87,7 +87,7 @@ def check(load: Load) -> None:
     assert summary.checked == summary.requests > 0
 
 
-def test_it_is_ready_within_a_minute(resource: Resource, diary: Diary):
+def test_operator_is_ready_within_a_minute(resource: Resource, diary: Diary):
     entry = next(one for one in diary.entries if one["step"] == "ModelService applied → Ready")
     assert entry["seconds"] <= READY_S
 

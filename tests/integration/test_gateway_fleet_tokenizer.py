@@ -92,7 +92,7 @@ async def client_of(model: ModelConfig) -> AsyncIterator[RedisClient]:
         await client.close()
 
 
-async def test_copy_comes_back_and_has_an_end(model, bundle):
+async def test_tokenizer_copy_is_read_back_and_expires(model, bundle):
     copy = copy_of(model)
     assert await copy.read() is None
     await copy.keep(bundle.digest, lambda: bundle)

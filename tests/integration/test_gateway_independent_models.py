@@ -35,7 +35,7 @@ def usage_keys(server: RedisServer) -> set[str]:
         return {key.decode() for key in client.scan_iter("*usage*")}
 
 
-def test_models_come_and_go_and_usage_stays_at_home(server: RedisServer, tmp_path: Path):
+def test_models_are_added_and_removed_with_separate_usage(server: RedisServer, tmp_path: Path):
     server.wipe()
     model, file, port = write_tokenizer(tmp_path), tmp_path / "models.json", free_port()
     url = f"http://127.0.0.1:{port}"

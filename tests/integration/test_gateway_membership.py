@@ -103,7 +103,7 @@ def sees(router: Router, *incarnations: str) -> Callable[[], bool]:
     return lambda: {worker.incarnation for worker in router.workers()} == set(incarnations)
 
 
-async def test_workers_that_lose_redis_stay_members_while_they_answer(server, rack, fleet, tmp_path):
+async def test_workers_without_redis_stay_members_while_reachable(server, rack, fleet, tmp_path):
     """The gateway keeps Redis, which forgets them, and a restart of the heartbeats brings them back."""
     engines = [rack.add(name, behaviour()) for name in ("a", "b")]
     async with gateway_of(server, rack.context, tmp_path) as (http, router):
@@ -132,7 +132,7 @@ async def test_prefill_worker_that_loses_redis_still_computes(server, rack, flee
         assert set(await answered(http, 10)) == {200}
 
 
-async def test_worker_that_is_gone_does_not_stay_a_member(server, rack, fleet, tmp_path):
+async def test_ended_worker_is_removed_from_members(server, rack, fleet, tmp_path):
     engines = [rack.add(name, behaviour()) for name in ("a", "b")]
     async with gateway_of(server, rack.context, tmp_path) as (_, router):
         async with beating(fleet, *engines):

@@ -88,7 +88,7 @@ async def test_answer_begins_when_the_budget_is_spent(client, loaded):
             assert "".join(getattr(delta, "reasoning_content", None) or "" for delta in own) == thought
 
 
-async def test_schema_is_kept_to_behind_the_reasoning(client):
+async def test_schema_applies_after_the_reasoning(client):
     wanted = {"type": "json_schema", "json_schema": {"name": "animal", "schema": LEGS, "strict": True}}
     fields = {**FIELDS, "max_tokens": 80, "response_format": wanted}
     answer = (await client.chat.completions.create(**fields, extra_body={"thinking_token_budget": 6})).choices[0]

@@ -57,7 +57,7 @@ async def test_clients_accumulator_puts_streamed_calls_together(client):
     assert whole.choices[0].message.reasoning_content == "Rain?"
 
 
-async def test_conversation_with_tools_comes_round(client):
+async def test_conversation_with_tool_results_completes(client):
     first = await client.chat.completions.create(model="mock", messages=HI, tools=[TOOL])
     message = first.choices[0].message
     answers = [{"role": "tool", "tool_call_id": call.id, "content": "rain"} for call in message.tool_calls]

@@ -223,7 +223,7 @@ def test_gateway_start_waits_for_redis_and_logs_it(tmp_path):  # [redis-is-optio
         server.stop()
 
 
-def test_administrators_port_serves_beside_the_api_and_drains_it(redis, tmp_path):
+def test_admin_port_serves_during_api_and_drains_it(redis, tmp_path):
     port, admin = free_port(), free_port()
     flags = ["--api-keys", str(write_keys(tmp_path, ann={}, root={"admin": True})), "--admin-port", str(admin)]
     flags += ["--redis-url", redis.url, "--port", str(port), "--drain-notice", str(LONG_NOTICE_S)]

@@ -53,7 +53,7 @@ def same(here: Node, page: int, there: Node, other: int) -> bool:
     return torch.equal(here.pool.page_view(PageId(page)), there.pool.page_view(PageId(other)))
 
 
-def test_pages_arrive_where_they_were_granted_and_nowhere_else(sender, receiver):
+def test_pages_arrive_in_granted_places_only(sender, receiver):
     paint(sender, 3, 4, 9)
     sender.transport.push(make_push(receiver.name, (3, 4, 9), (20, 21, 11)))
     sender.wait_for(PushDone)

@@ -20,7 +20,7 @@ def model(server, tmp_path) -> ModelConfig:
     )
 
 
-async def test_opened_fleet_knows_its_workers_and_is_closed_once(server, model):
+async def test_opened_fleet_lists_its_workers_and_is_closed_once(server, model):
     async with Fleet.of(server, cluster="live") as workers:
         await workers.beat(make_record("w"))
         fleets = OpenFleets()

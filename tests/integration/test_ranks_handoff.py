@@ -111,7 +111,7 @@ async def test_receiver_that_loses_a_rank_costs_the_writer_nothing(engines):
     engines.give_back(prefill)
 
 
-async def test_writer_that_loses_a_rank_leaves_no_page_behind(engines):
+async def test_writer_that_loses_a_rank_leaks_no_page(engines):
     """Rank 0 may have written its heads when rank 1 is killed; nothing of the prompt is taken for whole."""
     prefill, decode = await engines.take("p", 2), await engines.take("d", 1)
     rank, prompt = prefill.further_rank, (81, *PROMPTS[2])

@@ -34,7 +34,7 @@ async def at_most_one_failure(call: Callable[[], Awaitable[object]]) -> None:
         await call()
 
 
-async def test_routes_come_from_redis_again_after_a_failover(pair):
+async def test_routes_are_read_from_redis_after_failover(pair):
     fleet = Fleet(pair, **LASTING)
     router = patient_router(pair)
     await router.start()

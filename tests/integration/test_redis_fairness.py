@@ -116,7 +116,7 @@ async def test_tenant_flooding_all_gateways_does_not_double_other_p99(gateways):
     assert p99(beside["steady"]) <= 2 * p99(alone["steady"])
 
 
-async def test_tenant_at_several_gateways_is_behind_at_each(gateways):  # [fair-tenants]
+async def test_tenant_at_several_gateways_has_lower_priority_at_each(gateways):  # [fair-tenants]
     """One tenant wants all there is of one gateway, the other of each. The first gets all that its gateway gets."""
     work = arrivals("narrow", [0], rate=2 * PLACES / SERVICE_S) + arrivals(
         "wide", range(GATEWAYS), rate=2 * GATEWAYS * PLACES / SERVICE_S

@@ -228,7 +228,7 @@ async def test_registry_row_of_other_deployment_is_no_worker(server, fleet, rout
     await intruder.close()
 
 
-async def test_deployments_with_one_cluster_name_do_not_meet(server, fleet, router):  # [clusters-apart]
+async def test_deployments_with_one_cluster_name_stay_separate(server, fleet, router):  # [clusters-apart]
     """Also after a wipe, whoever registers first."""
     other = Fleet(server, deployment=THEIRS, **LASTING)
     for _ in range(2):

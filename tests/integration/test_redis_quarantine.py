@@ -42,7 +42,7 @@ async def test_there_are_never_more_than_the_capacity(board):
     assert sorted(await board.digests()) == [f"{nth:02x}" for nth in range(12, 20)]
 
 
-async def test_one_or_all_are_cleared(board):
+async def test_quarantine_of_one_or_all_is_cleared(board):
     await put(board, "aa", "bb", "cc")
     assert await board.clear("aa") == 1
     assert await board.clear("aa") == 0

@@ -132,7 +132,7 @@ async def test_invalid_redis_reply_falls_back_to_local_routing(server, caplog, s
 
 
 @pytest.mark.parametrize("said", ["LOADING", "an end"])
-async def test_redis_decides_again_once_it_makes_sense(server, said):  # [redis-is-optional]
+async def test_redis_decides_again_after_valid_replies(server, said):  # [redis-is-optional]
     async with routing(server) as (router, relay, fleet):
         relay.answer = ANSWERS[said]
         assert (await router.choose(query())).source is Source.LOCAL

@@ -21,7 +21,7 @@ async def bindings(server):
     await client.close()
 
 
-async def test_id_is_opened_once_and_free_again_when_it_was_closed(bindings):
+async def test_session_id_is_opened_once_and_free_after_close(bindings):
     assert await bindings.open(NAME, ttl_s=60)
     assert not await bindings.open(NAME, ttl_s=60)
     assert await bindings.find(NAME) == SessionBinding()

@@ -107,7 +107,7 @@ async def test_session_or_ticket_that_makes_no_sense_is_none(raw, fleet):
             await tickets.take(ticket)
 
 
-async def test_registered_names_return_where_they_are_overwritten(raw, fleet):
+async def test_overwritten_registered_names_are_restored(raw, fleet):
     deployment, key = fleet.registry.deployment, fleet.keys.adapters
     board = AdapterBoard(library=fleet.registry.library, keys=fleet.keys)
     one, other = (RegisteredAdapters(model="m", deployment=deployment, board=board) for _ in range(2))

@@ -99,7 +99,7 @@ async def test_flood_at_another_gateway_does_not_double_ones_p99(server):  # [fa
     assert served_by(beside, SECONDS) >= 0.9 * served_by(one_queue, SECONDS)
 
 
-async def test_without_giving_way_it_does(server, monkeypatch):
+async def test_flood_without_yielding_doubles_p99(server, monkeypatch):
     monkeypatch.setattr(fair_queue.GivingWay, "gives_way", lambda *_: False)
     alone = await run(server, requests_of(calm()))
     beside = await run(server, requests_of(flood(), calm()))

@@ -58,7 +58,7 @@ async def test_many_gateways_together_grant_exactly_the_limit(server, library):
     await asyncio.gather(*(client.close() for client in clients))
 
 
-async def test_tokens_taken_are_corrected_when_they_are_known(usage):
+async def test_taken_tokens_are_corrected_to_actual_count(usage):
     limits = UsageLimits(tokens=100)
     taken = await usage.take("t", limits, Ask(tokens=90))
     assert (await usage.take("t", limits, Ask(tokens=20))).refused is Refused.TOKENS
@@ -92,7 +92,7 @@ async def test_lease_ends_with_its_request_or_by_itself(server, usage):
 
 
 @pytest.mark.parametrize("seed", range(3))
-async def test_lua_and_python_decide_alike(usage, seed):
+async def test_lua_and_python_make_equal_decisions(usage, seed):
     """Within one second of Redis, so that both have the same windows."""
     random, windows = Random(seed), UsageWindows()
     limits = UsageLimits(requests=12, tokens=300, concurrency=4)

@@ -70,7 +70,7 @@ async def beat_all(fleet: Fleet) -> None:
             return
 
 
-async def test_killed_redis_costs_no_request_and_comes_back_by_itself(server, fleet, router):  # [redis-is-optional]
+async def test_killed_redis_loses_no_request_and_recovers(server, fleet, router):  # [redis-is-optional]
     server.kill()
     for _ in range(20):
         choice = await router.choose(query())

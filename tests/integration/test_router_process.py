@@ -44,7 +44,7 @@ def model(tmp_path):
     return folder
 
 
-def test_it_serves_both_ports_and_a_signal_ends_it_cleanly(server, model):
+def test_router_serves_both_ports_and_signal_ends_it(server, model):
     http, rpc = free_port(), free_port()
     flags = ("--model", f"named={model}", "--port", str(http), "--grpc-port", str(rpc), "--drain-notice", "0")
     with start(server, *flags) as process:

@@ -261,7 +261,7 @@ async def test_choices_without_redis_use_last_view_and_have_no_ticket(server, li
         server.restart()
 
 
-async def test_one_too_many_at_once_is_refused(live):
+async def test_request_above_concurrency_limit_is_rejected(live):
     places = live.server.api.places
     places.take(places.most)
     assert (await choose(live, status=429, token_ids=PROMPT))["error"]["code"] == "router_busy"
@@ -278,7 +278,7 @@ async def test_router_metrics_count_choices_and_rejections(live):
     assert "tandem_router_held_choices 1.0" in text
 
 
-async def test_without_workers_it_is_not_ready(live):
+async def test_router_without_workers_is_not_ready(live):
     assert (await live.http.get("/ready")).status_code == 200
     for name in ("p", "d"):
         live.router.mark_dead(f"{name}@1")

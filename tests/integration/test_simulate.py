@@ -98,7 +98,7 @@ async def test_worker_with_large_cache_hits_like_infinite_cache(server):
     assert report.policies["locality"].block_hit_rate == report.trace.infinite_cache_hit_rate
 
 
-async def test_simulated_handoffs_leave_no_load_behind(server):
+async def test_simulated_handoffs_release_all_load(server):
     shape = FleetShape(prefill=2, decode=2, cache_blocks=500, block_tokens=TRACE_BLOCK)
     outcome = await replayed(server, shape)
     assert outcome.placements == {Placement.PAIR: len(REQUESTS)}

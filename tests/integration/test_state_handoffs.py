@@ -108,7 +108,7 @@ def test_prompts_around_a_grain_decode_as_on_one_engine(pair, model, tokens):
     assert found.transfer.bytes > found.transfer.pages * pair.decode.geometry.page_bytes
 
 
-def test_decode_makes_anchors_behind_a_received_prompt(pair, model):
+def test_decode_makes_anchors_after_received_prompt(pair, model):
     asked = request("turn 1", [*PROMPT, 3], max_tokens=60)
     [first] = pair.generate([asked], 0)
     turn = [*asked.input_ids, *first.token_ids, *range(30)]

@@ -125,7 +125,7 @@ async def foreign_worker(system: System) -> AsyncIterator[ForeignWorker]:
         await client.close()
 
 
-async def test_fast_worker_behind_slow_links_is_avoided(fleet: SystemClient):
+async def test_fast_worker_with_slow_links_is_avoided(fleet: SystemClient):
     random = Random("slow links")
     async with foreign_worker(fleet.system) as foreign:
         fast = await foreign.beat(bytes_per_s=1e12)

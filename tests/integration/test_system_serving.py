@@ -144,7 +144,7 @@ async def test_embeddings_of_prefill_workers_equal_aggregated_worker(fleet, refe
     await fleet.settled()
 
 
-async def test_operator_operates_one_worker_while_the_others_serve(fleet, capsys):
+async def test_operator_orders_reach_one_worker_while_others_serve(fleet, capsys):
     worker = fleet.system.workers["decode-0"].removeprefix("http://")
 
     async def order(*words: str) -> tuple[int, dict]:
@@ -194,7 +194,7 @@ ANIMAL = {
 }
 
 
-async def test_json_by_a_schema_comes_out_of_every_pair_of_workers(fleet, reference):
+async def test_every_pair_of_workers_follows_json_schema(fleet, reference):
     bodies = [structured(fleet, question, ANIMAL) for question in QUESTIONS]
     answers = await asyncio.gather(*(fleet.http.post("/v1/chat/completions", json=body) for body in bodies))
     texts = [answer.json()["choices"][0]["message"]["content"] for answer in answers]
@@ -206,7 +206,7 @@ async def test_json_by_a_schema_comes_out_of_every_pair_of_workers(fleet, refere
     await fleet.settled()
 
 
-async def test_grammar_bomb_is_a_400_by_name_and_leaves_nothing_behind(fleet):
+async def test_oversized_grammar_is_named_400_and_uses_no_memory(fleet):
     body = structured(fleet, QUESTIONS[0], {"type": "integer", "multipleOf": 100_000_007})
     answer = await fleet.http.post("/v1/chat/completions", json=body)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, "response_format")

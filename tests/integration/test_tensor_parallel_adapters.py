@@ -96,7 +96,7 @@ def test_ranks_load_adapters_on_demand_with_equal_output(folder, refs, expected,
         assert engine.audit().problems == ()
 
 
-def test_check_of_a_request_on_rank_0_leaves_the_ranks_alike(folder, refs, expected):
+def test_request_check_on_rank_0_keeps_ranks_equal(folder, refs, expected):
     """A check looks an adapter up, which must not make it the last to leave on this rank alone."""
     config = on_demand(folder, limit=2)
     requests = workload(refs, 24, seed=9)

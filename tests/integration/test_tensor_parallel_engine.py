@@ -119,7 +119,7 @@ def test_poison_request_fails_alone_with_two_ranks(config, alone, ranks, guilty,
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-def test_every_policy_orders_alike_on_all_ranks(config, alone, ranks, policy):
+def test_every_policy_gives_equal_order_on_all_ranks(config, alone, ranks, policy):
     # Two run at a time, so that there is something to order.
     scheduler = replace(config.scheduler, schedule_policy=policy, max_running_requests=2, policy_ageing_seconds=0.01)
     shared = [*PROMPTS, *([*prompt, 7] for prompt in PROMPTS)]
@@ -180,7 +180,7 @@ HOST = HostConfig(enable_cache=True, size_bytes=1 << 24, swap_bytes=1 << 24)
         (WritePolicy.WRITE_BACK, PreemptionMode.AUTO, True),
     ],
 )
-def test_kv_leaves_the_device_and_comes_back_on_all_ranks(config, alone, ranks, mode, write_policy, overlap):
+def test_kv_is_offloaded_and_restored_on_all_ranks(config, alone, ranks, mode, write_policy, overlap):
     with Engine.build(alone, alone.config) as engine:
         expected = generate(engine, max_tokens=16)
     scheduler = replace(

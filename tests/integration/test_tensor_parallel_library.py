@@ -80,7 +80,7 @@ def test_list_of_prompts_from_sizing_to_the_end(checkpoints, expected, caplog, c
     assert [path.name for path in tmp_path.iterdir()] == ["traces"]
 
 
-async def test_requests_that_come_and_go_until_a_rank_is_lost(checkpoints, expected):
+async def test_requests_are_served_until_a_rank_is_lost(checkpoints, expected):
     llm = AsyncLLM(checkpoints["one"], tensor_parallel_size=2, **OPTIONS)
 
     async def last(prompt: list[int], params: SamplingParams) -> tuple[int, ...]:

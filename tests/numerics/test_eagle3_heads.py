@@ -105,7 +105,7 @@ def test_drafts_are_those_of_the_text_alone(loaded, model, head, options):
         assert chain == plain.guesses(text, len(chain))
 
 
-def test_head_that_knows_the_answer_is_always_right(model, head, tmp_path):
+def test_drafts_for_constant_model_are_always_accepted(model, head, tmp_path):
     """A model whose every layer adds nothing and whose states share a direction says one token again and again."""
     answer, own = 21, 7
     target = tmp_path / "target"

@@ -103,7 +103,7 @@ def test_other_families_take_the_paths_on_which_pages_meet(name, tmp_path) -> No
 
 
 @pytest.mark.parametrize("name", ADDED_PATHS)
-def test_family_takes_the_paths_that_it_adds_something_to(name, tmp_path) -> None:
+def test_family_is_exact_on_paths_that_it_extends(name, tmp_path) -> None:
     results = run_paths(write_tiny_checkpoint(name, tmp_path), ADDED_PATHS[name])
     assert [(result.path, result.difference) for result in results] == [(path, None) for path in ADDED_PATHS[name]]
 

@@ -61,7 +61,7 @@ def test_kv_geometry_includes_model_dtype(model):
     assert (geometry.dtype, geometry.model_dtype) == ("bfloat16", "float32")
 
 
-def test_other_weights_come_with_their_scales(model, tmp_path):
+def test_new_weights_bring_their_kv_scales(model, tmp_path):
     other = write_tiny_checkpoint("llama-llama3-rope", tmp_path, seed=1)
     scales = add_kv_scales(other, layers=3, heads=2, seed=6)
     cache = CacheConfig(num_pages=32, dtype=KvCacheDtype.FP8)

@@ -165,7 +165,7 @@ def test_tensors_are_those_of_a_layer_ahead(name, message, tmp_path):
         ("mtp_use_dedicated_embeddings", True, "mtp_use_dedicated_embeddings must be false"),
     ],
 )
-def test_layer_beside_of_another_kind_is_refused_by_its_field(field, value, message, tmp_path):
+def test_mtp_layer_of_another_kind_is_rejected_by_its_field(field, value, message, tmp_path):
     path = add_mtp_layer(write_tiny_checkpoint("qwen3-next", tmp_path))
     config = json.loads((path / "config.json").read_text())
     (path / "config.json").write_text(json.dumps({**config, field: value}))
@@ -173,7 +173,7 @@ def test_layer_beside_of_another_kind_is_refused_by_its_field(field, value, mess
         draft_of(path)
 
 
-def test_unknown_tensor_of_a_layer_beside_is_refused_by_name(tmp_path):
+def test_unknown_tensor_of_mtp_layer_is_rejected_by_name(tmp_path):
     path = add_mtp_layer(write_tiny_checkpoint("qwen3.5", tmp_path))
     tensors = load_file(path / "model.safetensors") | {"mtp.embed_tokens_scale.weight": torch.zeros(1)}
     save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})

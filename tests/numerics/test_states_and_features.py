@@ -104,7 +104,7 @@ SWAPPED = replace(
 
 
 @pytest.mark.parametrize("cached", [True, False])
-def test_swapped_states_come_back_in_rows_of_others(model, cached):
+def test_swapped_states_return_in_rows_of_other_requests(model, cached):
     """Every row has NaN when it is given out, so a state that does not come back shows."""
     asked = [request(f"r{n}", range(n, 90 + 9 * n), max_tokens=24) for n in range(6)]
     plain = replace(model.config, scheduler=PLAIN, cache=PAGES)

@@ -230,7 +230,7 @@ FLOOD_AND_ONE = Crowd(
 )
 
 
-def test_gap_beside_a_flood_of_choices_is_of_choices():
+def test_gap_during_flood_is_counted_in_choices():
     assert max(asyncio.run(Gateway(FLOOD_AND_ONE).gaps())) <= FLOOD_AND_ONE.bound
 
 

@@ -86,7 +86,7 @@ def test_stale_page_is_seen_however_late_its_sequence_differs(shape, used, seque
 
 @faults
 @given(shapes, used_slots, tokens, tokens, generations, st.data())
-def test_torn_page_is_seen_when_a_layer_of_it_is_missing(shape, used, sequence, other, generation, data):
+def test_page_with_missing_layer_is_detected(shape, used, sequence, other, generation, data):
     """The missing run begins and ends anywhere, as long as a layer lies within it: any run of two layers does."""
     pages = Pages(shape, used)
     pages.compute(HERE, sequence)

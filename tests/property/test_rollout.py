@@ -138,7 +138,7 @@ def test_nothing_moves_before_the_canary_but_the_first_pair(rollout, wanted):
 
 @settings(max_examples=100, deadline=None)
 @given(rollouts.filter(lambda rollout: rollout.max_surge > 0), counts)
-def test_last_old_pair_goes_together(rollout, wanted):
+def test_last_old_pair_is_removed_together(rollout, wanted):
     cluster = Cluster(rollout, dict(wanted))
     cluster.reconcile()
     cluster.start_all()
@@ -153,7 +153,7 @@ def test_last_old_pair_goes_together(rollout, wanted):
 
 @settings(max_examples=100, deadline=None)
 @given(rollouts, counts, st.lists(counts, max_size=4), st.integers(0, 8))
-def test_paused_it_scales_and_brings_no_new_revision(rollout, wanted, changes, steps_before):
+def test_paused_rollout_scales_without_new_revision(rollout, wanted, changes, steps_before):
     """Whenever it is paused: before the first new worker, or with both revisions serving."""
     cluster = Cluster(rollout, dict(wanted))
     cluster.settle()

@@ -520,7 +520,7 @@ async def test_model_without_workers_does_not_rank_others(fleet):
     assert await route(fleet) is not None
 
 
-async def test_older_release_beside_does_not_make_decisions_read_all(server, fleet):
+async def test_older_workers_do_not_make_decisions_read_all(server, fleet):
     for number in range(SIZE):
         await fleet.beat(make_record(f"w{number}", [Role.PREFILL, Role.DECODE][number % 2]))
     await fleet.client.command("HSET", fleet.keys.prefix + "meta", "unpublished", 1)

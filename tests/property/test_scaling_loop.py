@@ -13,7 +13,7 @@ loads = st.tuples(st.floats(0.0, 12_000.0), st.floats(0.0, 40.0))
 
 @settings(max_examples=60, deadline=None)
 @given(loads, st.fixed_dictionaries({role: st.integers(1, 16) for role in ROLES}), st.integers(0, 8), st.booleans())
-def test_steady_load_comes_to_rest_and_stays_there(load, there, start_periods, flip):
+def test_worker_counts_settle_and_stay_under_steady_load(load, there, start_periods, flip):
     service = FluidService(config_of(flip_roles=flip), there=dict(there), start_periods=start_periods)
     for _ in range(150):
         service.step(*load)

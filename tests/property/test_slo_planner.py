@@ -106,7 +106,7 @@ def test_load_near_two_workers_keeps_counts_stable():
 
 @settings(max_examples=40, deadline=None)
 @given(st.floats(0.0, 8000.0), st.floats(0.0, 25.0), st.integers(1, 16), st.integers(0, 8), st.booleans())
-def test_steady_load_comes_to_rest(tokens_per_s, requests_per_s, workers, start_periods, flip):
+def test_worker_counts_settle_under_steady_load(tokens_per_s, requests_per_s, workers, start_periods, flip):
     config = with_objectives(flip_roles=flip)
     there = {"prefill": workers, "decode": workers}
     service = SlowerTogether(config, there=there, start_periods=start_periods, places=64.0)

@@ -276,7 +276,7 @@ async def test_read_that_fails_between_calls_loses_nothing(server):
         await check_same(fleet, reader)
 
 
-async def test_reads_at_once_are_one_after_the_other(server):
+async def test_concurrent_reads_are_serialized(server):
     async with Fleet.of(server, **LASTING) as fleet:
         for number in range(4):
             await fleet.beat(make_record(f"w{number}"))

@@ -101,7 +101,7 @@ async def test_lease_ends_without_heartbeats(brief):
     await until(gone)
 
 
-async def test_lapsed_incarnation_may_come_back_until_it_is_fenced(server):
+async def test_lapsed_incarnation_may_renew_until_fenced(server):
     server.command("FLUSHALL")
     workers = Fleet(server, **BRIEF)
     await workers.beat(make_record("w1"))

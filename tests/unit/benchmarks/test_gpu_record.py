@@ -54,7 +54,7 @@ def test_torn_last_line_is_left_out(tmp_path):
     assert file.read() == EVERY_KIND[:1]
 
 
-def test_line_behind_a_torn_one_is_read(tmp_path):
+def test_line_after_a_torn_one_is_read(tmp_path):
     file = lines.LineFile(tmp_path)
     (tmp_path / lines.NAME).write_bytes(b'{"kind":"begin","par')
     file.write(EVERY_KIND[0])
@@ -108,7 +108,7 @@ def test_raising_case_fails_alone(tmp_path, capsys):
     assert "| f | 0.9 | copy |" in said
 
 
-def test_lost_device_ends_the_process_behind_its_case(tmp_path):
+def test_lost_device_ends_process_after_its_case(tmp_path):
     def loses():
         with one.attempt("a peer"):
             raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")

@@ -131,7 +131,7 @@ def test_part_without_time_is_not_begun(tmp_path):
     assert status(state) is Status.NO_TIME
 
 
-def test_children_of_a_part_end_with_it(tmp_path):
+def test_child_processes_of_a_part_end_with_it(tmp_path):
     pid = tmp_path / "pid"
     program = f"""
 import pathlib, subprocess
@@ -217,7 +217,7 @@ def test_make_gpu_runs_the_parts_with_the_given_interpreter(tmp_path, code):
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_ended_runner_leaves_no_part_behind(tmp_path, number):
+def test_ended_runner_leaves_no_part_running(tmp_path, number):
     """By SIGTERM it ends what the part has started, too; a killed one can end nothing, but the part ends with it."""
     marker = tmp_path / "pid"
     part_code = f"import os, pathlib, time; pathlib.Path({str(marker)!r}).write_text(str(os.getpid())); time.sleep(600)"

@@ -34,7 +34,7 @@ def connected(http_worker):
     return worker, connection
 
 
-def test_request_is_answered_however_its_bytes_come(http_worker):
+def test_request_is_answered_for_any_split_of_bytes(http_worker):
     worker, connection = connected(http_worker)
     for byte in b"GET /v1/models?x=1 HTTP/1.1\r\nhost: a\r\n\r\n":
         assert connection.written == b""

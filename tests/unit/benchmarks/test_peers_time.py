@@ -202,7 +202,7 @@ def test_resumed_comparison_repeats_only_incomplete_stages(clock, tmp_path):
     assert all(each.complete for each in again.results.stages)
 
 
-def test_results_of_other_code_are_not_gone_on_with(tmp_path):
+def test_results_of_other_code_are_not_resumed(tmp_path):
     main, results = part("__main__"), part("results")
     options = main.parser().parse_args(["--resume", "--out", str(tmp_path / "r.json")])
     plan = part("plan").make_plan(options)

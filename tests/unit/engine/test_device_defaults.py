@@ -72,7 +72,7 @@ def test_bound_on_the_step_bounds_the_rows(tokens):
     assert found.scheduler.prefill_budget(decodes=0) <= tokens
 
 
-def test_budget_beside_decodes_must_not_be_negative():
+def test_budget_after_decodes_must_not_be_negative():
     with pytest.raises(ConfigError, match="--mixed-prefill-tokens"):
         SchedulerConfig(mixed_prefill_tokens=-1)
 

@@ -31,7 +31,7 @@ def test_memory_below_a_block_that_stays_is_given_back():
         libc.free(stays)
 
 
-def test_each_rest_gives_back_once_and_not_before_it_is_one():
+def test_each_idle_period_frees_memory_once():
     given: list[float] = []
     now = 100.0
     rest = AtRest(lambda: given.append(now), short=lambda: False)

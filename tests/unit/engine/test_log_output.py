@@ -63,7 +63,7 @@ def test_unread_log_pipe_drops_lines_and_counts_them(make):
     assert sum(told) > 0
 
 
-def test_full_disk_and_a_reader_that_has_gone(make):
+def test_full_disk_or_closed_pipe_does_not_end_logging(make):
     logger, output = make(os.open("/dev/full", os.O_WRONLY))
     logger.info("lost")
     output.flush()

@@ -87,7 +87,7 @@ def test_available_memory_is_divided_among_ranks():
         (1, CacheConfig(host=HostConfig(enable_cache=True, size_bytes=1536 * MIB)), 2100, 2100 - 1536 - 180),
     ],
 )
-def test_default_pool_shrinks_beside_other_ranks_and_host_memory(monkeypatch, ranks, cache, available, fitting):
+def test_default_pool_shrinks_for_other_ranks_and_host_memory(monkeypatch, ranks, cache, available, fitting):
     monkeypatch.setattr(Meter, "available", lambda _: available * MIB)
     assert on_ranks(ranks, lambda parallel: pages(parallel, cache, page_bytes=(MIB,) * ranks)) == [fitting] * ranks
 

@@ -139,7 +139,7 @@ def test_stop_string_across_resume_boundary_ends_output(engines, loaded):  # [st
     assert_same(whole, continued(second, asked, tuple(whole.token_ids)))
 
 
-def test_stop_token_ends_it_in_the_same_place(engines, loaded):
+def test_stop_token_ends_resumed_output_at_same_place(engines, loaded):
     first, second = engines
     (free,) = first.generate([request(loaded, "free", NOISE)])
     asked = request(loaded, "stop-token", {**NOISE, "stop_token_ids": (free.token_ids[14],)})

@@ -194,7 +194,7 @@ def test_next_turn_computes_at_most_two_grains(hybrid):
         assert (alone.cached_tokens, alone.token_ids) == (0, second.token_ids)
 
 
-def test_prompts_behind_an_anchor_do_not_wait_for_each_other(hybrid):
+def test_prompts_after_an_anchor_do_not_wait_for_each_other(hybrid):
     """They share 36 tokens more, and none of them makes an anchor there."""
     shared = [*range(100)]
     with engine(hybrid, num_pages=60) as built:

@@ -62,7 +62,7 @@ def test_path_like_name_is_a_path(text):
     assert parse(text).folder is not None
 
 
-def test_name_stands_for_another_source(tmp_path, monkeypatch):
+def test_model_name_maps_to_another_source(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     aliases = {"mini": "/opt/mini", "big": "org/big@v2"}
     assert str(parse("mini", aliases).folder) == "/opt/mini"

@@ -133,7 +133,7 @@ def test_cut_download_never_passes_for_whole(server, hub):
     assert pull(hub) == pull(hub, offline=True)
 
 
-def test_half_of_a_new_commit_leaves_the_old_one(server, hub, checkpoint):
+def test_partial_new_commit_keeps_the_old_one(server, hub, checkpoint):
     old = pull(hub)
     server.repos[REPO].commit({path.name: path.read_bytes() + b" " for path in checkpoint.iterdir()})
     server.repos[REPO].cut = frozenset({"model.safetensors"})
@@ -172,7 +172,7 @@ def test_without_an_answer_a_whole_snapshot_serves(server, hub):
     assert "as it was downloaded on 20" in line
 
 
-def test_without_an_answer_an_absent_one_is_refused(server, hub):
+def test_absent_model_is_rejected_without_hub_answer(server, hub):
     server.repos[REPO].held = threading.Event()
     impatient = Hub(endpoint=hub.endpoint, cache=hub.cache, wait_s=0.01, give_up_s=0.02)
     assert "did not answer within 0.02 s" in refusal(impatient)
@@ -207,7 +207,7 @@ def test_unknown_revision_is_named(hub):
     assert "has no revision v2" in refusal(hub, f"{REPO}@v2")
 
 
-def test_repository_with_a_new_name_is_refused_with_it(server, hub):
+def test_renamed_repository_is_rejected_with_new_name(server, hub):
     server.repos[REPO].moved_to = "new/mini"
     server.repos["new/mini"] = server.repos["org/mini"].__class__(
         commits=server.repos[REPO].commits, refs=server.repos[REPO].refs

@@ -53,19 +53,19 @@ def test_adjacent_rows_are_a_range() -> None:
     assert listed(made.wanted) == {4: slice(0, 2), 7: [2, 4]}
 
 
-def test_decodes_want_the_rows_of_their_tokens() -> None:
+def test_decodes_use_rows_of_their_tokens() -> None:
     made = rows(sequences(decodes=4), 1, NO_ADAPTER, 0, 1)
     assert made is not None
     assert listed(made.wanted) == listed(made.tokens) == {0: slice(2, 3), 1: [0, 3]}
 
 
-def test_adapted_chunk_without_a_sample_wants_nothing() -> None:
+def test_adapted_chunk_without_a_sample_has_no_rows() -> None:
     made = rows(sequences(3, decodes=1, samples=[0]), 2, NO_ADAPTER)
     assert made is not None
     assert (listed(made.tokens), listed(made.wanted)) == ({2: slice(0, 3)}, {})
 
 
-def test_step_of_one_chunk_wants_nothing() -> None:
+def test_step_of_one_chunk_has_no_rows() -> None:
     made = rows(sequences(3, samples=[0]), 2)
     assert made is not None
     assert (listed(made.tokens), made.wanted) == ({2: slice(0, 3)}, ())

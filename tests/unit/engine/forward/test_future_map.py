@@ -55,7 +55,7 @@ def test_known_input_id_consumes_nothing():
     assert future_map.resolve(ints(RESOLVE), ints(2)).tolist() == [9]
 
 
-def test_every_token_of_a_step_knows_its_row():
+def test_every_token_of_a_step_maps_to_its_row():
     sequences = [
         Seq(seq_len=5, extend_len=3, row=7, pages=[1]),
         Seq(seq_len=2, extend_len=2, row=4, pages=[2]),

@@ -62,7 +62,7 @@ async def said(
     return router, dealer, pongs
 
 
-async def test_request_goes_down_and_its_reply_comes_back(context) -> None:
+async def test_request_is_sent_and_its_reply_received(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)
     assert dealer.send(Ping(nonce=1))
@@ -217,7 +217,7 @@ async def test_dealer_detects_closed_endpoint_immediately(context) -> None:
     dealer.close()
 
 
-def test_reply_to_a_client_that_is_gone_is_reported_not_raised(context) -> None:
+def test_reply_to_ended_client_is_reported_not_raised(context) -> None:
     router = open_router(context)
     assert router.send(b"nobody", Pong(nonce=1, incarnation="w@1")) is False
     router.close()

@@ -91,7 +91,7 @@ class Router:
         return found
 
 
-def test_blocks_behind_the_last_anchor_are_not_announced():
+def test_blocks_after_the_last_anchor_are_not_announced():
     router = Router()
     tokens = [*range(100)]
     router.compute(tokens)

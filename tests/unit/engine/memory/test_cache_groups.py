@@ -44,7 +44,7 @@ def test_group_takes_the_scales_of_its_layers() -> None:
 
 @pytest.mark.parametrize("window", [1, 2, 3, 4, 5, 9, 16])
 @pytest.mark.parametrize("page_size", [1, 2, 4])
-def test_blocks_behind_a_window_are_those_no_token_reads(window: int, page_size: int) -> None:
+def test_blocks_outside_a_window_are_read_by_no_token(window: int, page_size: int) -> None:
     reach, most = Reach(window), 0
     for tokens in range(40):
         read = {position // page_size for position in range(max(0, tokens - window + 1), tokens + 1)}

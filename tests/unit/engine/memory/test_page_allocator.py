@@ -105,7 +105,7 @@ def test_page_read_by_a_copy_is_not_allocated_to_a_peer() -> None:  # [copy-acke
     assert allocator.alloc(1, Writer.PEER) == pages[1:]
 
 
-def test_page_behind_a_step_and_a_copy_waits_for_both() -> None:  # [page-fence]
+def test_page_used_by_step_and_copy_waits_for_both() -> None:  # [page-fence]
     copies = CopyQueue(submit=lambda _copy: Future())
     allocator = PageAllocator(2, copies)
     pages = allocator.alloc(1)

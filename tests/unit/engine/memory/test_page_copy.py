@@ -55,7 +55,7 @@ SPEC = StateSpec(layers=2, history=3, channels=20, heads=2, key_size=6, value_si
 
 
 @pytest.mark.parametrize("page_bytes", [1024, 300, 4096])
-def test_state_goes_to_pages_of_any_size_and_back(device, page_bytes):
+def test_state_round_trips_through_pages_of_any_size(device, page_bytes):
     states = StatePool(SPEC, rows=3, device="cpu")
     states.bytes_view().copy_(torch.arange(4 * 1024).view(4, 1024) % 251)
     before, parts = states.bytes_view().clone(), parts_of_state(1024, page_bytes)

@@ -107,7 +107,7 @@ def test_branches_share_their_common_pages(cache: RadixCache, size: int) -> None
     assert cached(cache, run(size, 1, 2, 4)) == (1, 2, 7)
 
 
-def test_pages_for_tokens_the_tree_has_come_back_as_duplicates(cache: RadixCache, size: int) -> None:
+def test_pages_of_cached_tokens_return_as_duplicates(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     result = store(cache, run(size, 1, 2, 3), pages(5, 3))
     assert result.duplicates == (5, 6)
@@ -151,7 +151,7 @@ def test_salts_share_nothing(cache: RadixCache, size: int) -> None:
     assert cached(cache, run(size, 1, 2), space=CacheSpace("b")) == (5, 6)
 
 
-def test_salt_without_content_leaves_nothing_behind(cache: RadixCache, size: int) -> None:
+def test_salt_without_content_adds_no_node(cache: RadixCache, size: int) -> None:
     for tenant in range(5):
         cached(cache, run(size, 1), space=CacheSpace(str(tenant)))
         store(cache, run(size, 1), [PageId(tenant + 1)], space=CacheSpace(str(tenant)))
@@ -218,7 +218,7 @@ def test_peeking_does_not_count_as_use(cache: RadixCache, size: int) -> None:
     assert cache.evict(1) == [1]
 
 
-def test_parent_goes_after_its_last_child_in_its_own_turn(cache: RadixCache, size: int) -> None:
+def test_parent_is_evicted_after_its_last_child(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     store(cache, run(size, 5), [PageId(5)])
     store(cache, run(size, 1, 3), [PageId(1), PageId(3)])

@@ -45,7 +45,7 @@ def test_others_use_of_the_machine_limits_the_share():
         (host(ratio=3.0, swap=GIB), 256),
     ],
 )
-def test_host_memory_that_lies_beside_the_pool_is_counted(below, pages):
+def test_host_memory_next_to_the_pool_is_counted(below, pages):
     made = plan(CacheConfig(mem_fraction_static=0.5, host=below), facts(), context_length=2048)
     assert made.pages == pages
     assert made.kv_bytes + made.host_cache + made.swap == 2 * GIB
@@ -117,7 +117,7 @@ def test_pool_that_the_memory_cannot_hold_is_refused_at_start(cache, text):
         plan(cache, facts(activations=None))
 
 
-def test_given_size_is_taken_as_it_is():
+def test_explicit_pool_size_is_used_unchanged():
     assert plan(CacheConfig(num_pages=7), facts(activations=None)).pages == 7
     assert plan(CacheConfig(kv_cache_bytes=GIB), facts(activations=None)).pages == 1024
     assert "activations not measured" in str(plan(CacheConfig(), facts(activations=None)))
@@ -167,7 +167,7 @@ def test_host_memory_too_large_for_pool_names_size_that_fits(cache, text, fittin
         assert plan(accepted, facts()).pages > 1
 
 
-def test_graphs_are_counted_beside_the_largest_step():
+def test_graph_memory_is_added_to_largest_step():
     cache = CacheConfig(mem_fraction_static=0.8)
     without = plan(cache, facts())
     graphs = replace(facts(), graphs=GIB)

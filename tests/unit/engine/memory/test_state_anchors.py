@@ -128,7 +128,7 @@ def test_next_turn_continues_where_the_answer_passed_a_grain():
     assert found(memory, [*answered, *range(50)]) == 192
 
 
-def test_prompt_that_leaves_a_cached_one_marks_where_it_does():
+def test_prompt_that_diverges_from_cache_marks_branch_point():
     """The first with this beginning could not know where another would leave it; the third continues there."""
     memory = make()
     shared = [*range(150)]
@@ -180,7 +180,7 @@ def test_trial_where_a_chunk_ends_is_copied_by_the_next():
 
 
 @pytest.mark.parametrize(("shared", "usable"), [(1000, 960), (900, 768), (767, 640), (512, 512), (300, 256), (100, 0)])
-def test_second_prompt_continues_before_it_parts(shared, usable):
+def test_second_prompt_continues_before_branch_point(shared, usable):
     memory = make(range(5, 37), pages=200)
     end(memory, compute(memory, LONG), LONG)
     assert on_trial(memory) == len(TRIALS)
@@ -222,7 +222,7 @@ def test_oldest_trial_makes_room_for_another():
     audited(memory)
 
 
-def test_trial_that_a_request_used_is_one_no_longer():
+def test_trial_used_by_a_request_is_promoted():
     memory = make(range(5, 37), pages=200)
     end(memory, compute(memory, LONG), LONG)
     kv = memory.begin(branched(600), space=BASE_SPACE, max_match=1023)
@@ -405,7 +405,7 @@ def test_row_that_a_peer_may_write_is_no_other_requests():
     assert memory.rows.available == 4
 
 
-def test_slot_for_a_peer_waits_for_steps_that_had_it():  # [page-fence]
+def test_slot_for_a_peer_waits_for_steps_that_used_it():  # [page-fence]
     memory, tokens = make(range(5, 6)), [*range(100)]
     end(memory, compute(memory, tokens), tokens)
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=99)

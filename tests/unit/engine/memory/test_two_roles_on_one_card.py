@@ -108,7 +108,7 @@ def test_two_processes_get_their_share_in_any_start_order(monkeypatch, caplog):
     assert sizes == {(POOL, POOL)}
 
 
-def test_second_of_two_that_want_all_of_the_card_is_refused(monkeypatch):
+def test_second_process_needing_whole_card_is_rejected(monkeypatch):
     monkeypatch.setattr(memory_profile, "_measure", lambda *_: ACTIVATIONS)
     card: list[Process] = []
     first, second = Process(card, share=0.88), Process(card, share=0.88)

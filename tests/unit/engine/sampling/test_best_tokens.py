@@ -9,7 +9,7 @@ from tandem_testing import cpu_kernel_reference as reference
 
 
 @pytest.mark.parametrize("size", [1, 2, BLOCK - 1, BLOCK, BLOCK + 1, 5 * BLOCK + 7])
-def test_it_is_the_one_that_torch_finds(size):
+def test_best_token_equals_torch_argmax(size):
     logits = torch.randn(9, size, generator=torch.Generator().manual_seed(size))
     best, token_ids = best_tokens(logits)
     expected, places = logits.max(dim=1)

@@ -95,7 +95,7 @@ def test_logprobs_are_those_of_the_model_before_any_edit():
     assert output.logprobs[0].top[0][1] == pytest.approx(raw[0].item())
 
 
-def test_next_step_knows_the_token_of_this_one():
+def test_edits_of_next_step_include_this_token():
     sampler = Sampler()
     request = make_request(1, SamplingParams(max_tokens=9, frequency_penalty=2.0), prompt=(1,))
     edits = make_edits([request])

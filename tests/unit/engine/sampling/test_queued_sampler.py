@@ -44,7 +44,7 @@ def test_same_under_masks(words, rows):
 
 
 @pytest.mark.parametrize("count", [0, 1, 7, 40])
-def test_among_equals_the_lowest_ids_come_first(count):
+def test_ties_are_ordered_by_lowest_id(count):
     logprobs = torch.randn(4, 40, generator=torch.Generator().manual_seed(2)).mul(2).round()
     logprobs[0] = 0.0
     logprobs[1, ::2] = -0.0

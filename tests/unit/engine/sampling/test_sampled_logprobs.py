@@ -22,13 +22,13 @@ def test_zero_logprobs_return_sampled_token_only():
     assert top(0) == ()
 
 
-def test_most_likely_come_first_and_equals_by_id():
+def test_top_logprobs_are_sorted_and_ties_by_id():
     assert [token for token, _ in top(1)] == [1]
     assert [token for token, _ in top(3)] == [1, 3, 2]
     assert [value for _, value in top(3)] == pytest.approx([LOGPROBS[1], LOGPROBS[3], LOGPROBS[2]])
 
 
-def test_more_than_the_vocabulary_gives_all_of_it():
+def test_logprobs_above_vocabulary_size_return_all():
     assert [token for token, _ in top(20)] == [1, 3, 2, 0, 4]
 
 

@@ -53,7 +53,7 @@ def test_filters_renormalise_and_draw_nothing_else(params):
     assert chi_square(drawn, probabilities) < CRITICAL
 
 
-def test_unlikely_token_is_drawn_as_rarely_as_it_should_be():
+def test_unlikely_token_is_drawn_at_its_probability():
     logits = torch.tensor([0.0, -9.0])
     rare = int(draw(logits, 400_000).sum())
     expected = 400_000 * logits.softmax(0)[1].item()  # 49.4

@@ -52,7 +52,7 @@ def test_request_awaiting_grammar_does_not_block_others():
     engine.assert_nothing_held()
 
 
-def test_it_joins_the_queue_where_it_would_have_stood():
+def test_request_after_grammar_keeps_its_queue_position():
     engine, grammars = held(max_running_requests=1)
     spec = toy_grammar()
     engine.add(make_message("running", max_tokens=20))
@@ -85,7 +85,7 @@ def test_request_after_grammar_queues_behind_retracted_requests():  # [retractio
     assert [req.rid for req in queue] == ["retracted", "g", "later"]
 
 
-def test_equal_grammars_are_compiled_once_and_then_known():
+def test_equal_grammars_are_compiled_once_and_cached():
     engine, grammars = held()
     spec = toy_grammar()
     for rid in "ab":
@@ -262,7 +262,7 @@ def test_eos_allowed_by_grammar_stops_output_despite_ignore_eos(overlap, ignore_
     assert engine.finish("g").reason is FinishReason.STOP
 
 
-def test_max_tokens_cuts_it_as_length(overlap):
+def test_max_tokens_ends_output_with_reason_length(overlap):
     engine = following(overlap)
     engine.add(make_message("g", max_tokens=6, grammar=toy_grammar(length=7)))
     engine.run()
@@ -433,7 +433,7 @@ def masks_after(req: Request, drafts: tuple[int, ...]) -> list[set[int] | None]:
     return [None if (row == -1).all() else unpack(row) for row in bits]
 
 
-def test_each_position_of_a_run_has_the_mask_behind_its_drafts():
+def test_each_position_of_a_run_has_mask_after_its_drafts():
     req = request_with_grammar(every=3)
     rule = toy_rule(req.sampling.grammar)
     req.output_ids = [3]

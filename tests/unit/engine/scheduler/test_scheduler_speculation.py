@@ -54,7 +54,7 @@ def test_run_ends_with_its_first_wrong_draft():
     assert [len(run) for run in runs] == [1, 2, 1]
 
 
-def test_batch_computes_drafts_behind_the_last_token():
+def test_batch_computes_drafts_after_the_last_token():
     engine = drafting(num_draft_tokens=3)
     run_one(engine, max_tokens=5)
     prefill, verify = engine.executor.batches
@@ -74,7 +74,7 @@ def test_no_more_is_drafted_than_may_be_output():  # [earliest-stop]
     assert engine.finish().reason is FinishReason.LENGTH
 
 
-def test_run_is_cut_behind_a_stop_token_in_its_middle():  # [earliest-stop] [one-cut]
+def test_run_is_cut_after_stop_token_in_its_middle():  # [earliest-stop] [one-cut]
     stop = expected_output(make_message("r", PROMPT, max_tokens=9))[3]
     engine = drafting(num_draft_tokens=8)
     runs = run_one(engine, max_tokens=9, stop_token_ids=(stop,), logprobs=0)
@@ -92,7 +92,7 @@ def test_named_logprobs_are_those_of_every_position_of_a_run():
     assert {len(logprob.top) for logprob in engine.received["other"].logprobs} == {1}
 
 
-def test_stop_string_is_found_wherever_in_a_run_it_ends():  # [stop-window]
+def test_stop_string_is_found_at_any_position_of_a_run():  # [stop-window]
     text = decode_text(expected_output(make_message("r", PROMPT, max_tokens=9)))
     engine = drafting(num_draft_tokens=8)
     run_one(engine, max_tokens=9, stop=(text[2:5],))
@@ -165,7 +165,7 @@ def test_steps_overlap_without_drafts():
     engine.assert_expected()
 
 
-def test_drafts_that_never_please_end_and_overlap_comes_back():
+def test_drafts_never_accepted_stop_and_overlap_resumes():
     engine = drafting(mistake=always_wrong, adaptive=True, enable_overlap=True, usable_pages=100)
     engine.add(make_message("r", PROMPT, max_tokens=200))
     engine.run()

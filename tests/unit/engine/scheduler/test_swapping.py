@@ -31,7 +31,7 @@ def until_swapped(engine: Engine) -> str:
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_newest_is_swapped_and_comes_back_with_its_output_intact(overlap, mixed):
+def test_newest_is_swapped_and_resumes_with_its_output(overlap, mixed):
     engine = swapping(enable_overlap=overlap, enable_mixed_chunk=mixed)
     add(engine, "old", 1)
     add(engine, "new", 40)
@@ -61,7 +61,7 @@ def test_swapped_requests_return_before_new_ones_start():  # [swapped-first]
     engine.assert_expected()
 
 
-def test_several_return_in_the_order_in_which_they_came():
+def test_swapped_requests_return_in_arrival_order():
     engine = swapping(pages=13)
     for rid, start in (("first", 1), ("second", 30), ("third", 60)):
         add(engine, rid, start, prompt=8, max_tokens=20)
@@ -116,7 +116,7 @@ def test_deadline_that_passes_while_swapped_is_obeyed():
     engine.assert_nothing_held()
 
 
-def test_without_room_in_host_memory_it_is_recomputed():
+def test_request_without_host_memory_is_recomputed():
     engine = swapping(host_pages=2)
     add(engine, "old", 1)
     add(engine, "new", 40)
@@ -185,7 +185,7 @@ def test_swapped_request_with_evicted_prefix_is_recomputed():
     engine.assert_nothing_held()
 
 
-def test_swapping_costs_nothing_when_it_is_off():
+def test_disabled_swapping_allocates_nothing():
     engine = make_engine(executor=EagerExecutor)
     add(engine, "r", 1)
     engine.run()

@@ -62,7 +62,7 @@ def test_rows_that_mean_nothing_spoil_their_sequences():
     assert VerifiedForward(model=model, verifier=ChainVerifier()).forward(batch).unsound == (0, 2)
 
 
-def test_ids_and_logprobs_are_cut_alike():  # [one-cut]
+def test_ids_and_logprobs_are_cut_at_same_place():  # [one-cut]
     batch = drafted_batch(
         Seq(seq_len=9, extend_len=3, pages=[1], input_ids=[40, 41, 42]),
         Seq(seq_len=4, extend_len=4, pages=[2], input_ids=[1, 2, 3, 4]),

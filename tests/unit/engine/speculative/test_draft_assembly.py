@@ -33,7 +33,7 @@ def test_without_a_draft_there_is_nothing_to_read(facts):
     assert read_draft(SpecConfig(algorithm=SpecAlgorithm.NGRAM), target=facts, target_path="x") is None
 
 
-def test_memory_beside_each_page_is_counted(target, facts, tmp_path):
+def test_draft_memory_of_each_page_is_counted(target, facts, tmp_path):
     model = read_draft(draft_by(target), target=facts, target_path=str(target))
     head = read_draft(
         SpecConfig(algorithm=SpecAlgorithm.EAGLE, draft_model_path=str(write_tiny_head(target, tmp_path / "head"))),

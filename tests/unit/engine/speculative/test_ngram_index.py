@@ -49,7 +49,7 @@ def test_index_finds_matches_of_a_full_search(text, shortest, more, limit):
 
 
 @given(text=texts, pieces=st.lists(st.integers(0, 90), max_size=6))
-def test_it_does_not_matter_in_which_pieces_a_text_comes(text, pieces):
+def test_index_is_equal_for_any_split_of_a_text(text, pieces):
     assert index_of(text, pieces=pieces).continuation(5) == index_of(text).continuation(5)
     assert len(index_of(text, pieces=pieces)) == len(text)
 
@@ -70,6 +70,6 @@ def test_text_without_repetition_has_no_continuation(text):
     assert not index_of(text).repeats()
 
 
-def test_one_token_for_ever_is_looked_up_in_bounded_time():
+def test_repeated_token_is_looked_up_in_bounded_time():
     index = index_of([7] * 5000, shortest=1, longest=32)
     assert index.continuation(3) == (7, 7, 7)

@@ -58,7 +58,7 @@ def test_slower_machine_scales_plain_and_draft_costs_equally():
     assert (prices.fixed + 8 * prices.draft) / prices.plain == pytest.approx(2.0, rel=0.35)
 
 
-def test_one_kind_of_step_that_stays_slower_is_believed():
+def test_lasting_change_of_step_time_is_adopted():
     costs = measured(2, plain_s=1.0, steps=[(8, 2.0)])
     for _ in range(30):
         costs.plain(2, 3.0)

@@ -73,5 +73,5 @@ def test_idle_time_is_not_measured():
     assert turns.timer.begin_turn() is None
 
 
-def test_clock_that_stands_still_measures_nothing():
+def test_stopped_clock_measures_nothing():
     assert Turns().turn(PLAIN, 0.0) is None

@@ -38,7 +38,7 @@ def test_template_kwargs_do_not_override_built_in_variables():
     ("template", "knows"),
     [("{% if tools %}{{ tools | tojson }}{% endif %}", True), ("{{ messages }}", False), ("tools", False)],
 )
-def test_it_is_known_whether_a_template_has_a_place_for_tools(template, knows):
+def test_template_reports_whether_it_renders_tools(template, knows):
     assert ChatTemplate(template, special_tokens={}, source="x").knows_tools is knows
 
 

@@ -211,7 +211,7 @@ def test_control_tokens_are_those_of_the_template(tmp_path, template, content, c
     assert tokenizer.decode(ids, skip_special_tokens=False) == text
 
 
-def test_role_of_a_message_completes_a_literal_only_if_known(tmp_path):
+def test_message_role_completes_literal_only_if_listed(tmp_path):
     tokenizer = TextTokenizer.load(
         write_tokenizer(tmp_path, chat_template="{% for m in messages %}<|{{ m.role }}|>{% endfor %}")
     )

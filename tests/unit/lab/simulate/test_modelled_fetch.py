@@ -79,7 +79,7 @@ class Two:
         return self.prompts
 
 
-async def test_from_an_idle_worker_it_takes_the_messages_and_the_bytes():
+async def test_fetch_from_idle_worker_takes_messages_and_bytes():
     two = Two()
     two.ask()
     assert (await two.run())["asked"] == pytest.approx(1.0 + 0.004 + 3 * 0.01 + 0.05)
@@ -161,7 +161,7 @@ async def test_queue_continues_and_keeps_slot_of_fetching_request():
     assert list(prompts).index("asked") < list(prompts).index("after")
 
 
-async def test_no_more_comes_than_there_is_room_for():
+async def test_fetch_is_bounded_by_free_pages():
     two = Two(asker_blocks=5)
     two.at(0.5, two.asker, "running", tokens=200, chain="de", output=100)
     two.ask()

@@ -27,7 +27,7 @@ def test_hpa_scales_in_proportion_within_its_tolerance_and_rate(queued, now, wan
     assert replicas["prefill"] == wanted
 
 
-def test_hpa_goes_down_only_after_its_window():
+def test_hpa_scales_down_only_after_its_window():
     hpa, service = Hpa(config_of()), FluidService(config_of(), queued_tokens=4000.0)
     assert hpa.decide(service.load(), {"prefill": 4, "decode": 1})[0]["prefill"] == 4
     service.queued_tokens = 0.0

@@ -97,7 +97,7 @@ def bundled(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["redis-server", "valkey-server"])
-def test_server_of_path_comes_before_the_bundled_one(programs, bundled, name) -> None:
+def test_server_of_path_precedes_the_bundled_one(programs, bundled, name) -> None:
     path = programs(name, "Valkey server v=8.1.1 sha=00000000:0 malloc=libc bits=64")
     bundled("Valkey server v=9.1.2 sha=0")
     assert server_program() == path

@@ -343,7 +343,7 @@ def test_port_in_use_is_named_with_the_way_out(tmp_path) -> None:
             plan(args("--port", str(port), "--run-dir", str(tmp_path)))
 
 
-def test_errors_made_on_purpose_end_in_one_sentence_and_a_status(capsys) -> None:
+def test_deliberate_errors_are_one_sentence_and_a_status(capsys) -> None:
     assert main(["verify", "--model", "/does/not/exist"]) == 2
     assert capsys.readouterr().err == "tandem: error: --model /does/not/exist: no such folder\n"
     assert main(["chat", "--url", f"http://127.0.0.1:{free_port()}"]) == 3
@@ -395,7 +395,7 @@ def test_policy_that_is_none_is_refused_before_anything_starts(capsys, command: 
 GATEWAY = ["gateway", "--redis-url", "redis://h"]
 
 
-def test_names_behind_the_first_are_aliases():
+def test_model_names_after_the_first_are_aliases():
     [model] = models_of(build_parser().parse_args([*GATEWAY, "--served-model-name", "llama", "gpt"]))
     assert (model.name, model.names) == ("llama", ("llama", "gpt"))
     [model] = models_of(build_parser().parse_args(GATEWAY))

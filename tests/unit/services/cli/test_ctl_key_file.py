@@ -43,7 +43,7 @@ def worker() -> Iterator[Worker]:
     server.server_close()
 
 
-def test_token_of_the_key_file_comes_with_the_order(worker, tmp_path):
+def test_order_is_sent_with_token_of_key_file(worker, tmp_path):
     keys = KeyPair.generate()
     keys.save(tmp_path / "keys.json")
     address = f"127.0.0.1:{worker.server_port}"

@@ -80,7 +80,7 @@ def test_missing_module_of_the_engine_fails():
     assert_ok(software.packages(("json",)))
 
 
-def test_torch_without_cuda_beside_a_gpu_is_warned_of(machine):
+def test_torch_without_cuda_on_gpu_machine_is_a_warning(machine):
     cpu_build = replace(machine, version_of={"torch": "2.13.0+cpu"}.get)
     assert_ok(software.torch_build(cpu_build, None), "no NVIDIA GPU")
     add_gpu(machine)

@@ -27,7 +27,7 @@ def test_token_is_in_a_private_file_while_the_port_serves() -> None:
     assert token_of(Address("127.0.0.1", 9101)) is None
 
 
-def test_port_at_all_addresses_is_known_by_its_own_address_too() -> None:
+def test_wildcard_port_token_is_found_by_own_address() -> None:
     TokenFile(token="t" * 64, address=Address("::", 9101), also="fd00::7").write()
     assert token_of(Address("fd00::7", 9101)) == token_of(Address("127.0.0.1", 9101)) == "t" * 64
 

@@ -18,7 +18,7 @@ def test_private_folder_is_the_same_at_each_call(tmp_path):
     assert [one.stat().st_mode & 0o777 for one in (folder, folder.parent)] == [0o700, 0o700]
 
 
-def test_private_folder_behind_a_link_is_rejected(tmp_path):
+def test_private_folder_reached_by_link_is_rejected(tmp_path):
     private_folder("cores").rmdir()
     (tmp_path / f"tandem-{os.getuid()}" / "cores").symlink_to(tmp_path)
     with pytest.raises(PermissionError, match="is not a folder of this user alone"):

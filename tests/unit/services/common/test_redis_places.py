@@ -85,7 +85,7 @@ async def test_reply_without_texts_ends_the_opening_by_name(answers):
         await opened(nodes({A: Server(**answers)}, A))
 
 
-async def test_owner_is_kept_until_it_does_not_answer():
+async def test_slot_owner_is_kept_until_it_fails():
     servers = {A: Server(), B: Server(), C: Server()}
     places = nodes(servers, A, B)
     assert await opened(places) == A
@@ -134,7 +134,7 @@ def sentinel(address: Address) -> Server:
     return Server(SENTINEL=[address.host.encode(), str(address.port).encode()])
 
 
-async def test_sentinels_that_hang_or_are_gone_are_passed_over():
+async def test_hanging_or_missing_sentinels_are_skipped():
     sentinels = {S1: Server(SENTINEL=HANGS), S2: Server(refused=True), S3: sentinel(A)}
     places = Sentinels({A: Server(HELLO=hello(role="master"))}.__getitem__, sentinels.__getitem__, URL)
     assert await opened(places) == A

@@ -46,7 +46,7 @@ def test_abstract_name_of_a_socket_is_notified() -> None:
         assert listener.recv(100).startswith(b"READY=1")
 
 
-def test_manager_that_is_gone_is_reported_once(tmp_path, caplog) -> None:
+def test_missing_service_manager_is_reported_once(tmp_path, caplog) -> None:
     manager = ServiceManager(address=str(tmp_path / "gone"))
     manager.ready("serving")
     manager.stopping()

@@ -65,7 +65,7 @@ def test_standards_variables_name_the_collector(variables, endpoint):
         ({"OTEL_TRACES_EXPORTER": "console,otlp"}, False),
     ],
 )
-def test_standards_variables_switch_it_off(variables, off):
+def test_standard_otel_variables_disable_tracing(variables, off):
     assert read_settings(variables).otel_switched_off is off
 
 

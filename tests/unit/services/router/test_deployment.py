@@ -14,7 +14,7 @@ def signed(fields: dict[str, str], by: Deployment = OURS) -> dict[str, str]:
     return {**fields, "proof": by.row_proof(fields)}
 
 
-def test_row_is_known_by_its_proof():
+def test_row_is_recognized_by_its_proof():
     assert OURS.wrote(signed(FIELDS))
     assert OURS.wrote({**signed(FIELDS), "number": "7"})
     assert not OURS.wrote(FIELDS)

@@ -66,7 +66,7 @@ def meaning(gateway: RegisteredAdapters) -> dict[str, str]:
     return {name: entry.source for name, entry in gateway.all().items()}
 
 
-async def test_gateway_that_starts_later_knows_the_names(gateway):
+async def test_gateway_started_later_reads_registered_names(gateway):
     first, second = gateway(), gateway()
     await first.register(adapter("sql", 1), source="adapters/sql")
     await second.sync()

@@ -91,7 +91,7 @@ def test_cached_prefix_is_worth_a_queue_but_not_any_queue():
     assert choose(full, candidate("idle", Role.BOTH)).decode.view.worker_id == "idle"
 
 
-def test_short_rest_is_computed_where_it_is_decoded():
+def test_short_rest_is_computed_by_decode_worker():
     option = choose(candidate("p", Role.PREFILL, matched=999), candidate("d", Role.DECODE, matched=999))
     assert option.placement is Placement.LOCAL
 
@@ -101,12 +101,12 @@ def test_busy_decode_worker_gets_no_local_prefill():
     assert option.placement is Placement.PAIR
 
 
-def test_long_queue_at_the_prefill_workers_makes_it_local():
+def test_long_prefill_queue_makes_prompt_local():
     assert choose(candidate("p", Role.PREFILL, queue_tokens=500), candidate("d", Role.DECODE)).prefill is not None
     assert choose(candidate("p", Role.PREFILL, queue_tokens=5000), candidate("d", Role.DECODE)).prefill is None
 
 
-def test_prefix_is_computed_again_where_moving_it_takes_longer():
+def test_prefix_is_recomputed_if_transfer_takes_longer():
     decode = candidate("d", Role.DECODE)
     has_it = {"matched": PROMPT - 1}
     assert choose(candidate("p", Role.PREFILL, links={"d@1": FAST}, **has_it), decode).placement is Placement.PAIR

@@ -102,7 +102,7 @@ def test_work_given_to_a_worker_is_done_after_its_predicted_time(clock):
     assert own.sequences("a@1") == 1
 
 
-def test_notes_about_workers_that_are_gone_are_dropped(clock):
+def test_notes_about_removed_workers_are_dropped(clock):
     own = OwnLoad(clock=clock)
     option = LocalRouting(own=own, random=Random(1)).choose([make_record("a")], DEMAND, None)
     own.add(claims_of(option, DEMAND), {"a@1": 1000.0})

@@ -39,7 +39,7 @@ def slow_start(clock) -> SlowStart:
 
 
 @pytest.mark.parametrize(("after", "share"), [(0.0, 0.0), (RAMP_S / 4, 0.25), (RAMP_S, 1.0), (100.0, 1.0)])
-def test_share_grows_to_all_of_it(slow_start, clock, after, share):
+def test_share_of_new_worker_grows_to_full(slow_start, clock, after, share):
     clock.time += after
     assert slow_start.share("new@1") == pytest.approx(share)
     assert slow_start.share("old@1") == 1.0

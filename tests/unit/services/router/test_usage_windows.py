@@ -55,7 +55,7 @@ def test_refund_of_expired_tokens_frees_no_quota():
     assert windows.take(limits, Ask(tokens=1), 71.0).refused is Refused.TOKENS
 
 
-def test_tokens_beyond_the_expected_count_when_they_are_known():
+def test_excess_tokens_count_when_they_are_settled():
     windows, limits = UsageWindows(), UsageLimits(tokens=100)
     second = windows.take(limits, Ask(tokens=10), 0.0).second
     windows.settle(second, 200, 30.0)
@@ -89,7 +89,7 @@ def test_in_no_minute_is_more_than_the_limit(seed):
         assert sum(minute) <= 500
 
 
-def test_it_remembers_no_more_than_a_minute():
+def test_usage_window_keeps_one_minute():
     windows = UsageWindows()
     for second in range(1000):
         windows.take(UsageLimits(), Ask(requests=1, tokens=1), float(second))

@@ -146,7 +146,7 @@ async def test_every_message_has_its_answers_and_one_pick(exchange, picker, memo
     ("mode", "content"),
     [(DUPLEX, b'{"a": 1}'), (None, b'{"a": 1}'), (BUFFERED, b'{"a": 1}'), (STREAMED, None), (NONE, None)],
 )
-async def test_pick_is_made_with_the_body_where_it_is_to_be_had_whole(exchange, picker, mode, content):
+async def test_pick_is_made_with_body_if_available_whole(exchange, picker, mode, content):
     await play(exchange, head(mode=mode, authorization="Bearer k"), body(b'{"a": 1}'))
     ((asked, given),) = picker.asked
     assert given == content
@@ -185,7 +185,7 @@ dynamic_metadata {{
 """
 
 
-async def test_destination_is_in_header_and_metadata_alike(exchange):
+async def test_destination_is_equal_in_header_and_metadata(exchange):
     await exchange.answer(head())
     first, *_ = await exchange.answer(body(b"{}"))
     assert first == text_format.Parse(GOLDEN, type(first)())
@@ -207,7 +207,7 @@ async def test_without_a_reservation_a_clients_own_header_is_removed(exchange, p
 
 
 @pytest.mark.parametrize("size", [0, 1, CHUNK_BYTES, CHUNK_BYTES + 1, 3 * CHUNK_BYTES])
-async def test_body_leaves_as_it_came_in_chunks_that_envoy_takes(exchange, size):
+async def test_body_is_forwarded_in_chunks_within_envoy_limit(exchange, size):
     content = bytes(number % 251 for number in range(size))
     await exchange.answer(head())
     await exchange.answer(body(content[: size // 2], end=False))
@@ -222,7 +222,7 @@ async def test_trailers_end_the_body_and_not_its_last_chunk(exchange):
     assert streamed(await exchange.answer(trailers())) == (b"{}", False)
 
 
-async def test_answers_body_is_passed_on_as_it_comes(exchange):
+async def test_response_body_is_streamed_unchanged(exchange):
     await play(exchange, head(), body(b"{}"), answer_head())
     for content, end in ((b"one", False), (b"two" * CHUNK_BYTES, False), (b"", True)):
         answers = await exchange.answer(answer_body(content, end=end))
@@ -302,7 +302,7 @@ async def test_statuses_without_a_name_in_envoy_are_sent_as_well(picker, memory)
     assert answer.immediate_response.status.code == 400
 
 
-async def test_body_beyond_the_limit_is_refused_before_it_has_arrived(exchange, picker, memory):
+async def test_oversized_body_is_rejected_before_it_is_read(exchange, picker, memory):
     piece = body(b"x" * (MAX_BODY_BYTES // 2), end=False)
     await play(exchange, head(), piece, piece)
     (answer,) = await exchange.answer(body(b"x", end=False))

@@ -36,7 +36,7 @@ def test_ipv6_addresses_are_written_in_brackets():
     assert gateway_address("[::1]:8000") == Address("::1", 8000)
 
 
-def test_one_with_least_to_do_comes_first_and_two_more_after_it():
+def test_least_loaded_endpoint_is_first_of_three():
     endpoints = make("pool:8000", ready=(ONE, TWO, THREE, FOUR))
     for endpoint, running in ((ONE, 3), (TWO, 1), (THREE, 2), (FOUR, 4)):
         for _ in range(running):

@@ -85,7 +85,7 @@ async def test_unreleased_choice_expires(holds, ledger, clock):
     assert holds.find("young").age_s == 4.0
 
 
-async def test_oldest_makes_room_for_one_too_many(holds, clock):
+async def test_oldest_held_choice_is_evicted_at_the_limit(holds, clock):
     for name in "abc":
         assert holds.hold(held(name, clock)) == []
     dropped = holds.hold(held("d", clock))

@@ -122,7 +122,7 @@ async def test_process_that_hangs_up_and_listens_on_lives(watched):
 
 
 @pytest.mark.asyncio
-async def test_machine_that_does_not_answer_for_a_while_is_gone(watched, monkeypatch):
+async def test_machine_silent_for_the_timeout_is_ended(watched, monkeypatch):
     async def nobody(host: str, port: int) -> None:
         raise TimeoutError(f"{host}:{port}")
 

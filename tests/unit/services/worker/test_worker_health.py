@@ -472,7 +472,7 @@ def test_health_endpoint_on_wildcard_uses_advertised_address(probed):
         assert server.endpoint.startswith(known)
 
 
-async def test_rates_come_line_by_line_and_the_last_one_has_them(probed, client):
+async def test_rates_are_streamed_by_line_with_result_last(probed, client):
     probed.rates = Rates(
         device="cpu",
         tensor_parallel_size=1,

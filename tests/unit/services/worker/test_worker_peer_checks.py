@@ -74,7 +74,7 @@ def missing(watch: PeerWatch, *incarnations: str) -> None:
     watch.update("e", frozenset())
 
 
-async def test_peer_that_answers_is_not_gone(rack, watch, registry, checks, gone, clock):
+async def test_peer_that_answers_is_kept(rack, watch, registry, checks, gone, clock):
     engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9)))
     checks.observe([engine.view])
     missing(watch, "w@1")
@@ -85,7 +85,7 @@ async def test_peer_that_answers_is_not_gone(rack, watch, registry, checks, gone
     assert checks.pending
 
 
-async def test_peer_that_does_not_answer_is_gone_and_fenced(rack, watch, registry, checks, gone):
+async def test_peer_that_does_not_answer_is_fenced(rack, watch, registry, checks, gone):
     engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9), deaf=True))
     checks.observe([engine.view])
     checks.answer_s = 0.1
@@ -113,13 +113,13 @@ async def test_peer_that_left_is_removed_without_probe(rack, watch, registry, ch
     assert (gone, registry.written, engine.pings) == (["w@1"], [], 0)
 
 
-async def test_peer_that_never_had_a_row_is_gone(watch, registry, checks, gone):
+async def test_peer_without_any_row_is_removed(watch, registry, checks, gone):
     missing(watch, "short@7")
     await checks.run_due()
     assert (gone, registry.written) == (["short@7"], [("short@7", "me@1")])
 
 
-async def test_without_redis_no_peer_is_gone(watch, registry, checks, gone):
+async def test_peers_are_kept_without_redis(watch, registry, checks, gone):
     registry.reachable = False
     missing(watch, "w@1")
     await checks.run_due()

@@ -24,7 +24,7 @@ def test_missing_member_is_probed_before_removal(watch):
     assert watch.due() == members("a@1")
 
 
-def test_newer_incarnation_proves_the_older_one_gone(watch):
+def test_newer_incarnation_proves_end_of_older_one(watch):
     watch.update("e", members("me@1", "a@1", "b@1"))
     assert watch.update("e", members("me@1", "b@1", "a@2")) == members("a@1")
     assert watch.due() == members()
@@ -59,7 +59,7 @@ def test_missing_member_that_answers_is_probed_again_later(watch, clock):
     assert watch.due() == members()
 
 
-def test_after_a_wipe_members_have_a_fencing_period_to_come_back(watch, clock):
+def test_members_have_fencing_period_to_return_after_wipe(watch, clock):
     watch.update("first", members("a@1", "b@1"))
     watch.update("second", members("a@1"))
     clock.advance(9)
@@ -78,7 +78,7 @@ def test_member_back_after_wipe_is_not_probed_again(watch, clock):
     assert watch.due() == members()
 
 
-def test_after_a_wipe_a_new_incarnation_proves_the_old_one_gone(watch):
+def test_new_incarnation_after_wipe_proves_end_of_old_one(watch):
     watch.update("first", members("a@1"))
     assert watch.update("second", members("a@2")) == members("a@1")
 
@@ -94,7 +94,7 @@ def test_suspect_that_no_list_names_is_due_after_a_while(watch, clock):
     assert watch.due() == members("short-lived@7")
 
 
-def test_suspect_that_registers_late_is_not_gone(watch, clock):
+def test_suspect_that_registers_late_is_kept(watch, clock):
     watch.update("e", members())
     watch.suspect(["late@1"])
     watch.update("e", members("late@1"))

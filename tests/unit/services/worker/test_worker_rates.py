@@ -206,7 +206,7 @@ async def test_prompt_that_is_given_up_is_aborted():
     assert sent[0].rid == sent[1].rid
 
 
-async def test_full_queue_of_the_engine_leaves_no_sequences_behind():
+async def test_full_queue_of_engine_leaves_no_sequences():
     sent = []
 
     def send(message) -> bool:

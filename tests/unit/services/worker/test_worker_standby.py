@@ -98,7 +98,7 @@ async def test_briefly_seen_revision_peer_does_not_end_standby(sight):
 
 
 @pytest.mark.parametrize("state", [state for state in WorkerState if state is not WorkerState.READY])
-async def test_only_one_that_is_offered_proves_its_revision(sight, state):
+async def test_only_offered_worker_proves_its_revision(sight, state):
     assert not await sight.look(*OLD_PAIR, make_record("p2", Role.PREFILL, state=state, **NEW), later_s=ALONE_S)
 
 

@@ -22,7 +22,7 @@ class Worker:
         )
 
 
-def test_not_before_it_has_been_introduced():
+def test_worker_is_not_ready_before_introduction():
     worker = Worker()
     assert worker.warm.check() == "not introduced to its peers yet"
     worker.peers = ()
@@ -40,7 +40,7 @@ def test_tested_link_counts_with_any_result(report):
     assert worker.warm.check() is None
 
 
-def test_peers_that_come_later_do_not_take_its_readiness_away():
+def test_later_peers_do_not_revoke_readiness():
     worker = Worker()
     worker.peers = ()
     assert worker.warm.check() is None

@@ -40,7 +40,7 @@ def fetch(storage: DiskStorage, number: int) -> tuple[Fetched, bytes]:
     return storage.get(key(number), buffer).result(), bytes(buffer)
 
 
-def test_block_comes_back_as_it_was(opened):
+def test_stored_block_is_read_unchanged(opened):
     storage = opened()
     assert key(1) not in storage
     assert storage.put(key(1), page(7)).result().stored
@@ -100,7 +100,7 @@ def test_bound_holds_on_disk(opened, tmp_path):
     ],
     ids=["short", "no header", "empty", "long", "page", "magic", "hash"],
 )
-def test_damaged_file_is_a_miss_and_goes(opened, tmp_path, damage):
+def test_damaged_file_is_a_miss_and_is_deleted(opened, tmp_path, damage):
     storage = opened()
     storage.put(key(1), page(1)).result()
     (file,) = tmp_path.iterdir()

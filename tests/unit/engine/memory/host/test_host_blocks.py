@@ -27,7 +27,7 @@ def evicted(blocks: HostBlocks) -> list[str]:
     return order
 
 
-def test_least_recent_goes_first_and_everything_goes(blocks):  # [evict-exact]
+def test_eviction_is_least_recent_first_until_empty(blocks):  # [evict-exact]
     add(blocks, "a", "b", "c")
     assert blocks.evictable == 3
     assert evicted(blocks) == ["a", "b", "c"]

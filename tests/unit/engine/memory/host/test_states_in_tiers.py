@@ -260,7 +260,7 @@ def test_block_that_host_memory_evicts_takes_its_state_along():
     assert hybrid.matched([*range(2000, 2100)]) == 64
 
 
-def test_state_without_room_leaves_no_page_behind():
+def test_state_without_room_leaks_no_page():
     hybrid = Hybrid(host_pages=PARTS - 1)
     hybrid.serve(PROMPT)
     hybrid.evict_device()

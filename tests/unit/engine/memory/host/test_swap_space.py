@@ -105,7 +105,7 @@ def stateful_tiers(host_pages: int = 8) -> Tiers:
     return tiers
 
 
-def test_state_goes_with_the_pages_of_its_request():
+def test_state_is_swapped_with_pages_of_its_request():
     tiers = stateful_tiers()
     kv = start_request(tiers.memory, PROMPT)
     row, swap = kv.row, tiers.host.swap

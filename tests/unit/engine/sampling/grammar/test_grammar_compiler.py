@@ -84,7 +84,7 @@ def test_cancelled_compilation_wakes_no_request(compiler, backend):
     compiler.acknowledge()
 
 
-def test_refusal_is_known_at_once_the_next_time(compiler):
+def test_rejected_grammar_is_rejected_from_cache(compiler):
     spec = toy_grammar(name="bad")
     compiler.keep_refusal(spec, InvalidRequestError("a bad rule", param="grammar"))
     with pytest.raises(InvalidRequestError, match="a bad rule"):

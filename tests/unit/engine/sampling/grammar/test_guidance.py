@@ -334,7 +334,7 @@ def test_token_that_does_not_fit_is_not_taken_and_spoils_nothing(choice):
     assert allowed(matcher) == {b, EOS}
 
 
-def test_matchers_of_one_grammar_do_not_know_each_other(backend, tokenizer):
+def test_matchers_of_one_grammar_are_independent(backend, tokenizer):
     compiled = backend.compile(spec(GrammarKind.REGEX, "[ab][cd]"))
     first, second = compiled.matcher(), compiled.matcher()
     first.accept((tokenizer.token_to_id("a"),))
@@ -343,7 +343,7 @@ def test_matchers_of_one_grammar_do_not_know_each_other(backend, tokenizer):
 
 @settings(max_examples=30, deadline=None)
 @given(data=st.data())
-def test_masks_of_a_run_are_those_of_a_matcher_that_goes_there(backend, data):
+def test_masks_of_a_run_equal_those_of_stepwise_matcher(backend, data):
     """Drafts that fit, drafts that do not, and the end of the grammar in the middle of a run."""
     compiled = backend.compile(spec(GrammarKind.JSON_SCHEMA, PERSON, whitespace_pattern=""))
     matcher = compiled.matcher()

@@ -73,7 +73,7 @@ def test_begin_marker_counts_where_outputs_begin(blanks, bounded):
     assert allowed(following) == ({91} if bounded else ALL)
 
 
-def test_grammar_begins_behind_the_reasoning():
+def test_grammar_begins_after_the_reasoning():
     rule = ToyRule(every=3, length=2)
     following = matcher(2, rule=rule)
     assert allowed(following) == ALL - {EOS}

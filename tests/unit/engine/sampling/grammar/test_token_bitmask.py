@@ -46,7 +46,7 @@ def test_masks_forbid_nothing_until_they_are_filled():
     assert torch.equal(masked(torch.zeros(2, 90), masks), torch.zeros(2, 90))
 
 
-def test_masks_that_never_come_are_an_error_and_not_a_hang(monkeypatch):
+def test_missing_masks_are_an_error_and_not_a_hang(monkeypatch):
     monkeypatch.setattr(batch, "LONGEST_WAIT", 0.01)
     with pytest.raises(MasksLateError, match="were not filled"):
         apply_masks(torch.zeros(1, 8), TokenMasks.open((0,), words=1))

@@ -106,7 +106,7 @@ def test_history_file_is_bounded_and_becomes_private(chat, state) -> None:
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
-def test_history_behind_a_link_is_not_written(chat, state, tmp_path) -> None:
+def test_history_file_that_is_a_link_is_not_written(chat, state, tmp_path) -> None:
     target = tmp_path / "target"
     target.write_text("theirs\n")
     (state / "tandem").mkdir(parents=True)

@@ -110,7 +110,7 @@ def test_answer_that_breaks_off_is_no_answer(connect):
         client.get("/broken")
 
 
-def test_api_server_that_is_gone_is_a_connection_error(tmp_path, port):
+def test_missing_api_server_is_a_connection_error(tmp_path, port):
     with ForwardingApiServer() as api:
         access = access_of(api.kubeconfig(tmp_path), None, None)
     with pod_client(access, WORKER, "health") as client, pytest.raises(httpx.ConnectError):

@@ -54,7 +54,7 @@ def test_bash_offers_matching_completions(words, expected, offered):
     assert offered(*words) == expected
 
 
-def test_bash_offers_flags_where_nothing_else_may_stand(offered):
+def test_bash_offers_flags_where_no_value_is_expected(offered):
     assert {"--model", "--port", "--print-config"} <= {*offered("tandem", "up", "")}
 
 

@@ -114,7 +114,7 @@ def test_flag_of_an_engine_is_no_misspelt_flag_of_a_gateway(command, parsers):
         ("router", "--zzz", ""),
     ],
 )
-def test_hint_is_the_right_one_or_none(command, flag, expected, parsers):
+def test_hint_is_correct_or_absent(command, flag, expected, parsers):
     found = hint(parsers[command], flag)
     assert expected in found
     assert bool(expected) == bool(found)

@@ -59,7 +59,7 @@ def test_variable_names_the_file_and_a_flag_another(file, tmp_path, monkeypatch)
     assert parse("up", "--config", str(tmp_path / "other.yaml")).port == 2
 
 
-def test_required_flag_may_stand_in_a_file(file, capsys):
+def test_required_flag_may_be_set_in_a_file(file, capsys):
     assert parse("gateway", "--config", file("redis-url: redis://h\n")).redis_url == "redis://h"
     with pytest.raises(SystemExit) as stopped:
         main(["gateway"])
@@ -126,7 +126,7 @@ def test_address_of_a_pod_is_not_where_a_gateway_listens(monkeypatch):
     )
 
 
-def test_misspelt_variable_of_a_flag_is_answered_with_it(monkeypatch, capsys):
+def test_misspelled_variable_suggests_its_flag(monkeypatch, capsys):
     monkeypatch.setenv("TANDEM_MAX_RUNING_REQUESTS", "4")
     with pytest.raises(SystemExit):
         main(["up", "--help"])
