@@ -121,7 +121,7 @@ async def test_texts_have_vectors(settings):
     assert await embeddings.aembed_query("rain") == pytest.approx(one, abs=1e-4)
 
 
-async def test_synchronous_client_says_the_same(chat):
+async def test_synchronous_client_gives_equal_output(chat):
     short = chat.model_copy(update={"max_tokens": 8})
     whole = short.invoke("Hello").content
     assert "".join(chunk.content for chunk in short.stream("Hello")) == whole

@@ -51,7 +51,7 @@ async def test_chat_is_answered_whole_and_streamed(common):
     assert parts.choices[0].finish_reason == whole.choices[0].finish_reason
 
 
-async def test_synchronous_client_says_the_same(common):
+async def test_synchronous_client_gives_equal_output(common):
     fields = {**common, "messages": ASK, "temperature": 0, "max_tokens": 8}
     whole = litellm.completion(**fields).choices[0].message.content
     parts = [chunk.choices[0].delta.content or "" for chunk in litellm.completion(**fields, stream=True)]
