@@ -87,7 +87,7 @@ def sources() -> list[Path]:
     return [p for folder, package in PACKAGES.items() for p in (ROOT / folder / package).rglob("*.py")]
 
 
-def test_no_source_can_deserialise_code() -> None:
+def test_sources_use_no_pickle_and_no_eval() -> None:
     """No pickle and its kin, no eval or exec, in anything that ships [no-pickle]."""
     found = []
     for path in sources():

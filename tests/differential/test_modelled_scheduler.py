@@ -184,7 +184,7 @@ def modelled_log(schedule: Schedule) -> list[Planned]:
 
 
 @pytest.mark.parametrize("first", range(0, SCHEDULES, 20))
-def test_modelled_scheduler_decides_as_the_engine_in_every_step(first, monkeypatch):
+def test_modelled_scheduler_equals_the_engine_in_every_step(first, monkeypatch):
     for seed in range(first, first + 20):
         schedule = random_schedule(seed)
         expected, found = engine_log(schedule, monkeypatch), modelled_log(schedule)

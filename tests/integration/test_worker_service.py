@@ -464,7 +464,7 @@ async def test_role_flip_without_transport_or_during_drain_is_rejected(worker, f
     assert worker.remote.orders_of("decode_elsewhere") == []
 
 
-async def test_drain_does_not_wait_for_ever(server, remote, tmp_path, fleet):
+async def test_drain_has_a_time_limit(server, remote, tmp_path, fleet):
     config = config_for(server, remote, drain_timeout_s=1.5)
     async with running(config, remote, tmp_path) as worker:
         await until(lambda: find(fleet))

@@ -234,6 +234,6 @@ def test_gap_during_flood_is_counted_in_choices():
     assert max(asyncio.run(Gateway(FLOOD_AND_ONE).gaps())) <= FLOOD_AND_ONE.bound
 
 
-def test_gap_is_of_requests_where_a_request_visits_once():
+def test_gap_counts_requests_that_queue_once():
     """What the bound is worth: the same crowd, with one visit for all choices of a request."""
     assert max(asyncio.run(Gateway(FLOOD_AND_ONE, visit_each=False).gaps())) > 3 * FLOOD_AND_ONE.bound

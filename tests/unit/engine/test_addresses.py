@@ -85,7 +85,7 @@ def test_endpoint_that_is_no_tcp_address_is_refused(endpoint: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.8.8", "::1", "[::1]", "::ffff:127.0.0.1", "localhost"])
-def test_loopback_hosts_are_recognised(host: str) -> None:
+def test_loopback_hosts_are_recognized(host: str) -> None:
     assert is_loopback(host)
 
 
@@ -94,7 +94,7 @@ def test_other_hosts_are_not_loopback(host: str) -> None:
     assert not is_loopback(host)
 
 
-def test_wildcards_are_recognised_in_every_spelling() -> None:
+def test_wildcards_are_recognized_in_every_spelling() -> None:
     assert all(map(is_wildcard, ["", "::", "[::]", "0.0.0.0", "0:0:0:0:0:0:0:0"]))
     assert not is_wildcard("::1")
 

@@ -97,7 +97,7 @@ def test_either_team_computes_everything_once(prompts, on_threads, monkeypatch, 
     assert torch.get_num_threads() == 2
 
 
-def test_scores_far_apart_neither_overflow_nor_vanish():
+def test_scores_far_apart_equal_reference():
     pool = make_pool()
     pool.data.mul_(100.0)
     seq = PageDealer(pool=pool).seq(200, 30)

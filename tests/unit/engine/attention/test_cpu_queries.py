@@ -46,7 +46,7 @@ def test_every_token_in_sight_is_in_one_task(extends, decodes, window):
 
 @settings(deadline=None)
 @given(num_extend=st.integers(0, 3), decodes=decodes, window=windows)
-def test_decodes_stand_behind_the_extends(num_extend, decodes, window):
+def test_decodes_follow_the_extends(num_extend, decodes, window):
     queries = np.empty((len(decodes), QUERY_COLUMNS), np.int64)
     seq_lens = np.array([1] * num_extend + decodes, np.int64)
     cut_queries(queries, 0, seq_lens, num_extend, 50, window)

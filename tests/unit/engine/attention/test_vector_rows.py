@@ -45,7 +45,7 @@ def test_scores_and_outputs_are_those_of_matrix_products(dice, head_dim):
     assert (out[:, head_dim:] == 7.0).all(), "written behind the outputs"
 
 
-def test_weights_count_no_row_behind_the_last(dice):
+def test_weights_exclude_rows_after_the_last(dice):
     @compiled_kernel
     def compute(scores, count):
         most = highest(scores.ctypes.data, count)

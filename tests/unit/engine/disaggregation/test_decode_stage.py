@@ -188,7 +188,7 @@ def test_no_row_is_granted_that_is_not_free():
     assert len(receiver.writer.got(WriteGrant)) == 1
 
 
-def test_no_more_transfers_are_let_in_than_can_run():
+def test_admitted_transfers_are_bounded_by_running_limit():
     receiver = Receiver(max_running_requests=2)
     for start in (20, 40, 60):
         receiver.submit(f"r{start}", range(start, start + 6))

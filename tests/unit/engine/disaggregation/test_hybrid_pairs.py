@@ -132,7 +132,7 @@ def test_prefix_is_fetched_up_to_an_anchor(tokens):
     assert counters.fetched == int(usable > 0)
 
 
-def test_prefix_is_fetched_up_to_a_state_on_trial():
+def test_prefix_is_fetched_up_to_a_trial_state():
     pair = hybrid_pair(anchors=8)
     serve_there(pair, 300)
     assert on_trial(pair.decode.engine) == 1

@@ -314,7 +314,7 @@ def test_drain_rejects_waiting_request_and_cancels_fetch():
     pair.assert_clean()
 
 
-def test_draining_engine_still_lends():
+def test_draining_engine_still_serves_fetches():
     pair = make_warm_pair()
     pair.decode.engine.scheduler.drain()
     ask(pair)
@@ -322,7 +322,7 @@ def test_draining_engine_still_lends():
     assert cached_tokens(pair) == len(PREFIX)
 
 
-def test_paused_engine_still_lends():
+def test_paused_engine_still_serves_fetches():
     pair = make_warm_pair()
     pair.decode.engine.scheduler.pause(PauseMode.IN_PLACE)
     ask(pair)

@@ -254,7 +254,7 @@ def order(*slots: int) -> DigestOrder:
     return DigestOrder(room="room", generation=1, pages=(PageId(2),), kind=DigestKind.SAMPLED, tail=0, states=states)
 
 
-def test_both_sides_prove_a_state_alike_wherever_it_lies(states):
+def test_both_sides_compute_equal_digest_of_a_state(states):
     here = digester(states)
     key = PushKey(room="room", generation=1, first=0, count=1, group=STATES)
     sent = here.begin_sent(Push(key=key, peer="d@1", source=(PageId(2),), target=(PageId(4),))).take()

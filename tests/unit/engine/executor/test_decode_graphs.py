@@ -178,7 +178,7 @@ class LookingModel(ToyModel):
         return super().logits(hidden) * (1.0 if bool(hidden.isfinite().all()) else 0.0)
 
 
-def test_model_that_looks_at_the_device_cannot_be_captured():
+def test_model_that_syncs_with_device_cannot_be_captured():
     toy = ToyModel.random()
     with pytest.raises(HostWaitError):
         Beside(model=LookingModel(embedding=toy.embedding, position=toy.position, head=toy.head), graph_sizes=(1,))

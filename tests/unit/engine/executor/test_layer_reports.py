@@ -28,7 +28,7 @@ class Calls(TurningPlan):
         return q
 
 
-def test_plan_that_turns_heads_turns_them_behind_it():
+def test_plan_that_turns_heads_reports_after_turning():
     plan = Calls()
     attend = telling(plan, lambda layer: plan.heard.append(("wrote", layer)))
     assert isinstance(attend, TurningPlan)

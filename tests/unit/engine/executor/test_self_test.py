@@ -31,7 +31,7 @@ def run(runner: ModelRunner, pages=PAGES, **options):
     return self_test(runner, pages=pages, page_size=16, vocab_size=VOCAB_SIZE, **options)
 
 
-def test_working_model_is_measured_and_nothing_stays_behind():
+def test_working_model_is_measured_and_frees_all():
     runner = make_runner(ToyModel.random())
     before = runner.pool.data.clone()
     report = run(runner)

@@ -113,7 +113,7 @@ def test_pack_that_more_users_can_write_than_code_is_skipped(store, part):
     ],
     ids=["of one owner", "of another", "group may write", "as to the code", "all may write"],
 )
-def test_packs_are_trusted_as_the_code_beside_them(code_mode, code_owner, mode, owner, accepted):
+def test_packs_are_trusted_as_the_code_next_to_them(code_mode, code_owner, mode, owner, accepted):
     class File:
         def stat(self) -> os.stat_result:
             return status_of(code_mode, code_owner)

@@ -161,7 +161,7 @@ def test_logprobs_name_the_sampled_token_and_the_likeliest(llm):
         assert scores[token].decoded_token == llm.get_tokenizer().decode([token], skip_special_tokens=False)
 
 
-def test_prompt_logprobs_stand_beside_the_prompt_s_tokens(llm):
+def test_prompt_logprobs_match_positions_of_prompt_tokens(llm):
     params = SamplingParams(max_tokens=1, prompt_logprobs=1, n=2)
     [output] = llm.generate("Once upon a time", params, use_tqdm=False)
     first, *rest = output.prompt_logprobs
@@ -302,7 +302,7 @@ def test_no_prompts_give_no_outputs(llm):
     assert llm.generate([], use_tqdm=False) == []
 
 
-def test_interrupt_leaves_nothing_behind_for_the_next_call(llm, monkeypatch):
+def test_interrupt_leaves_no_request_for_the_next_call(llm, monkeypatch):
     expected = texts(llm.generate("The fox", GREEDY, use_tqdm=False))
     step, calls = llm._engine.step, []
 

@@ -143,7 +143,7 @@ def test_gemma3_has_a_full_layer_after_five_with_a_window(parse):
     assert parse(**GEMMA3, sliding_window=32, sliding_window_pattern=2).second_layers == (0, 2, 4, 6)
 
 
-def test_gemma3_window_layers_rotate_alike_when_no_window_binds(parse):
+def test_gemma3_window_layers_rotate_equally_in_short_context(parse):
     config = parse(**GEMMA3, sliding_window=4096)
     assert config.windows == ()
     assert config.second_layers == (0, 1, 2, 3, 4, 6)

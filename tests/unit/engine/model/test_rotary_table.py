@@ -25,7 +25,7 @@ def test_longer_table_agrees_with_a_shorter_one(rope):
 
 
 @pytest.mark.parametrize("rope", ROPES, ids=lambda rope: rope.rope_type)
-def test_token_is_rotated_alike_in_any_company(rope):
+def test_token_rotation_is_independent_of_batch(rope):
     rotary, x = table(rope), torch.randn(6, 3, 16)
     positions = torch.tensor([0, 31, 32, 33, 100, 127])
     together = rotary.at(positions).apply(x)

@@ -75,7 +75,7 @@ def test_rank_with_only_padding_vocabulary_loads(tmp_path):
     assert [len(part) for part in parts(tmp_path, TABLE, split=VOCABULARY, size=4)] == [2, 2, 2, 2]
 
 
-def test_bias_behind_shared_inputs_is_added_once(tensors, tmp_path):
+def test_bias_after_split_inputs_is_added_once(tensors, tmp_path):
     name = "model.layers.0.self_attn.o_proj"
     x = torch.randn(3, 16)
 

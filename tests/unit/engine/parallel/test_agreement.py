@@ -63,7 +63,7 @@ def test_without_facts_nothing_is_exchanged():
     assert Agreement(SingleRank(rank=1, size=2)).least([]) == []
 
 
-def test_rank_0s_tokens_and_time_are_everybodys():  # [rank-zero-tokens]
+def test_tokens_and_time_of_rank_0_reach_all_ranks():  # [rank-zero-tokens]
     def work(parallel: Parallel) -> tuple[list[int], float]:
         sampled = torch.tensor([5, 6 + parallel.rank, 7])
         facts = agree_on_step(parallel.forward, sampled, 0.25 * (1 + parallel.rank))

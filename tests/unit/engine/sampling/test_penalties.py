@@ -135,7 +135,7 @@ def test_only_the_named_rows_are_touched():
 
 
 @pytest.mark.parametrize("block", [1, VOCAB, 3 * VOCAB])
-def test_rows_are_the_same_however_many_are_penalised_at_a_time(monkeypatch, block):
+def test_penalized_rows_are_equal_for_any_block_size(monkeypatch, block):
     rows, raw = loaded((PROMPT, OUTPUTS), ((1,), (2, 2)), ((), (9,))), logits(3)
     together = raw.clone()
     rows.apply(together, penalties(0, 1, 2))

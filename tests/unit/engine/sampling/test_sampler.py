@@ -42,7 +42,7 @@ def test_tokens_are_drawn_as_often_as_they_are_likely(temperature, seed):
 
 
 @pytest.mark.parametrize("params", [{"top_k": 3}, {"top_p": 0.8}, {"min_p": 0.4}])
-def test_filters_renormalise_and_draw_nothing_else(params):
+def test_filters_renormalize_and_draw_no_other_token(params):
     drawn = draw(LOGITS, 20_000, **params)
     kept = torch.zeros(8, dtype=torch.bool)
     kept[[0, 1, 2, 7]] = True

@@ -60,7 +60,7 @@ def test_chunked_request_runs_first_with_computed_part_as_prefix():  # [chunk-ke
     assert engine.executor.batches[1].seq_lens.tolist() == [6, 4]
 
 
-def test_prompt_is_cut_so_that_short_ones_fit_beside_it():  # [long-prompt-cut]
+def test_prompt_is_cut_so_that_short_ones_fit_in_step():  # [long-prompt-cut]
     engine = make_engine(chunked_prefill_size=8, max_prefill_tokens=32)
     engine.add(make_message("long", prompt(20), max_tokens=1))
     engine.add(make_message("short", prompt(5, 2), max_tokens=1))

@@ -83,7 +83,7 @@ def test_prompt_ids_are_sent_only_for_repetition_penalty():
     assert [history.prompt_ids for history in edits_of(engine)[0].histories] == [()]
 
 
-def test_slots_are_as_many_as_penalised_requests_run_at_once():
+def test_slot_count_is_that_of_penalized_running_requests():
     engine = make_engine(enable_overlap=True, max_rows=16, max_running_requests=3)
     for number in range(9):
         engine.add(make_message(f"penalised-{number}", [number + 1], max_tokens=5 + number, **PENALISED))

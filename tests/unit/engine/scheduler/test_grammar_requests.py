@@ -68,7 +68,7 @@ def test_request_after_grammar_keeps_its_queue_position():
     engine.assert_expected()
 
 
-def test_request_after_grammar_queues_behind_retracted_requests():  # [retraction-bounded]
+def test_request_after_grammar_queues_after_retracted_ones():  # [retraction-bounded]
     def request(rid: str, arrived_at: float, *, scheduled: bool = False) -> Request:
         return Request(
             rid=RequestId(rid),

@@ -34,7 +34,7 @@ def test_no_more_than_one_step_is_ahead():
         assert engine.scheduler.tally.launched - engine.scheduler.tally.settled <= 1
 
 
-def test_token_that_only_the_device_knows_is_resolved_there():  # [device-history]
+def test_token_known_only_to_the_device_is_resolved_there():  # [device-history]
     engine = overlapped()
     engine.add(make_message(prompt=[1, 2, 3], max_tokens=3))
     engine.run()
@@ -51,7 +51,7 @@ def test_scheduler_keeps_batch_tensors_of_step_in_flight():
     assert engine.scheduler._loop.in_flight.view is engine.executor.batches[-1]
 
 
-def test_without_overlap_the_host_knows_every_token():
+def test_host_has_every_token_without_overlap():
     engine = make_engine()
     engine.add(make_message(prompt=[1, 2, 3], max_tokens=3))
     engine.run()

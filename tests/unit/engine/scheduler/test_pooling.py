@@ -35,7 +35,7 @@ def part(first: int, *rows: tuple[float, ...]) -> PooledSum:
 @pytest.mark.parametrize(
     ("pooling", "wanted"), [(Pooling.LAST, range(9, 10)), (Pooling.MEAN, range(10)), (Pooling.CLS, range(1))]
 )
-def test_each_kind_wants_its_own_tokens(pooling, wanted):
+def test_each_pooling_kind_selects_its_tokens(pooling, wanted):
     assert pooled(pooling, 10).positions(0, 10) == wanted
 
 

@@ -131,7 +131,7 @@ def test_request_with_grammar_ready_awaits_disk_prefetch(storage):
     assert engine.scheduler.tally.disk_cached_tokens == 12
 
 
-def test_patience_with_storage_counts_from_arrival(storage):
+def test_storage_wait_counts_from_arrival(storage):
     grammars, spec = ToyGrammars(hold=True), toy_grammar()
     engine = tiered(storage, grammars=grammars)
     engine.add(make_message("r", PROMPT, grammar=spec))

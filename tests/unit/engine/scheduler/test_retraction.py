@@ -163,7 +163,7 @@ def test_step_with_retraction_admits_no_request():  # [swapped-first]
     assert engine.executor.batches[-1].num_sequences == 1
 
 
-def test_check_that_decides_is_the_check_that_converges():  # [one-memory-check]
+def test_retraction_happens_exactly_if_memory_check_fails():  # [one-memory-check]
     engine = make_engine(usable_pages=9, **TIGHT)
     add_two(engine)
     while not engine.scheduler.tally.retracted:

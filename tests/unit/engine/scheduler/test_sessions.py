@@ -350,7 +350,7 @@ def test_pin_keeps_nothing_in_host_memory():
     assert blocks.evictable == len(blocks) > 0
 
 
-def test_session_expires_beside_one_that_is_busy():
+def test_session_expires_while_another_is_busy():
     engine = kept(session_ttl=10.0)
     engine.add(make_message("long", FIRST, session=SessionRef(id="busy"), max_tokens=60))
     engine.step(3)

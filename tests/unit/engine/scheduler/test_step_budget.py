@@ -83,7 +83,7 @@ def test_default_step_budget_is_sum_of_prefill_and_decode_limits():
 
 
 @pytest.mark.parametrize("mixed", [False, True])
-def test_only_prompts_over_threshold_are_chunked_beside_decode(mixed):  # [long-prompt-cut]
+def test_only_prompts_over_threshold_are_chunked_with_decode(mixed):  # [long-prompt-cut]
     engine = make_engine(
         long_prefill_token_threshold=8, chunked_prefill_size=32, enable_mixed_chunk=mixed, usable_pages=200
     )

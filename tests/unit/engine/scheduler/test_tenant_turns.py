@@ -66,7 +66,7 @@ def test_prompt_of_another_tenant_goes_before_a_chunk():
     engine.assert_expected()
 
 
-def test_prompt_above_a_chunk_is_whole_beside_a_chunked_one():
+def test_prompt_above_a_chunk_is_whole_next_to_a_chunked_one():
     engine = engine_of()
     send(engine, "long", "big", 300)
     engine.step(3)
@@ -132,7 +132,7 @@ def test_order_of_one_tenant_is_arrival():
         assert mine == [f"{tenant}{number}" for number in range(5)]
 
 
-def test_long_prompt_is_computed_beside_a_flood_of_short_ones():
+def test_long_prompt_progresses_during_flood_of_short_ones():
     engine = engine_of()
     send(engine, "long", "big", 200)
     engine.step()
@@ -189,7 +189,7 @@ lengths = st.integers(1, 120)
 
 @settings(max_examples=30, deadline=None)
 @given(flood=st.lists(lengths, min_size=1, max_size=12), before=st.integers(0, 20), small=st.integers(1, STEP - SHARED))
-def test_tokens_before_a_lone_prompt_are_of_one_step(flood, before, small):
+def test_tokens_before_a_single_prompt_are_of_one_step(flood, before, small):
     """However much another tenant has queued: the next step computes the lone prompt, or a chunk of it."""
     engine = engine_of()
     send(engine, "first", "small", 1)

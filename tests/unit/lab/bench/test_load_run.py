@@ -80,7 +80,7 @@ async def test_sound_stream_is_measured() -> None:
         ([*SOUND[:2], usage(1), "[DONE]"], "before max_tokens"),
     ],
 )
-async def test_unsound_stream_is_a_failure(events, fault) -> None:
+async def test_malformed_stream_is_a_failure(events, fault) -> None:
     measurement = await target(lambda _: events).send(SPEC)
     assert not measurement.ok
     assert re.search(fault, measurement.error)

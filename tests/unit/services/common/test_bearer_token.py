@@ -14,7 +14,7 @@ def path(tmp_path):
 
 
 @pytest.mark.parametrize("header", ["Bearer s3cret", "bearer s3cret", "Bearer   s3cret "])
-def test_token_lets_in(path, header):
+def test_valid_token_is_accepted(path, header):
     assert BearerToken(path=path).admits(header)
 
 

@@ -50,7 +50,7 @@ def test_half_open_admits_one_command_at_a_time(breaker, clock):
     assert not breaker.admit()
 
 
-def test_trial_decides(breaker, clock):
+def test_half_open_command_sets_the_circuit_state(breaker, clock):
     for _ in range(3):
         breaker.failed()
     clock.advance(0.5)
@@ -142,7 +142,7 @@ async def test_refused_connection_counts_and_then_costs_nothing(clock):
     await client.close()
 
 
-def test_complaints_are_rare_and_counted(clock, caplog):
+def test_redis_error_logs_are_limited_and_counted(clock, caplog):
     log = RarelyLogged(clock=clock)
     for _ in range(5):
         log.warning("broken")

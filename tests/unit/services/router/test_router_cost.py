@@ -140,7 +140,7 @@ def test_local_prefill_limit_0_allows_only_prefill_fallback():
     assert choose(decode, demand=never).placement is Placement.DEGRADED
 
 
-def test_worker_for_both_alone_is_neither_local_nor_degraded():
+def test_single_worker_for_both_is_not_local_or_degraded():
     assert choose(candidate("b", Role.BOTH)).placement is Placement.ALONE
 
 

@@ -86,6 +86,6 @@ def test_exploration_selects_new_worker_at_configured_rate():
     assert 150 <= taken["new@1"] <= 250
 
 
-def test_without_exploration_the_policy_alone_decides():
+def test_policy_without_exploration_chooses_alone():
     policy = Exploring(First(), 0.0, Random(1))
     assert {policy.narrow([OLD, NEW], query())[0].incarnation for _ in range(100)} == {"old@1"}

@@ -71,7 +71,7 @@ def test_without_keys_no_key_file_is_passed():
     assert "--curve-keys" not in engine_argv(config(), incarnation="w1@7", control="ipc:///c")
 
 
-def test_real_engine_knows_these_flags():
+def test_real_engine_accepts_worker_flags():
     from tandem_engine.cli import build_parser
 
     argv = engine_argv(config(curve_keys=Path("/k")), incarnation="w1@7", control="ipc:///c")

@@ -48,7 +48,7 @@ def test_later_peers_do_not_revoke_readiness():
     assert worker.warm.check() is None
 
 
-def test_patience_is_bounded():
+def test_link_wait_is_bounded():
     worker = Worker(patience_s=20.0)
     worker.peers = (peer("p0"),)
     assert worker.warm.check() is not None
@@ -58,5 +58,5 @@ def test_patience_is_bounded():
     assert worker.warm.check() is None
 
 
-def test_without_patience_nothing_is_waited_for():
+def test_link_wait_of_zero_waits_for_nothing():
     assert Worker(patience_s=0.0).warm.check() is None

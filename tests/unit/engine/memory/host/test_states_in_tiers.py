@@ -142,7 +142,7 @@ BRANCH = [*LONG[:600], *range(5000, 5040)]
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_state_on_trial_is_not_backed_up(policy):
+def test_trial_state_is_not_backed_up(policy):
     hybrid = Hybrid(policy, slots=12, pages=90, host_pages=200)
     hybrid.serve(LONG)
     assert hybrid.memory.anchors is not None
@@ -156,7 +156,7 @@ def test_state_on_trial_is_not_backed_up(policy):
 
 
 @pytest.mark.parametrize("policy", WritePolicy)
-def test_state_that_was_on_trial_leaves_and_returns(policy):
+def test_former_trial_state_is_offloaded_and_restored(policy):
     hybrid = Hybrid(policy, slots=12, pages=90, host_pages=200)
     hybrid.serve(LONG)
     hybrid.serve(BRANCH)

@@ -38,7 +38,7 @@ def test_no_shared_prefix_wait_without_prefix_cache():
     assert computed(engine) == 5 * 41
 
 
-def test_fcfs_keeps_order_behind_shared_prefix_wait():
+def test_fcfs_keeps_order_after_shared_prefix_wait():
     engine = engine_of(SchedulePolicy.FCFS)
     for rid, prompt in [("first", [*PREFIX, 60]), ("waits", [*PREFIX, 61]), ("other", [70, 71])]:
         engine.add(make_message(rid, prompt, max_tokens=2))
