@@ -96,6 +96,12 @@ def memory_kills(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:
     return 0
 
 
+def machine_memory_kills(*, proc: Path = PROC) -> int | None:
+    """Processes that the kernel of this machine has killed because memory was short, of any control group, since it
+    started. None where it does not count them."""
+    return _numbers(proc / "vmstat").get("oom_kill")
+
+
 def memory_shortage(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> str:
     """Which memory was short when the kernel killed a process of this container: a clause of a sentence."""
     limits = [group.limit for group in memory_groups(proc=proc, cgroups=cgroups) if group.kills]

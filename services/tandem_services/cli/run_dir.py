@@ -4,9 +4,12 @@
 that is needed and belongs to a file that is not listed is an error. Logs of earlier starts are kept as NAME.log.1
 (the newest) to NAME.log.5; a log that is full becomes one, too.
 
-While `tandem up` runs, `run.json` also has its process, version, model, URL and the processes that it started.
+While `tandem up` runs, `run.json` also has its process, version, model, URL and the processes that it started. If these
+are still there at the next start, `tandem up` was killed: the kernel kills all processes of a container at its memory
+limit where `memory.oom.group` is set, and no process remains to report it.
 """
 
+import os
 import stat
 import threading
 from collections.abc import Iterable
@@ -16,6 +19,7 @@ from typing import Literal
 
 import msgspec
 
+from tandem_engine.base.cgroups import machine_memory_kills, memory_shortage
 from tandem_services.cli.proc import Identity
 from tandem_services.common.errors import StartupError
 from tandem_services.common.private_folder import new_contents
@@ -73,6 +77,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     processes: tuple[StartedProcess, ...]
     grace_s: float = 5.0
     """Time that running requests have when it is stopped."""
+    memory_kills: int | None = None
+    """`cgroups.machine_memory_kills` when this was written."""
 
 
 class _Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -105,6 +111,27 @@ def read_run(path: Path) -> Run | None:
     if document is None or document.run is None or not document.run.up.is_running:
         return None
     return document.run
+
+
+def describe_killed_run(path: Path) -> str | None:
+    """How the last `tandem up` in this folder was killed, as far as the kernel's counters show; None if it stopped, or
+    runs. Its control group may be gone, as after a restart of its container: the machine's counter remains."""
+    document = _read(path)
+    if document is None or document.run is None or document.run.up.is_running:
+        return None
+    run, here = document.run, Identity.of(os.getpid())
+    what = f"the last tandem up in this folder (process {run.up.pid}) was killed"
+    if here is None or here.boot != run.up.boot:
+        return f"{what}, or the machine restarted"
+    kills = machine_memory_kills()
+    if kills is None or run.memory_kills is None:
+        return f"{what}; this kernel does not count kills for memory"
+    if kills == run.memory_kills:
+        return f"{what}; not by the kernel for memory"
+    return (
+        f"{what}, probably by the kernel because {memory_shortage()} ({kills - run.memory_kills} processes of this "
+        "machine were killed for memory since): provide more memory, or lower --kv-cache-gib or --max-running-requests"
+    )
 
 
 def listed_logs(path: Path) -> list[Path]:

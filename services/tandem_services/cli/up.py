@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tandem_engine.base.addresses import LOOPBACK, Address, loopback_beside, reachable_here
-from tandem_engine.base.cgroups import usable_cpus
+from tandem_engine.base.cgroups import machine_memory_kills, usable_cpus
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, allowed_cpus, keep_files_private
 from tandem_engine.base.progress import new_name
@@ -63,7 +63,14 @@ from tandem_services.cli.parsing.flag_table import Sources, without_login
 from tandem_services.cli.proc import Identity
 from tandem_services.cli.processes import Child, Supervisor, python_command
 from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
-from tandem_services.cli.run_dir import Run, StartedProcess, prepare_run_dir, record_run, rotate_log
+from tandem_services.cli.run_dir import (
+    Run,
+    StartedProcess,
+    describe_killed_run,
+    prepare_run_dir,
+    record_run,
+    rotate_log,
+)
 from tandem_services.cli.runs import default_run_dir
 from tandem_services.cli.start_view import watch_start
 from tandem_services.cli.start_watch import Watched
@@ -275,11 +282,14 @@ def plan(args: argparse.Namespace) -> Plan:
     if args.port:
         listen(args.host, args.port).close()  # before minutes of a download
     todo = decide(args, locate(source, offline=args.offline, needs=needs_of(args)))
+    killed = describe_killed_run(todo.run_dir)
     folder = prepare_run_dir(
         todo.run_dir,
         files=(KEYS_FILE, REDIS_LOGIN_FILE, CONFIG_FILE, *_progress_files(todo.workers)),
         logs=[f"{name}.log" for name in ("redis", "gateway", *(name for name, _, _ in todo.workers))],
     )
+    if killed is not None:
+        print(f"tandem: {killed}", file=sys.stderr, flush=True)
     return replace(todo, run_dir=folder)
 
 
@@ -407,6 +417,7 @@ def _run_of(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, me: Id
         url=_url(args, todo),
         processes=tuple(started),
         grace_s=args.grace,
+        memory_kills=machine_memory_kills(),
     )
 
 

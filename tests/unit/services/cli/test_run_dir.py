@@ -1,12 +1,19 @@
 """What `tandem up` does to the folder it is given: its own files only, and logs of earlier starts are kept."""
 
 import os
+import re
 import stat
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
 
-from tandem_services.cli.run_dir import KEPT_LOGS, RUN_FILE, prepare_run_dir
+from tandem_services.cli import run_dir
+from tandem_services.cli.proc import Identity
+from tandem_services.cli.run_dir import KEPT_LOGS, RUN_FILE, Run, describe_killed_run, prepare_run_dir, record_run
 from tandem_services.common.errors import StartupError
+from tandem_testing.control_groups import can_limit, new_group
 
 
 def prepare(folder):
@@ -70,3 +77,82 @@ def test_run_dir_is_readable_by_its_owner_alone(tmp_path):
     folder = prepare(tmp_path / "run")
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert stat.S_IMODE((folder / RUN_FILE).stat().st_mode) == 0o600
+
+
+def run_of(up: Identity, kills: int | None) -> Run:
+    return Run(
+        up=up, version="1", model="m", model_path="/m", port=1, url="http://h:1", processes=(), memory_kills=kills
+    )
+
+
+@pytest.fixture
+def ended() -> Identity:
+    """A process of this machine that has ended."""
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as process:
+        identity = Identity.of(process.pid)
+        assert process.stdin is not None
+        process.stdin.close()
+    assert identity is not None
+    return identity
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "reported"),
+    [
+        (2, 5, r"probably by the kernel because .* \(3 processes of this machine"),
+        (2, 2, "killed; not by the kernel for memory"),
+        (None, 2, "does not count kills"),
+        (2, None, "does not count kills"),
+    ],
+)
+def test_killed_run_is_described_by_kernel_counters(tmp_path, ended, monkeypatch, before, now, reported):
+    prepare(tmp_path)
+    record_run(tmp_path, run_of(ended, before))
+    monkeypatch.setattr(run_dir, "machine_memory_kills", lambda: now)
+    described = describe_killed_run(tmp_path)
+    assert described is not None
+    assert f"process {ended.pid}" in described
+    assert re.search(reported, described)
+
+
+def test_killed_run_of_an_earlier_boot_blames_nothing(tmp_path, ended):
+    prepare(tmp_path)
+    record_run(tmp_path, run_of(replace(ended, boot="another"), 0))
+    assert (describe_killed_run(tmp_path) or "").endswith("was killed, or the machine restarted")
+
+
+def test_run_that_stopped_or_runs_is_not_described(tmp_path):
+    prepare(tmp_path)
+    assert describe_killed_run(tmp_path) is None
+    here = Identity.of(os.getpid())
+    assert here is not None
+    record_run(tmp_path, run_of(here, 0))
+    assert describe_killed_run(tmp_path) is None
+    record_run(tmp_path, None)
+    assert describe_killed_run(tmp_path) is None
+
+
+EATS_MEMORY = """
+import os, sys
+from pathlib import Path
+from tandem_engine.base.cgroups import machine_memory_kills
+from tandem_services.cli.proc import Identity
+from tandem_services.cli.run_dir import Run, record_run
+record_run(Path(sys.argv[1]), Run(
+    up=Identity.of(os.getpid()), version="1", model="m", model_path="/m", port=1, url="http://h:1", processes=(),
+    memory_kills=machine_memory_kills(),
+))
+eaten = [bytearray(1 << 20) for _ in range(1 << 12)]
+"""
+
+
+@pytest.mark.skipif(not can_limit("memory"), reason="NOT CHECKED: no memory control group can be made here")
+def test_whole_container_killed_for_memory_is_reported(tmp_path):
+    prepare(tmp_path)
+    with new_group("memory") as group:
+        group.limit(128 << 20)
+        with group.entered():
+            process = subprocess.Popen([sys.executable, "-c", EATS_MEMORY, str(tmp_path)])
+        assert process.wait(60.0) == -9
+    # The group is gone, as after a restart of a container.
+    assert "probably by the kernel because" in (describe_killed_run(tmp_path) or "")
