@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 from tandem_engine.base.cgroups import memory_kills, memory_shortage
 from tandem_engine.base.errors import ConfigError
@@ -190,6 +191,20 @@ class Supervisor:
             elif now >= child.restart_at:
                 events.append(self._restart(child, now))
         return events
+
+    def keep_serving(self, restarted: Callable[[str], None], look_s: float) -> NoReturn:
+        """Restart what dies, until a signal raises. `restarted` gets a line for each event. No error ends what serves:
+        it is reported, and the children are looked at again."""
+        while True:
+            try:
+                for event in self.restart_dead():
+                    restarted(event)
+                self.wait(look_s)
+            except Exception as error:  # noqa: BLE001  # the boundary of what watches
+                with contextlib.suppress(OSError, ValueError):  # standard error is closed
+                    told = f"{type(error).__name__}: {error}"
+                    print(f"tandem: cannot watch its processes, trying again: {told}", file=sys.stderr, flush=True)
+                time.sleep(UNWATCHED_SECONDS)
 
     def _restart(self, child: Child, now: float) -> str:
         """A line about it. At a limit of processes or memory no process can be started for now; the others serve."""

@@ -378,10 +378,7 @@ def run(args: argparse.Namespace) -> int:
             return 0
         print(greeting_of(args, todo), flush=True)
         manager.ready(f"serving {todo.model_names[0]} at {_url(args, todo)}")
-        while True:
-            for event in supervisor.restart_dead():
-                restarting(event)
-            supervisor.wait(LOOK_S)
+        supervisor.keep_serving(restarting, LOOK_S)
     except KeyboardInterrupt as interrupt:
         print("\ntandem: stopping", file=sys.stderr, flush=True)
         return 130 if interrupt.args == (signal.SIGINT,) and not ready else 0

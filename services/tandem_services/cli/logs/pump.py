@@ -5,16 +5,18 @@
 
 The reader takes lines from all pipes, adds the time to those without one, and puts them into bounded queues. A full
 queue, which is a disk or a terminal that does not keep up, and a failed write, such as on a full disk, drop lines;
-the next write that succeeds has their number.
+the next write that succeeds has their number. No error ends a thread: children block on a pipe that is not read.
 """
 
 import os
 import re
 import select
+import sys
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import datetime
 from enum import StrEnum
@@ -29,6 +31,9 @@ MAX_LINE_BYTES = 1 << 16
 MAX_QUEUE_BYTES = 4 << 20
 KEPT_BYTES = 1 << 18
 """Of what a process wrote last, for the sentence about its end."""
+
+ERROR_PAUSE_S = 0.1
+"""After an error that may happen at each turn."""
 
 _CHUNK = 1 << 16
 _POLL_S = 0.005
@@ -120,7 +125,10 @@ class _Writer:
                 destination, lines = self._queue.popleft()
                 self._bytes -= len(lines)
                 self._busy = True
-            destination.take(lines)
+            try:
+                destination.take(lines)
+            except Exception as error:  # noqa: BLE001  # boundary of the thread, which all later lines need
+                _report(error)
 
 
 @dataclass(slots=True)
@@ -207,10 +215,14 @@ class LogPump:
 
     def _run(self, ready: "select.epoll") -> None:
         while not (self._closing and not self._outputs):
-            ready.poll(1.0)
-            with self._reading:
-                for descriptor, _ in ready.poll(0):
-                    self._read(ready, descriptor)
+            try:
+                ready.poll(1.0)
+                with self._reading:
+                    for descriptor, _ in ready.poll(0):
+                        self._read(ready, descriptor)
+            except Exception as error:  # noqa: BLE001  # boundary of the thread, which all later lines need
+                _report(error)
+                time.sleep(ERROR_PAUSE_S)
 
     def _read(self, ready: "select.epoll", descriptor: int) -> None:
         data = os.read(descriptor, _CHUNK)
@@ -234,6 +246,11 @@ class LogPump:
         # JSON stays JSON.
         named = b"".join(line if line.startswith(b"{") else prefix + line for line in lines.splitlines(keepends=True))
         _write_all(self.stdout, named)
+
+
+def _report(error: Exception) -> None:
+    with suppress(OSError, ValueError):  # standard error is closed
+        print(f"tandem: lines of logs are lost: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
 
 
 def _write_all(descriptor: int, data: bytes) -> None:

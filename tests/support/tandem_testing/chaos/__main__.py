@@ -53,6 +53,13 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--streams", type=_positive, default=Scale().streams, metavar="N", help="streams at once")
     parser.add_argument("--tokens", type=_positive, default=Scale().tokens, metavar="N", help="longest answer")
     parser.add_argument(
+        "--exceptions",
+        type=_positive,
+        default=Scale().exceptions,
+        metavar="N",
+        help="functions that raise in scenarios 72 and 73, each (default %(default)s)",
+    )
+    parser.add_argument(
         "--minutes", type=float, default=1.0, metavar="M", help="length of scenario 56, random faults (default 1)"
     )
     parser.add_argument("--run-dir", type=Path, metavar="DIR", help="keep logs here (default: a temporary folder)")
@@ -111,7 +118,12 @@ def print_list(console: Console, available: dict[int, Scenario]) -> None:
 async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console, folder: Path) -> list[Outcome]:
     available = scenarios()
     outcomes: list[Outcome] = []
-    scale = Scale(streams=args.streams, tokens=args.tokens, random_faults_s=60 * args.minutes)
+    scale = Scale(
+        streams=args.streams,
+        tokens=args.tokens,
+        random_faults_s=60 * args.minutes,
+        exceptions=args.exceptions,
+    )
     wanted = []
     for number in numbers:
         if not (reason := why_absent(available.get(number))):

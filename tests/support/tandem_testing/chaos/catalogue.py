@@ -82,6 +82,8 @@ PROMISES: tuple[Promise, ...] = (
     _line(69, "Redis fails over behind one address", "no request fails; the new primary is used", 1.0),
     _line(70, "Redis dies, and Sentinels promote its replica", "as 69", 1.0),
     _line(71, "the slot of a cluster moves, then its owner dies", "as 69", 1.0),
+    _line(72, "an exception anywhere in an engine", "no wrong answer, no request without an answer", 10.0),
+    _line(73, "an exception anywhere in a worker's service", "as 72", 10.0),
 )
 
 

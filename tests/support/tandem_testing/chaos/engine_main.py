@@ -33,7 +33,8 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import HandoffRecord
-from tandem_testing.chaos.knobs import KnobReader
+from tandem_testing import raised_in_processes
+from tandem_testing.chaos.knobs import ENGINE, RAISED, KnobReader
 
 KILLED = signal.SIGKILL
 
@@ -151,6 +152,8 @@ def put_in_place_of(owner: object, name: str, faulty: object) -> None:
 
 def main(argv: list[str]) -> int:
     knobs_file, *flags = argv
+    if (raised := Path(knobs_file).with_suffix(RAISED) / ENGINE).is_dir():
+        raised_in_processes.install(raised)
     install(KnobReader(path=Path(knobs_file)))
     return cli.main(["serve", *flags])
 

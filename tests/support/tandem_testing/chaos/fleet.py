@@ -30,7 +30,7 @@ from tandem_services.common.sockets import free_port
 from tandem_services.common.tokens import order_token
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import Keys
-from tandem_testing.chaos.knobs import KnobFile
+from tandem_testing.chaos.knobs import ENGINE, RAISED, WORKER, KnobFile
 from tandem_testing.chaos.names import NameService
 from tandem_testing.chaos.namespaces import Namespace, Switch
 from tandem_testing.chaos.parts import Gateway, Part, Worker
@@ -100,6 +100,8 @@ class Shape:
     """Every worker has a network namespace, and so an address, of its own; KV goes over TCP."""
     engine_flags: tuple[str, ...] = ()
     """Added to `ENGINE_FLAGS`."""
+    raising: bool = False
+    """Any function of workers and engines may be made to raise (`Worker.faults`); all calls of functions are traced."""
 
     @property
     def workers(self) -> int:
@@ -181,6 +183,9 @@ class Fleet:
     ) -> Worker:
         """One more worker; `settings` replace fields of `WorkerSettings`. In a wired fleet it lives in `place`."""
         knobs = KnobFile(path=self.folder / f"{len(self.workers)}-{name}.knobs")
+        if self.shape.raising:
+            for kind in (ENGINE, WORKER):
+                (knobs.path.with_suffix(RAISED) / kind).mkdir(parents=True)
         configured = WorkerSettings(
             worker_id=name,
             role=role,

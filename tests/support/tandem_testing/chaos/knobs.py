@@ -15,6 +15,11 @@ from pathlib import Path
 
 import msgspec
 
+RAISED = ".raised"
+"""Suffix of a folder beside the file, of processes in whose functions a scenario raises exceptions."""
+ENGINE, WORKER = "engine", "worker"
+"""Its parts, by process."""
+
 
 class Knobs(msgspec.Struct, frozen=True, kw_only=True):
     """Faults to commit. Numbers of times count down in the engine; the default commits none."""

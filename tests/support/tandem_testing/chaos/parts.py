@@ -14,9 +14,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_engine.base.linux import die_with_parent
-from tandem_testing.chaos.knobs import KnobFile
+from tandem_testing.chaos.knobs import RAISED, KnobFile
 from tandem_testing.chaos.namespaces import Namespace
 from tandem_testing.chaos.worker_main import WorkerSettings
+from tandem_testing.raised_in_processes import RemoteFaults
 from tandem_testing.tcp_proxy import TcpProxy
 
 SUPPORT = str(Path(__file__).parents[2])
@@ -99,6 +100,10 @@ class Worker:
     @property
     def id(self) -> str:
         return self.part.name
+
+    def faults(self, process: str) -> RemoteFaults:
+        """Of `ENGINE` or `WORKER`, in a fleet whose functions may be made to raise."""
+        return RemoteFaults(self.knobs.path.with_suffix(RAISED) / process)
 
     def engine_pids(self) -> list[int]:
         """Of the engine; more than one with several ranks."""

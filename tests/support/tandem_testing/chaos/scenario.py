@@ -52,6 +52,8 @@ class Scale:
     prompt_words: int = 60
     random_faults_s: float = 60.0
     """Scenario 56."""
+    exceptions: int = 60
+    """Scenarios 72 and 73, each."""
 
 
 @dataclass(kw_only=True, slots=True)

@@ -9,6 +9,7 @@ from tandem_testing.chaos.families import (
     crashes,
     drains,
     endurance,
+    exceptions,
     freezes,
     identities,
     membership,
@@ -38,6 +39,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     drains,
     identities,
     adapters,
+    exceptions,
     endurance,
 )
 

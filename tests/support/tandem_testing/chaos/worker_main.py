@@ -22,6 +22,8 @@ from tandem_services.worker import registration, service
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.main import run_worker
 from tandem_services.worker.registration import LoadMonitor
+from tandem_testing import raised_in_processes
+from tandem_testing.chaos.knobs import RAISED, WORKER
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,6 +103,8 @@ def shift_wall_clock(clock_file: Path) -> None:
 
 def main(path: str) -> int:
     settings = msgspec.json.decode(Path(path).read_bytes(), type=WorkerSettings)
+    if (raised := Path(settings.knobs).with_suffix(RAISED) / WORKER).is_dir():
+        raised_in_processes.install(raised)
     configure_logging(LogFormat.PLAIN)
     if settings.request_proxy:
         advertise_proxies(settings)

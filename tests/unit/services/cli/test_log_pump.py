@@ -181,3 +181,23 @@ def test_log_to_is_a_setting_of_up(monkeypatch):
     monkeypatch.setenv("TANDEM_LOG_TO", "both")
     assert build_parser().parse_args(["up"]).log_to == "both"
     assert build_parser().parse_args(["up", "--log-to", "stdout"]).log_to == "stdout"
+
+
+@pytest.mark.parametrize("place", [(module.Output, "take"), (module.Destination, "take"), (LogPump, "_read")])
+def test_error_of_the_pump_is_reported_and_later_lines_arrive(place, tmp_path, monkeypatch, capsys):
+    owner, name = place
+    child, real, raised = Piped(LogPump(), tmp_path), getattr(owner, name), []
+
+    def failing(*args, **kwargs):
+        if not raised:
+            raised.append(1)
+            raise ValueError("of the test")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, failing)
+    child.write(b"lost or late\n")
+    wait_for(lambda: bool(raised), WAIT_S)
+    child.write(b"later\n")
+    child.close()
+    assert bare(child.log.read_text()).endswith("later\n")
+    assert "lines of logs are lost: ValueError: of the test" in capsys.readouterr().err

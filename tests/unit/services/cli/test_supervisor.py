@@ -3,15 +3,20 @@
 import errno
 import os
 import sys
+from pathlib import Path
+from types import CodeType
 
 import pytest
 
+import tandem_services.cli
 from tandem_engine.base.errors import ConfigError
 from tandem_services.cli import processes
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.common.errors import StartupError
+from tandem_testing.raised_anywhere import Fault, name_of, raising, recorded
 from tandem_testing.waiting import wait_for
 
+FOLDER = Path(tandem_services.cli.__file__).parent
 UP_S = 60.0
 HOURS_S = 36000.0
 
@@ -141,3 +146,42 @@ def test_dependencies_are_stopped_last(tmp_path) -> None:
     wait_for(lambda: all(path.exists() for path in up.values()), UP_S)
     supervisor.stop(grace=UP_S)
     assert [child.status for child in supervisor.children] == [0, 0]
+
+
+class ServedLongEnough(BaseException):
+    """Ends `keep_serving`, as a signal does."""
+
+
+def test_exception_in_any_function_ends_no_supervision(tmp_path) -> None:
+    """Each function that watches and restarts raises once; the child that died then is started again all the same."""
+    supervisor = Supervisor()
+    argv = [sys.executable, "-c", f"open({str(tmp_path / 'pids')!r}, 'a').write('x\\n'); input()"]
+    child = Child(name="sleeper", argv=argv, log=tmp_path / "log")
+    supervisor.start(child)
+    deaths = 0
+
+    def report(event: str) -> None:
+        if event.endswith("restarted"):
+            raise ServedLongEnough
+
+    def die_and_serve() -> None:
+        nonlocal deaths
+        wait_for(lambda: (tmp_path / "pids").exists() and lines() == deaths + 1, UP_S, lambda: str(lines()))
+        child.process.kill()
+        child.pause, deaths = 0.01, deaths + 1
+        with pytest.raises(ServedLongEnough):
+            supervisor.keep_serving(report, look_s=0.05)
+        assert child.status is None
+
+    def lines() -> int:
+        return (tmp_path / "pids").read_text().count("x")
+
+    with recorded(FOLDER) as seen:
+        die_and_serve()
+    codes: list[CodeType] = [code for code in seen if code.co_name not in {"keep_serving", "report"}]
+    assert {"restart_dead", "_restart", "start", "wait"} <= {code.co_name for code in codes}
+    for code in codes:
+        with raising(Fault(code=code)) as fault:
+            die_and_serve()
+        assert fault.fell, name_of(code)
+    supervisor.stop(grace=5)
