@@ -100,7 +100,7 @@ chaos: setup ## Break a real system in every way it promises to survive (CHAOS_A
 limits: setup ## Load a system in containers with little memory, few processes, files and CPUs (ARGS="--only memory", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.limits $(ARGS)
 
-pairs: setup ## Every pair of values of request fields and of engine options (ARGS="--seed N --only fields|options")
+pairs: setup ## Every pair of values of request fields, engine options and flags of fleets (ARGS="--seed N --only fleets")
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.pairs $(ARGS)
 
 skew: setup ## Roll a fleet from older releases, taken from git, to this one under load (ARGS="--old COMMIT", --help)

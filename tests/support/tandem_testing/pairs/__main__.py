@@ -1,8 +1,10 @@
-"""`make pairs`: every pair of values of request fields, and of engine options.
+"""`make pairs`: every pair of values of request fields, of engine options, and of flags of fleets.
 
     fields     each row is asked of one worker that does both, whole, streamed and in a crowd of all rows, and of a
                prefill and a decode worker: equal text, token ids, finish reasons, usage and logprobs
     options    each row is an `LLM` with these options: the tokens of the plain one
+    rounded    the same in bfloat16 and with KV in float8: logprobs within a bound
+    fleets     each row is a `tandem up` with these flags, whose processes are killed: the answers of one worker
 
 Prints a table and, as its last line, a JSON object. Ends with 1 if an answer differs.
 """
@@ -18,8 +20,10 @@ from typing import Any
 
 from tandem_testing.pairs.asking import Outcome, ask_refused, ask_rows, asking
 from tandem_testing.pairs.fields import ROUTES
+from tandem_testing.pairs.fleets import compare_fleets, fleet_rows
 from tandem_testing.pairs.options import compare_options, option_rows
 from tandem_testing.pairs.other_apis import MESSAGES, RESPONSES
+from tandem_testing.pairs.rounded import compare_rounded, rounded_rows
 from tandem_testing.system import System
 
 FLAGS = ("--threads", "1", "--kv-cache-gib", "0.1", "--dtype", "float32", "--chunked-prefill-size", "256")
@@ -78,13 +82,25 @@ def check_options(seed: int, folder: Path) -> list[Figures]:
     return [report("options", seed, compare_options(option_rows(seed), folder))]
 
 
-CHECKS = {"fields": check_fields, "options": check_options}
+def check_rounded(seed: int, folder: Path) -> list[Figures]:
+    own = folder / "rounded"
+    own.mkdir()
+    return [report("rounded", seed, compare_rounded(rounded_rows(seed), own))]
+
+
+def check_fleets(seed: int, folder: Path) -> list[Figures]:
+    own = folder / "fleets"
+    own.mkdir()
+    return [report("fleets", seed, [*compare_fleets(fleet_rows(seed), seed, own)])]
+
+
+CHECKS = {"fields": check_fields, "options": check_options, "rounded": check_rounded, "fleets": check_fleets}
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make pairs", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=1, help="of the arrays (default: 1)")
-    parser.add_argument("--only", choices=[*CHECKS], help="one of the arrays (default: all)")
+    parser.add_argument("--only", choices=[*CHECKS], help="one of these arrays (default: all)")
     return parser.parse_args(argv)
 
 

@@ -29,7 +29,8 @@ _ADAPTERS = "of adapters, which no row has: tests/unit/engine/library/test_libra
 _WATCH = "watches the engine and computes nothing"
 
 NOT_PAIRED = {
-    **dict.fromkeys(("model_impl", "dtype", "quantization", "kv_cache_dtype"), _NUMBERS),
+    **dict.fromkeys(("model_impl", "quantization"), _NUMBERS),
+    **dict.fromkeys(("dtype", "kv_cache_dtype"), f"{_NUMBERS}: an array of its own (`rounded`)"),
     "load_format": "other weights",
     **dict.fromkeys(("device", "cuda_graph_max_bs", "cuda_graph_bs", "cuda_graph_max_bs_prefill"), _DEVICE),
     **dict.fromkeys(("cuda_graph_bs_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph"), _DEVICE),
@@ -136,18 +137,23 @@ Tokens = list[tuple[int, ...]]
 
 def option_rows(seed: int, *, small: bool = False) -> list[Row]:
     """`small`: each axis has its first value and another one of the seed's."""
-    random = Random(seed)
-    every = {name: tuple(values) for name, values in AXES.items()}
-    if small:
-        every = {name: (values[0], random.choice(values[1:])) for name, values in every.items()}
-    axes = [Axis(name, values) for name, values in every.items()]
+    axes = axes_of(AXES, seed, small=small)
     known = {value for axis in axes for value in axis.named()}
     return covering_rows(axes, [each for each in REFUSED if each.pair <= known], seed=seed)
 
 
-def options_of(row: Row, folder: Path) -> dict[str, Any]:
+def axes_of(axes: Mapping[str, Parts], seed: int, *, small: bool) -> list[Axis]:
+    """As `option_rows` covers them."""
+    random = Random(seed)
+    every = {name: tuple(values) for name, values in axes.items()}
+    if small:
+        every = {name: (values[0], random.choice(values[1:])) for name, values in every.items()}
+    return [Axis(name, values) for name, values in every.items()]
+
+
+def options_of(row: Row, folder: Path, axes: Mapping[str, Parts] = AXES) -> dict[str, Any]:
     """Keywords of `LLM`; axes that the row leaves out have their first values."""
-    parts = (values[row.get(name, next(iter(values)))] for name, values in AXES.items())
+    parts = (values[row.get(name, next(iter(values)))] for name, values in axes.items())
     options = {option: value for part in parts for option, value in part.items()}
     return {option: str(folder) if value == FOLDER else value for option, value in options.items()}
 

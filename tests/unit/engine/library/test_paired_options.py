@@ -17,7 +17,9 @@ from tandem_testing.pairs.options import (
     option_rows,
     options_of,
 )
+from tandem_testing.pairs.rounded import NUMBERS, Judge, compare_rounded, generated, rounded_rows
 
+ROUNDED_ROWS = 4
 SEED = 1
 """`make pairs` takes any, and all values of each option."""
 
@@ -30,6 +32,25 @@ def test_every_flag_is_paired_or_has_a_reason_not_to_be() -> None:
     assert flags - paired - {*NOT_PAIRED} == set()
     assert paired | {*NOT_PAIRED} <= flags
     assert not paired & {*NOT_PAIRED}
+
+
+def test_dtypes_that_round_are_in_an_array_of_their_own() -> None:
+    assert {flag for part in NUMBERS.values() for flag in part} == {"dtype", "kv_cache_dtype"}
+
+
+@pytest.mark.slow
+def test_pairs_of_options_keep_rounded_logprobs_within_bounds(tmp_path) -> None:
+    outcomes = compare_rounded(rounded_rows(SEED, small=True)[:ROUNDED_ROWS], tmp_path)
+    assert [(outcome.row, outcome.problems) for outcome in outcomes if outcome.problems] == []
+
+
+@pytest.mark.slow
+def test_logprobs_of_other_numbers_are_out_of_bounds(tmp_path) -> None:
+    judge = Judge.measured(tmp_path)
+    assert judge.bounds["bfloat16"] < judge.bounds["float32, float8 KV"]
+    outputs = generated({"numbers": "float32, float8 KV"}, tmp_path)
+    judge.bounds["float32, float8 KV"] = 1e-4
+    assert judge.problems("float32, float8 KV", outputs)
 
 
 @pytest.mark.slow
