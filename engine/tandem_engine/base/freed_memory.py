@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any
 
 from tandem_engine.base.cgroups import memory_groups
+from tandem_engine.base.recording import recording
 
 REST_S = 2.0
 
@@ -52,6 +53,7 @@ class AtRest:
         """When the rest began that nothing was given back in yet."""
         self._looked = float("-inf")
 
+    @recording
     def turn(self, *, worked: bool, now: float) -> None:
         """Called at every turn of a loop; `now` in seconds. Messages without a step are no work: pings never end."""
         if worked:

@@ -24,6 +24,7 @@ from typing import Self
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.names import LinkTransport, PageId
+from tandem_engine.base.recording import recording
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.base import StageHost
 from tandem_engine.disaggregation.holds import HoldTable
@@ -67,12 +68,14 @@ class LinkRate:
         """0 until measured."""
         return self._bytes / self._seconds if self._seconds > 0.0 else 0.0
 
+    @recording
     def measured(self, *, size: int, seconds: float, latency_s: float, now: float) -> None:
         """A self-test wrote `size` bytes in `seconds`: it replaces what was known."""
         self.latency_s = latency_s
         self._bytes = self._seconds = 0.0
         self.pushed(size=size, seconds=seconds, now=now)
 
+    @recording
     def pushed(self, *, size: int, seconds: float, now: float) -> None:
         """A push wrote `size` bytes in `seconds`, its latency included."""
         if size <= 0 or not seconds > 0.0:

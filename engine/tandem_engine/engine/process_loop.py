@@ -27,6 +27,7 @@ import msgspec
 from tandem_engine.base.errors import RankLostError, ReleaseSkewError
 from tandem_engine.base.freed_memory import AtRest
 from tandem_engine.base.names import RequestId
+from tandem_engine.base.recording import recording
 from tandem_engine.base.release import skew
 from tandem_engine.engine import Engine
 from tandem_engine.engine.control import Operations
@@ -97,6 +98,8 @@ class Reports:
     _adapter_changes: tuple[int, int, int] = (0, 0, 0)
     """When they were last announced."""
     _drain_wanted: bool = False
+    _events_lost: bool = False
+    """An error has kept events from being sent: all are sent again."""
 
     def tell(self, message: EngineToWorker) -> None:
         """Send `message`, or drop it."""
@@ -119,13 +122,16 @@ class Reports:
         """Once a turn: everything that is new."""
         self._pass_on_departure()
         events = self.engine.memory.cache.take_events()
-        if events:
+        if self._events_lost:
+            self.replay_cache()
+        elif events:
             self._send_events(events)
         self._report_ended()
         if self.engine.adapter_changes != self._adapter_changes:
             self.announce()
         self.publish_stats()
 
+    @recording
     def publish_stats(self) -> None:
         """If it is time for them."""
         now = time.monotonic()
@@ -161,6 +167,7 @@ class Reports:
             logger.info("requesting drain: %s", reason)
             self.tell(DrainWanted(reason=reason))
 
+    @recording
     def _report_ended(self) -> None:
         log = self.engine.scheduler.ended
         ended = log.take()
@@ -171,10 +178,16 @@ class Reports:
                 log.lost += len(chunk)
 
     def _send_events(self, events: Sequence[KvEvent]) -> None:
+        self._events_lost = True
+        self._send_numbered(events)
+
+    @recording
+    def _send_numbered(self, events: Sequence[KvEvent]) -> None:
         for start in range(0, len(events), MAX_EVENTS_PER_BATCH):
             self._event_sequence += 1
             chunk = tuple(events[start : start + MAX_EVENTS_PER_BATCH])
             self.tell(KvEventBatch(sequence=self._event_sequence, events=chunk))
+        self._events_lost = False
 
 
 MAX_NAMED_RELEASES = 16

@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from tandem_engine.base.clock import Clock
+from tandem_engine.base.recording import errors
 from tandem_engine.disaggregation.base import PrefixCounters
 from tandem_engine.disaggregation.stage import HandoffStage
 from tandem_engine.kernels.compiles import COMPILED
@@ -59,6 +60,7 @@ def engine_stats(
         step_base_s=stats.step_base_s,
         step_fit=stats.step_fit,
         step_fit_errors_total=stats.step_fit_errors_total,
+        recording_errors_total=sum(errors().values()),
         prompt_tokens_total=stats.prompt_tokens_total,
         cached_tokens_total=stats.cached_tokens_total,
         output_tokens_total=stats.output_tokens_total,

@@ -131,6 +131,8 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """None until enough steps have been measured."""
     step_fit_errors_total: int = 0
     """Steps that could not be fitted."""
+    recording_errors_total: int = 0
+    """Errors in what only records or estimates."""
     prompt_tokens_total: int
     cached_tokens_total: int
     output_tokens_total: int

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from enum import Enum
 
+from tandem_engine.base.recording import recording
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.stats import SpeculationStats, StepFit
 
@@ -169,6 +170,7 @@ class Tally:
         self.prefill_tokens_per_s = prefill_tokens_per_s
         self.decode_step_s = self.step_base_s = decode_step_s
 
+    @recording
     def measure_prefill(self, tokens: int, compute_s: float) -> None:
         """A step that computed prompt tokens alone. The rate is what each further token costs."""
         if compute_s > 0.0 and (tokens >= LEAST_PREFILL or self.prefill_tokens_per_s == 0.0):
@@ -176,6 +178,7 @@ class Tally:
             weight = WEIGHT * tokens / (tokens + TYPICAL_PREFILL)
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, tokens / computing, weight)
 
+    @recording
     def measure_decode(self, compute_s: float) -> None:
         """A step that computed one token for each of its requests."""
         if compute_s > 0.0:

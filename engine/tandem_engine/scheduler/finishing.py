@@ -26,6 +26,7 @@ from weakref import ref
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import EngineError, InvalidRequestError
+from tandem_engine.base.recording import recording
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason
@@ -51,6 +52,7 @@ class EndedLog:
     """Since start: entries dropped before they were taken."""
     _ended: list[EndedRequest] = field(default_factory=list)
 
+    @recording
     def note(self, req: Request, finish: Finish | None) -> None:
         """`req` is over here; `finish` is None when it continues elsewhere or is no longer wanted. Counts once."""
         context = req.trace

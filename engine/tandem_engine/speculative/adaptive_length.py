@@ -36,6 +36,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem_engine.base.clock import Clock
+from tandem_engine.base.recording import estimating, recording
 
 LEAST_WEIGHT = 0.1
 """Of the newest measurement in the moving means; the n-th weighs 1 / n until that is less."""
@@ -155,10 +156,12 @@ class StepCosts:
         """Of steps of `batch` requests; in plain steps as long as nothing is known."""
         return self._of(batch).prices(batch)
 
+    @recording
     def plain(self, batch: int, seconds: float) -> None:
         """A step of `batch` requests without drafts took so long."""
         self._of(batch).add_plain(seconds)
 
+    @recording
     def drafted(self, batch: int, drafts: int, seconds: float) -> None:
         """A step of `batch` requests that verified `drafts` took so long, proposing them included."""
         self._of(batch).add_drafted(drafts / batch, seconds)
@@ -302,6 +305,7 @@ class DraftLengths:
     """Acceptance rate of requests that have not drafted yet: the moving mean of all."""
     _trials: dict[int, Trials] = field(default_factory=dict)
 
+    @estimating(lambda *_, **__: False)
     def open(self, acceptances: Iterable[Acceptance], *, batch: int) -> bool:
         """Whether it is worth asking who has drafts in a step of `batch` requests with these `acceptances`.
 
@@ -314,6 +318,7 @@ class DraftLengths:
             trials.trial_left > 0 or self._could_pay(max(map(self._rate, acceptances)), batch)
         )
 
+    @estimating(lambda _, seekers, **__: [0] * len(seekers))
     def choose(self, seekers: Sequence[Seeker], *, batch: int) -> list[int]:
         """Drafts for each of `seekers` in a step of `batch` requests, they among them."""
         if not self.adaptive:
@@ -328,6 +333,7 @@ class DraftLengths:
             return [min(TRIAL_DRAFTS, self.longest, seeker.limit) for seeker in seekers]
         return lengths
 
+    @recording
     def learn(self, acceptance: Acceptance, *, drafted: int, accepted: int, seq_len: int) -> None:
         """A request of `seq_len` tokens was offered `drafted` drafts and accepted `accepted`."""
         rate = self._rate(acceptance)
@@ -341,6 +347,7 @@ class DraftLengths:
         acceptance.retry_at = seq_len + acceptance.pause
         acceptance.pause = min(2 * acceptance.pause, LONGEST_PAUSE)
 
+    @recording
     def settled(self, *, batch: int, drafted: bool) -> None:
         """A step of `batch` requests is over."""
         trials = self._trials_of(batch)
@@ -349,6 +356,7 @@ class DraftLengths:
         else:
             trials.plain()
 
+    @recording
     def asked_in_vain(self, *, batch: int) -> None:
         """Nobody had drafts for a step of `batch` requests that was to have some."""
         trials = self._trials_of(batch)

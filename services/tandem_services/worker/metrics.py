@@ -85,6 +85,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Steps that could not be fitted to predict the duration of others.",
         lambda s: s.step_fit_errors_total,
     ),
+    (
+        "recording_errors",
+        "Errors in what only records or estimates; requests went on without it.",
+        lambda s: s.recording_errors_total,
+    ),
     ("requests_convicted", "Requests ended because their step fails whenever they run.", lambda s: s.convicted_total),
     ("requests_unsound", "Requests ended because of NaN or infinite logits.", lambda s: s.unsound_total),
     (
