@@ -66,11 +66,11 @@ class LogOutput(logging.Handler):
         while True:
             line = lines.get()
             dropped = self._dropped
-            text = f"{line}\n" if dropped == told else f"{self._missing(dropped - told)}\n{line}\n"
             try:
+                text = f"{line}\n" if dropped == told else f"{self._missing(dropped - told)}\n{line}\n"
                 self._write_whole(text.encode("utf-8", "backslashreplace"))
-            except OSError:
-                # A full disk, or nobody at the other end. The next line is tried all the same.
+            except Exception:  # noqa: BLE001  # the boundary of the thread: without it no line is written any more
+                # Mostly a full disk, or a closed pipe. The next line is tried all the same.
                 self._dropped += 1
             else:
                 told = dropped

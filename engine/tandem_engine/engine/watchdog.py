@@ -20,6 +20,7 @@ from typing import TextIO
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import PRIVATE_FOLDER, private_opener
+from tandem_engine.base.recording import recording
 from tandem_engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
@@ -51,6 +52,7 @@ class Watchdog:
         if self._open:
             signal.setitimer(signal.ITIMER_REAL, self._timeout)
 
+    @recording
     def step_hangs(self, seconds: float) -> None:
         """The scheduler has waited so long for a step: write everything down."""
         logger.error("step not completed for %.0f s; writing state to %s", seconds, self.path or "standard error")

@@ -28,6 +28,7 @@ from typing import Protocol
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.messages.kv_events import AllCleared, BlockRemoved, BlockStored, KvEvent, KvEventBatch, Tier
+from tandem_services.common.recording import estimating
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind, is_sampled
 
@@ -112,6 +113,7 @@ class IndexFeed:
         self._clear()
         self._name_at = self.clock.now() + NAME_AGAIN_S
 
+    @estimating(lambda self, _: self.lose("a batch of events could not be read"))
     def accept(self, batch: KvEventBatch) -> None:
         """Queue the events of one batch, or begin to wait for a replay when one before it is missing."""
         expected, self._sequence = self._sequence + 1, batch.sequence

@@ -10,6 +10,7 @@ from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from tandem_engine.messages.stats import EndedRequests
+from tandem_services.common.recording import recording
 from tandem_services.common.tracing import LAST_SPANS_S, TracingConfig
 from tandem_services.worker.metrics import PREFIX
 
@@ -38,6 +39,7 @@ class WorkerTraces(Collector):
         self._export = SpanExport(self._config, service=SERVICE, instance=incarnation)
         self._spans = EngineSpans(self._export.tracer, incarnation=incarnation, model=model)
 
+    @recording
     def record(self, message: EndedRequests) -> None:
         """Make spans of a report."""
         if self._spans is None:

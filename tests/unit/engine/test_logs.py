@@ -3,12 +3,14 @@
 import io
 import json
 import logging
+import os
 
 import pytest
 
 from tandem_engine.base.logs import (
     JsonFormatter,
     LogFormat,
+    LogOutput,
     PlainFormatter,
     about_request,
     configure_logging,
@@ -74,3 +76,28 @@ def test_processes_that_are_started_from_here_log_as_this_one(log_format, monkey
 def test_record_about_a_request_has_its_known_fields():
     assert about_request("r") == {"request_id": "r"}
     assert about_request("r", rid="r-0-1", trace_id="t") == {"request_id": "r", "rid": "r-0-1", "trace_id": "t"}
+
+
+def test_error_of_the_log_thread_costs_one_line(monkeypatch):
+    reading, writing = os.pipe()
+    output = LogOutput(writing)
+    output.setFormatter(PlainFormatter())
+    real, raised = LogOutput._write_whole, []
+
+    def failing(self, data):
+        if not raised:
+            raised.append(data)
+            raise ValueError("of the test")
+        real(self, data)
+
+    monkeypatch.setattr(LogOutput, "_write_whole", failing)
+    output.handle(line("first"))
+    output.handle(line("second"))
+    output.flush()
+    os.close(writing)
+    with os.fdopen(reading) as written:
+        text = written.read()
+    assert raised
+    assert "1 log lines are missing here" in text
+    assert "second" in text
+    assert "first" not in text

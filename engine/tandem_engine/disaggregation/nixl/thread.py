@@ -33,6 +33,7 @@ import math
 import queue
 import sys
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
@@ -179,7 +180,11 @@ class TransferThread:
     def run(self) -> None:
         use_device(self.region.torch_device)
         while not self._stopped:
-            self._turn()
+            # Without this thread no KV would be moved, and the engine would serve on.
+            with self.mishaps.attempt("a turn of transfers") as turn:
+                self._turn()
+            if turn.failed:
+                time.sleep(IDLE_PAUSE)
         for peer in [*self._peers]:
             self._lose(peer, "the transport is closing")
         self._tidy("closing NIXL", self.agent.close)

@@ -365,3 +365,20 @@ async def test_cleared_blocks_are_not_named_again():
 @pytest.mark.parametrize(("page_size", "every"), [(1, 128), (16, 8), (32, 4), (48, 2), (64, 2), (128, 1), (512, 1)])
 def test_one_block_of_about_128_tokens_is_sampled(page_size, every):
     assert sampling_of(page_size) == every
+
+
+async def test_error_while_reading_a_batch_leads_to_a_replay(monkeypatch):
+    index = IndexInMemory()
+    engine = Engine(index)
+    engine.store(block(1))
+    await settle(engine, index)
+
+    def fail(self, event: KvEvent) -> None:
+        raise ValueError("of the test")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(IndexFeed, "_queue", fail)
+        engine.store(block(2))
+    await settle(engine, index)
+    assert index.blocks == {block(1), block(2)}
+    assert engine.feed.replays == 1

@@ -266,3 +266,21 @@ def test_repeated_unexpected_error_is_counted_and_rate_limited(caplog):
         "writing (peer p@1)",
     ]
     assert mishaps.count == 5
+
+
+@pytest.mark.parametrize("name", ["_patience", "_obey", "_collect", "_tidy"])
+def test_thread_survives_an_error_in_any_part_of_a_turn(name, monkeypatch):
+    real, raised = getattr(TransferThread, name), []
+
+    def failing(*args, **kwargs):
+        if not raised:
+            raised.append(name)
+            raise TypeError(f"nobody foresaw that {name} fails")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(TransferThread, name, failing)
+    order = order("late")
+    nixl = ran(StartPush(push("one")), order, StartPush(push("late")), StartPush(push("later", ELSEWHERE)))
+    assert raised
+    assert nixl.mishaps >= 1
+    assert any(isinstance(event, PushDone) for event in nixl.heard()), "later commands are carried out"
