@@ -279,8 +279,8 @@ def test_thread_survives_an_error_in_any_part_of_a_turn(name, monkeypatch):
         return real(*args, **kwargs)
 
     monkeypatch.setattr(TransferThread, name, failing)
-    order = order("late")
-    nixl = ran(StartPush(push("one")), order, StartPush(push("late")), StartPush(push("later", ELSEWHERE)))
+    later = order("late")
+    nixl = ran(StartPush(push("one")), later, StartPush(push("late")), StartPush(push("later", ELSEWHERE)))
     assert raised
     assert nixl.mishaps >= 1
     assert any(isinstance(event, PushDone) for event in nixl.heard()), "later commands are carried out"
