@@ -148,7 +148,7 @@ class Expected:
     answers: dict[Ask, Answer] = field(default_factory=dict)
 
     async def of(self, wanted: Sequence[Ask]) -> list[Answer]:
-        missing = [ask for ask in wanted if ask not in self.answers]
+        missing = [ask for ask in dict.fromkeys(wanted) if ask not in self.answers]
         for answer in await _answers(self.system.url, "tandem-mini", missing):
             assert answer.error is None, f"the reference failed: {answer.error}"
             self.answers[answer.ask] = answer
