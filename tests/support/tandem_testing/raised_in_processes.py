@@ -8,11 +8,12 @@
               faults.fallen()             names of the functions that raised, in order
 
 Each call of a Python function is traced, and each resumption of a coroutine. The interpreter takes the hook off a
-thread in which it has raised; the next garbage collection in that thread puts it back.
+thread in which it has raised. A signal puts it back on the main thread, the next garbage collection on another one.
 """
 
 import gc
 import os
+import signal
 import sys
 import threading
 import time
@@ -43,6 +44,8 @@ class _Hook:
     seen: set[str] = field(default_factory=set)
     armed: str = ""
     learning: bool = False
+    raised: bool = False
+    """Since the main thread was last traced anew."""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
@@ -58,16 +61,25 @@ class _Hook:
             (self.folder / "armed").unlink(missing_ok=True)
             with (self.folder / "fallen").open("a", encoding="utf-8") as fallen:
                 fallen.write(name + "\n")
+            self.raised = True
             raise Planted(name)
 
     def on_collection(self, phase: str, _: dict[str, int]) -> None:
-        if phase == "stop" and sys.gettrace() is None:
+        if phase == "stop":
+            self.trace()
+
+    def trace(self, *_: object) -> None:
+        """The thread that calls this."""
+        if sys.gettrace() is None:
             sys.settrace(self)
 
     def watch(self) -> None:
         order, written = "", 0
         while True:
             time.sleep(POLL_S)
+            if self.raised:
+                self.raised = False
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGUSR2)
             former, order = order, _read(self.folder / "armed")
             if order != former:
                 self.armed = order.partition(" ")[2]
@@ -86,6 +98,7 @@ def install(folder: Path) -> None:
     # Before it traces threads: its own functions are of no product.
     threading.Thread(target=hook.watch, name="faults", daemon=True).start()
     gc.callbacks.append(hook.on_collection)
+    signal.signal(signal.SIGUSR2, hook.trace)
     threading.settrace(hook)
     sys.settrace(hook)
 
