@@ -126,7 +126,7 @@ REFUSED: Sequence[Forbidden] = options.REFUSED
 def arguments(row: Row, seed: int, folder: Path, redis_url: str) -> list[str]:
     """Of `tandem up`."""
     axes, known = fleet_axes(seed), {action.dest: action for action in up_parser()._actions}
-    given = {flag: value for name, value in row.items() for flag, value in axes[name][value].items()}
+    given = {flag: value for name, chosen in row.items() for flag, value in axes[name][chosen].items()}
     argv = ["--dtype", "float32"]
     for flag, value in given.items():
         spelled = known[flag].option_strings
