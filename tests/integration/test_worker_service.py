@@ -6,35 +6,39 @@ import os
 import signal
 import socket
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import httpx
 import msgspec
 import pytest
 
-from tandem_engine.base.addresses import Address
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.messages.requests import Peer
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.common.tokens import token_of
 from tandem_services.router.cost import Demand, Load
-from tandem_services.router.registry import WorkerRecord, WorkerState
+from tandem_services.router.registry import WorkerState
 from tandem_services.router.starting import StartingBoard
-from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.service import WorkerService
 from tandem_testing.mock_engine_process import EngineRemote
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import MODEL, PAGE, Fleet, chain_of, make_record
+from tandem_testing.running_worker import (
+    PATIENCE_S,
+    Running,
+    config_for,
+    find,
+    http_client,
+    order_headers,
+    running,
+    until,
+)
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
 
 ROOT = Path(__file__).resolve().parents[2]
-PATIENCE_S = 60.0
 PROMPT = tuple(range(8 * PAGE))
 CHAIN = chain_of(PROMPT)
 
@@ -65,90 +69,10 @@ def importable_mock(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(str(ROOT / p) for p in ("engine", "tests/support")))
 
 
-def config_for(server: RedisServer, remote: EngineRemote, *flags: str, **changes) -> WorkerConfig:
-    fields = {
-        "model_path": "/nowhere",
-        "model_name": MODEL,
-        "role": Role.DECODE,
-        "worker_id": "w1",
-        "redis": RedisAddress(url=server.url),
-        "engine_command": (sys.executable, "-m", "tandem_testing.mock_engine_process"),
-        "engine_flags": ("--remote", str(remote.path), *flags),
-        "redis_start_timeout_s": PATIENCE_S,
-        "drain_timeout_s": PATIENCE_S,
-    }
-    return WorkerConfig(**fields | changes)
-
-
-def http_client() -> httpx.AsyncClient:
-    return httpx.AsyncClient(trust_env=False, timeout=PATIENCE_S)
-
-
-def order_headers(url: str) -> dict[str, str]:
-    """Of an order to a worker of this machine, as `tandem ctl` makes them."""
-    parts = urlsplit(url)
-    return {"Authorization": f"Bearer {token_of(Address(str(parts.hostname), parts.port or 0))}"}
-
-
-class Running:
-    """A service that runs as a task, with its engine's remote control."""
-
-    def __init__(self, service: WorkerService, remote: EngineRemote) -> None:
-        self.service = service
-        self.remote = remote
-        self.exit = asyncio.create_task(service.run())
-
-    @property
-    def url(self) -> str:
-        return self.service.health_endpoint
-
-    async def get(self, path: str) -> httpx.Response:
-        async with http_client() as client:
-            return await client.get(self.url + path, headers=order_headers(self.url))
-
-    async def ready(self) -> bool:
-        """Whether it knows itself registered: a little later than the registry does."""
-        try:
-            return (await self.get("/ready")).status_code == 200
-        except httpx.TransportError:  # the health port opens while the service starts
-            return False
-
-
-@contextlib.asynccontextmanager
-async def running(config: WorkerConfig, remote: EngineRemote, folder: Path):
-    context = IpcContext()
-    worker = Running(WorkerService(config, context, folder, MonotonicClock()), remote)
-    try:
-        await asyncio.to_thread(remote.accept)
-        yield worker
-    finally:
-        worker.service.drain()
-        worker.service.drain()
-        await asyncio.gather(worker.exit, return_exceptions=True)
-        context.close()
-
-
 @pytest.fixture
 async def worker(server, remote, tmp_path):
     async with running(config_for(server, remote), remote, tmp_path) as service:
         yield service
-
-
-async def until(condition, *, seconds: float = PATIENCE_S):
-    """The first true value of `condition()`."""
-    deadline = time.monotonic() + seconds
-    while not (value := await condition()):
-        assert time.monotonic() < deadline, "the condition did not come true"
-        await asyncio.sleep(0.02)
-    return value
-
-
-async def find(fleet: Fleet, worker_id: str = "w1") -> WorkerRecord | None:
-    try:
-        snapshot = await fleet.snapshot()
-    except RedisUnavailableError:
-        return None
-    return next((record for record in snapshot.workers if record.view.worker_id == worker_id), None)
 
 
 async def matched(fleet: Fleet) -> int | None:
