@@ -33,7 +33,7 @@ def _row(fleet: Fleet, price: float) -> tuple[str, ...]:
 
 
 def summary(fleet: Fleet, wanted: Objectives, proof: Score, *, price: float, trace: str, rate: float) -> str:
-    """For the terminal, and as comments of the manifest. `rate`: of the load that was sized for, over that of the half."""
+    """For the terminal, and as comments of the manifest. `rate`: of the load sized for, over that of the half."""
     rates = fleet.cell.rates
     source = "measured rates" if rates.measured else "an ESTIMATE from model and device: measure a worker to be sure"
     return "\n".join(
