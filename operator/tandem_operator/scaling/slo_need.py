@@ -196,7 +196,8 @@ def _for_batch(load: DecodeLoad, targets: Targets, steps: StepFigures, batch: in
     in_memory = load.worker_pages * targets.kv_usage / pages_each if pages_each else inf
     step_s = steps.step_s(max(1.0, min(batch, in_memory)))
     offered = max(steps.served_per_s, steps.arrived_per_s * steps.steps_each)
-    offered += by_load.clearing_sequences(load, steps.arrived_per_s, steps.steps_each * step_s, targets) / step_s
+    seconds_each = steps.steps_each * step_s or load.seconds_each
+    offered += by_load.clearing_sequences(load, steps.arrived_per_s, seconds_each, targets) / step_s
     by_pages = offered * step_s / in_memory
     by_batch = Decode(steps, batch, targets.percentile).workers(offered)
     if by_pages > by_batch:

@@ -130,6 +130,14 @@ def test_sequences_take_longer_in_the_batch_that_is_allowed():
     assert 30 * 2.0 / 40 < small.workers < 2
 
 
+@pytest.mark.parametrize("steps_each", [0.0, 500.0])
+def test_waiting_sequences_add_decode_workers_at_any_time(steps_each):
+    """Also before the lengths of outputs are known."""
+    load = decode(20.0, batch=20.0, arrived_per_s=0.1, steps_each=steps_each)
+    targets = replace(TARGETS, latency_s=0.03)
+    assert decode_need(replace(load, waiting=200.0), targets).workers > decode_need(load, targets).workers + 1
+
+
 def test_one_moment_of_many_sequences_adds_no_decode_worker():
     """Of a minute in the mean there are few: their variation is part of the headroom."""
     load = decode(20.0, batch=20.0, arrived_per_s=0.1)
