@@ -72,9 +72,9 @@ class SlowerTogether(FluidService):
         load = super().load(age_s)
         if self.blind:
             return load
-        batch = self.running / max(1, self.ready("decode"))
         prompts = prompts_of(self.prompt_lengths, self.arrived_tokens)
-        steps = steps_of(batch=batch, arrived_per_s=self.arrived)
+        served_per_s = self.running / self.step_s()
+        steps = steps_of(served_per_s=served_per_s, steps_each=self.outputs, arrived_per_s=self.arrived)
         return replace(load, prefill=replace(load.prefill, prompts=prompts), decode=replace(load.decode, steps=steps))
 
 

@@ -20,10 +20,13 @@ import json
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from tokenizers import Tokenizer
+import msgspec
+from tokenizers import AddedToken, Tokenizer
 
 from tandem_engine.base.cgroups import usable_cpus
 from tandem_engine.base.environment import set_default
@@ -200,16 +203,18 @@ class TextTokenizer:
         # Else tokenizers start a thread for each CPU of the machine, whatever this container may use.
         set_default("RAYON_NUM_THREADS", str(usable_cpus()))
         source = folder / "tokenizer.json"
-        document = read_json(source)
-        with_controls = _build(document, str(source))
+        text = read_text(source)
+        with_controls = _build(text, str(source))
+        document = _read_document(text, str(source))
         config = read_optional_json(folder / "tokenizer_config.json")
-        vocabulary = read_vocabulary(with_controls, document, str(source), also_special=named_special_tokens(config))
+        special = named_special_tokens(config)
+        vocabulary = read_vocabulary(with_controls, document.decoder, str(source), also_special=special)
         literals = vocabulary.control_literals
         added = with_controls.get_added_tokens_decoder()
-        without_controls = _build(_without_added(document, literals), str(source))
+        without_controls = _without_added(with_controls, document, literals)
         template = _chat_template(folder, config)
         eos = _eos_token_ids(folder, config, with_controls, vocabulary)
-        unknown = document["model"].get("unk_token")
+        unknown = document.model.unk_token
         _require_plain_controls(with_controls, without_controls, set(literals) - {unknown}, str(source))
         control_literals = ControlLiterals(literals)
         resembling = _matches_normalized(document, literals)
@@ -377,9 +382,43 @@ def _before_mark(text: str, mark: str) -> str:
     return before if after.startswith(" ") else before.rstrip()
 
 
-def _build(document: Mapping[str, Any], source: str) -> Tokenizer:
+class _Model(msgspec.Struct, frozen=True):
+    unk_token: str | None = None
+
+
+class _AddedToken(msgspec.Struct, frozen=True, kw_only=True):
+    content: str
+    single_word: bool
+    lstrip: bool
+    rstrip: bool
+    normalized: bool
+    special: bool
+
+    def built(self) -> AddedToken:
+        return AddedToken(**msgspec.structs.asdict(self))
+
+
+class _Document(msgspec.Struct, frozen=True):
+    """What is read of `tokenizer.json` here. Vocabulary and merges are the library's: as objects of Python they took
+    half of the time."""
+
+    model: _Model
+    added_tokens: tuple[_AddedToken, ...] | None = None
+    normalizer: Any = None
+    decoder: Any = None
+
+
+def _read_document(text: str, source: str) -> _Document:
     try:
-        tokenizer = Tokenizer.from_str(json.dumps(document))
+        return msgspec.json.decode(text, type=_Document)
+    except (msgspec.MsgspecError, RecursionError) as error:
+        raise CheckpointError(f"{source} is not a usable tokenizer: {error}") from error
+
+
+def _build(text: str, source: str) -> Tokenizer:
+    """Holds the GIL, whatever the thread: it is called once for each file."""
+    try:
+        tokenizer = Tokenizer.from_buffer(text.encode())
     except Exception as error:  # the Rust parser raises bare Exception for every kind of fault
         raise CheckpointError(f"{source} is not a usable tokenizer: {error}") from error
     # Both may be left over from training and would silently shorten or lengthen prompts.
@@ -388,16 +427,24 @@ def _build(document: Mapping[str, Any], source: str) -> Tokenizer:
     return tokenizer
 
 
-def _without_added(document: Mapping[str, Any], contents: Collection[str]) -> dict[str, Any]:
-    added = document.get("added_tokens") or []
-    return {**document, "added_tokens": [token for token in added if token["content"] not in contents]}
+def _without_added(tokenizer: Tokenizer, document: _Document, contents: Collection[str]) -> Tokenizer:
+    """The same without these added tokens. Both share model, normalizer and the other parts in memory."""
+    shared = Tokenizer(tokenizer.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if (value := getattr(tokenizer, part)) is not None:
+            setattr(shared, part, value)
+    kept = (token for token in document.added_tokens or () if token.content not in contents)
+    # In the order of the file, by which a token that is not in the vocabulary gets its id.
+    for special, tokens in groupby(kept, key=attrgetter("special")):
+        add = shared.add_special_tokens if special else shared.add_tokens
+        add([token.built() for token in tokens])
+    return shared
 
 
-def _matches_normalized(document: Mapping[str, Any], contents: Collection[str]) -> bool:
+def _matches_normalized(document: _Document, contents: Collection[str]) -> bool:
     """Whether text that only resembles a special token can become it."""
-    added = document.get("added_tokens") or []
-    return document.get("normalizer") is not None and any(
-        token["content"] in contents and token.get("normalized") for token in added
+    return document.normalizer is not None and any(
+        token.content in contents and token.normalized for token in document.added_tokens or ()
     )
 
 

@@ -15,7 +15,7 @@ checkpoints, `<b>`) are ordinary vocabulary.
 """
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,10 @@ class Vocabulary:
 
 
 def read_vocabulary(
-    tokenizer: Tokenizer, document: Mapping[str, Any], source: str, *, also_special: Collection[str] = ()
+    tokenizer: Tokenizer, decoder: Any, source: str, *, also_special: Collection[str] = ()
 ) -> Vocabulary:
-    """Build the table from a tokenizer and the JSON it was read from. `also_special`: texts of added tokens that are
-    special although that JSON does not say so.
+    """Build the table from a tokenizer and the JSON of its decoder. `also_special`: texts of added tokens that are
+    special although `tokenizer.json` does not say so.
 
     Raises `CheckpointError` for a decoder that spells bytes in neither of the two ways, and for absurd ids.
     """
@@ -69,7 +69,7 @@ def read_vocabulary(
     largest = max(pieces.values(), default=-1)
     if not 0 <= largest < MAX_VOCABULARY:
         raise CheckpointError(f"{source}: token ids end at {largest}, expected 0 to {MAX_VOCABULARY - 1}")
-    spelling = _spelling(document.get("decoder"), source)
+    spelling = _spelling(decoder, source)
     table = [b""] * (largest + 1)
     for piece, token_id in pieces.items():
         table[token_id] = spelling(piece)

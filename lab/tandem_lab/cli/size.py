@@ -78,6 +78,15 @@ def _add_load(parser: argparse.ArgumentParser) -> None:
         help="share of requests that is to meet both, 0.5 to 0.999 (default: 0.95)",
     )
 
+    load.add_argument(
+        "--confidence",
+        type=fraction,
+        default=0.95,
+        metavar="F",
+        help="size for the rate that the load exceeds only with a probability of 1 - F, as the variation of the first "
+        "half has it: 0.5 to 0.999, 0.5 is the rate of the first half itself (default: 0.95)",
+    )
+
 
 def _add_rates(parser: argparse.ArgumentParser) -> None:
     rates = parser.add_argument_group("workers", "measured with --rates, or estimated from --model and a device")
@@ -160,7 +169,7 @@ def run(args: argparse.Namespace) -> int:
     result = _search(args, sizing)
     best = result.best
     print(table(pareto(result.found.fleets), price=args.gpu_price), file=sys.stderr)
-    told = summary(best, sizing.wanted, result.proof, price=args.gpu_price, trace=args.trace.name)
+    told = summary(best, sizing.wanted, result.proof, price=args.gpu_price, trace=args.trace.name, rate=sizing.rate)
     excluded = "".join(f"not with {gpus} GPUs a worker: {why}\n" for gpus, why in result.found.refused.items())
     print(f"{told}\n{excluded}{result.found.runs} simulations", file=sys.stderr)
     document = manifest(best, sizing.wanted, names, context_length=sizing.context_length)
@@ -173,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
     if kept < KEPT:
         print(
             f"tandem size: the second half reached {kept:.3f} of the percentile asked for: its load is another one; "
-            "give a longer trace, or --margin 1.1",
+            "give a longer trace, or a higher --confidence",
             file=sys.stderr,
         )
     return 1 if args.check and kept < KEPT else 0
@@ -183,17 +192,21 @@ def sizing_of(args: argparse.Namespace) -> "Sizing":
     """Raises `ConfigError` and `CheckpointError`."""
     from itertools import islice
 
-    from tandem_lab.sizing.load import Objectives, halves, load_figures
+    from tandem_lab.sizing.load import Objectives, faster, halves, load_figures, upper_rate
     from tandem_lab.sizing.model_figures import read_model_figures
     from tandem_lab.sizing.sizing import Sizing
     from tandem_lab.traces import read_trace
 
     if not 0.5 <= args.percentile <= 0.999:
         raise ConfigError(f"--percentile must be between 0.5 and 0.999, got {args.percentile:g}")
+    if not 0.5 <= args.confidence <= 0.999:
+        raise ConfigError(f"--confidence must be between 0.5 and 0.999, got {args.confidence:g}")
     wanted = Objectives(ttft_s=args.ttft, itl_s=args.itl, percentile=args.percentile)
     chunks = _integers(args.chunked_prefill_sizes, "--chunked-prefill-sizes")
     parts = halves(list(islice(read_trace(args.trace), args.num_prompts)), speed=args.trace_speed)
-    load = load_figures(parts.sized)
+    rate = upper_rate(parts.sized, load_figures(parts.sized), args.confidence)
+    sized = faster(parts.sized, rate)
+    load = load_figures(sized)
     model = None if args.rates else read_model_figures(args.model)
     longest = max(each.prompt_tokens + each.output_tokens for each in (*parts.sized, *parts.proof))
     if model is not None and longest > model.context_length:
@@ -201,7 +214,9 @@ def sizing_of(args: argparse.Namespace) -> "Sizing":
             f"--trace: the longest request has {longest} tokens, and the context of --model is {model.context_length}"
         )
     return Sizing(
-        parts=parts,
+        sized=sized,
+        proof=parts.proof,
+        rate=rate,
         load=load,
         wanted=wanted,
         rates=_rates(args, model, load.context),

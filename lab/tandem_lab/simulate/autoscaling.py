@@ -32,7 +32,7 @@ from tandem_operator.scaling.policy import RoleBounds, ScalingConfig, ScalingSta
 from tandem_operator.telemetry.latency_metrics import LatencyTotals, StepFit
 from tandem_operator.telemetry.latency_window import LatencyWindow
 from tandem_operator.telemetry.pod_metrics import GatewayFigures, GatewayTotals, WorkerFigures
-from tandem_operator.telemetry.samples import Demand, Gain, Sizes, load_of
+from tandem_operator.telemetry.samples import Demand, Gain, Sizes, decoding_of, load_of
 from tandem_services.common.metrics import PROMPT_TOKENS, REQUEST_SECONDS, TOKEN_SECONDS
 
 Counts = dict[RoleName, int]
@@ -242,7 +242,7 @@ class SeenLoad:
         gain = self._gain(gateway, period_s)
         self._before = gateway
         self.demand.take([gain])
-        self.window.take([gain.traffic()], [])
+        self.window.take([gain.traffic()], [], decoding_of(workers, [gateway], self.sizes))
         return load_of(
             at=self.fleet.redis.events.now(),
             age_s=0.0,

@@ -5,12 +5,19 @@ Bounds here hold for any number of workers, so they are checked before anything 
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from statistics import NormalDist, mean, stdev
 
 from tandem_engine.base.errors import ConfigError
 from tandem_lab.simulate.requests import SimulatedRequest, simulated_requests
 from tandem_lab.sizing.rates import WorkerRates
 from tandem_lab.traces import TRACE_BLOCK, TraceRow
+
+WINDOWS = 8
+"""Of a half, for the variation of its rate: long enough to be independent of each other, and enough for a variance."""
+
+MAX_RATE = 2.0
+"""Of a load whose variation is greater, a half says little: the proof shows it."""
 
 LEAST_REQUESTS = 20
 """In each half; fewer say nothing about a percentile."""
@@ -88,6 +95,27 @@ def load_figures(requests: Sequence[SimulatedRequest]) -> LoadFigures:
         longest=max(request.prompt_tokens + request.output_tokens for request in requests),
         context=weighted / outputs,
     )
+
+
+def upper_rate(requests: Sequence[SimulatedRequest], load: LoadFigures, confidence: float) -> float:
+    """The rate of the load, over that of this half, which it exceeds only with a probability of 1 - `confidence`.
+
+    A half is one sample of the load: another one of the same load has more tokens, or fewer. The standard error of its
+    rate follows from the variation between `WINDOWS` parts of it, which also contains bursts and trends.
+    """
+    begin, window_s = requests[0].at, load.seconds / WINDOWS
+    prompts, outputs = [0.0] * WINDOWS, [0.0] * WINDOWS
+    for request, uncached in zip(requests, load.uncached, strict=True):
+        place = min(WINDOWS - 1, int((request.at - begin) / window_s))
+        prompts[place] += uncached
+        outputs[place] += request.total_output_tokens
+    error = max(stdev(each) / mean(each) for each in (prompts, outputs) if any(each)) / math.sqrt(WINDOWS)
+    return min(MAX_RATE, 1.0 + max(0.0, NormalDist().inv_cdf(confidence)) * error)
+
+
+def faster(requests: Sequence[SimulatedRequest], rate: float) -> list[SimulatedRequest]:
+    """The same requests at `rate` times their rate."""
+    return [replace(request, at=request.at / rate) for request in requests]
 
 
 def infeasible(load: LoadFigures, rates: WorkerRates, wanted: Objectives) -> str | None:

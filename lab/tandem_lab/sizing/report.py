@@ -32,8 +32,8 @@ def _row(fleet: Fleet, price: float) -> tuple[str, ...]:
     )
 
 
-def summary(fleet: Fleet, wanted: Objectives, proof: Score, *, price: float, trace: str) -> str:
-    """For the terminal, and as comments of the manifest."""
+def summary(fleet: Fleet, wanted: Objectives, proof: Score, *, price: float, trace: str, rate: float) -> str:
+    """For the terminal, and as comments of the manifest. `rate`: of the load sized for, over that of the half."""
     rates = fleet.cell.rates
     source = "measured rates" if rates.measured else "an ESTIMATE from model and device: measure a worker to be sure"
     return "\n".join(
@@ -41,7 +41,7 @@ def summary(fleet: Fleet, wanted: Objectives, proof: Score, *, price: float, tra
             f"tandem size: {fleet.prefill} prefill and {fleet.decode} decode workers of {rates.gpus} GPUs, "
             f"{fleet.gpus * price:.2f} per hour, by {source}",
             f"asked: TTFT {wanted.ttft_s:g} s and ITL {wanted.itl_s * 1e3:g} ms for {wanted.percentile:.1%}",
-            f"first half of {trace}: {fleet.score.attainment:.2%} met both; second half, not used for sizing: "
-            f"{proof.attainment:.2%}",
+            f"first half of {trace}, at {rate:.2f} times its rate: {fleet.score.attainment:.2%} met both; second half, "
+            f"not used for sizing: {proof.attainment:.2%}",
         )
     )

@@ -4,8 +4,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from tandem_engine.base.errors import ConfigError
+from tandem_lab.simulate.requests import SimulatedRequest
 from tandem_lab.sizing.evaluate import Evaluator
-from tandem_lab.sizing.load import Halves, LoadFigures, Objectives
+from tandem_lab.sizing.load import LoadFigures, Objectives
 from tandem_lab.sizing.rates import WorkerRates
 from tandem_lab.sizing.search import Cell, Fleet, Found, Score, cells_of, search
 from tandem_services.common.redis_client import RedisAddress
@@ -26,8 +27,13 @@ class Result:
 class Sizing:
     """What is sized, for which load."""
 
-    parts: Halves
+    sized: Sequence[SimulatedRequest]
+    """The first half, at `rate` times its rate."""
+    proof: Sequence[SimulatedRequest]
+    """The second half, as it was."""
+    rate: float
     load: LoadFigures
+    """Of `sized`."""
     wanted: Objectives
     rates: Sequence[WorkerRates]
     chunks: Sequence[int]
@@ -51,7 +57,7 @@ class Sizing:
         )
 
         async def run(cell: Cell, prefill: int, decode: int) -> Score:
-            return await evaluator.run(self.parts.sized, cell, prefill=prefill, decode=decode)
+            return await evaluator.run(self.sized, cell, prefill=prefill, decode=decode)
 
         found = await search(cells, self.load, self.wanted, most_gpus=self.most_gpus, run=run, refused=refused)
         if not found.fleets:
@@ -60,7 +66,7 @@ class Sizing:
                 + self._reasons(refused)
             )
         best = found.fleets[0]
-        proof = await evaluator.run(self.parts.proof, best.cell, prefill=best.prefill, decode=best.decode, whole=True)
+        proof = await evaluator.run(self.proof, best.cell, prefill=best.prefill, decode=best.decode, whole=True)
         return Result(found=found, proof=proof)
 
     def _reasons(self, refused: dict[int, str]) -> str:

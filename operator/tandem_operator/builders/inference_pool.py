@@ -10,7 +10,7 @@ from tandem_operator.api.gateway import InferencePool
 from tandem_operator.builders.containers import Manifest, container_port
 from tandem_operator.builders.gateway import INFERENCE_GROUP, KEYS_FOLDER, gateway_labels, services_pod
 from tandem_operator.builders.gateway import PORT as GATEWAY_PORT
-from tandem_operator.builders.model_mount import ModelMount, model_mount
+from tandem_operator.builders.model_mount import ModelMount, gateway_mount
 from tandem_operator.builders.naming import Labels, gateways_name, labels_of, router_name, selector_of
 from tandem_operator.builders.redis import redis_words
 from tandem_operator.builders.served import Served
@@ -93,7 +93,8 @@ def _deployment(service: Served, wanted: InferencePool) -> Manifest:
 
 
 def _template(service: Served, wanted: InferencePool, labels: Labels) -> Manifest:
-    mount = model_mount(service.spec.model, image=service.services_image, weights=False, cached=service.cached)
+    spec = service.spec
+    mount = gateway_mount(spec.model, spec.gateway.tokenizer, image=service.services_image, cached=service.cached)
     return services_pod(
         service,
         labels,

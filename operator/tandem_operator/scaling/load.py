@@ -55,8 +55,11 @@ class StepFigures:
     """For each token of context of these sequences."""
     context_tokens: float
     """Of a sequence, in the mean of its decode."""
-    batch: float
-    """Sequences that one worker decodes now, in the mean."""
+    served_per_s: float
+    """Steps of one sequence that are computed per second, in the mean of about a minute: variation within it is part of
+    the headroom."""
+    steps_each: float
+    """Of one sequence, in the mean of minutes; 0: not known yet."""
     arrived_per_s: float
     """Sequences, in the mean of about a minute."""
     arrivals_variation: float = 1.0

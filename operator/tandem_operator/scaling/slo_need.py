@@ -2,17 +2,19 @@
 
     prefill   the least n with which the percentile of the prompts waits and is computed within the objective. Waits are
               those of a queue before n workers (`queueing`), computing takes the prompt's tokens / tokens per second
-    decode    (sequences + headroom) / b*, where b* is the largest batch whose step is within the objective; or
-              sequences / those that fit into the KV pages of a worker
+    decode    the least n whose batches are at most b*, the largest whose step is within the objective, but for peaks
+              beyond the percentile; or sequences / those that fit into the KV pages of a worker
 
 Both depend on arrivals, not on the present number of workers: n - 1 workers are judged with all of the load, so that
-survivors are not surprised by the share of who leaves. A sequence takes longer in the batch that is allowed than in the
-present one, and there are more of them at once; the headroom is what their number varies by.
+survivors are not surprised by the share of who leaves. A sequence takes longer in a larger batch, and there are more of
+them at once; the headroom is what their number varies by.
 
 More workers do not compute a prompt faster. Where prompts are too long by themselves, and where a step with one
 sequence is too long, the objective is infeasible: the need says so, and its number is that of the load alone.
 """
 
+from bisect import bisect_left
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from math import ceil, floor, inf, sqrt
 from statistics import NormalDist
@@ -33,8 +35,8 @@ NO_WAIT = Waits(0.0, 0.0)
 MAX_WORKERS = 1_000
 BISECTIONS = 24
 
-MAX_STRETCH = 4.0
-"""A batch of b* takes a sequence at most so many times as long as the present batch, or as short."""
+MAX_DELAY = 4.0
+"""Sequences that come delay the others at most so much: more is a fit without a base."""
 
 
 def prefill_need(load: PrefillLoad, targets: Targets) -> Need:
@@ -144,7 +146,11 @@ def _workers(fleet: _Prefill, offered: float) -> float:
     # Beyond that nobody waits, and more workers change nothing.
     most = min(MAX_WORKERS, least + ceil(8 * sqrt(offered) + 8))
     enough = next((workers for workers in range(least, most + 1) if fleet.attains(workers, offered)), most)
-    below, above = _bearable(fleet, enough - 1), _bearable(fleet, enough)
+    return _between(enough, offered, _bearable(fleet, enough - 1), _bearable(fleet, enough))
+
+
+def _between(enough: int, offered: float, below: float, above: float) -> float:
+    """The number that bears `offered`, where `enough` bear `above`, and one worker less bears `below`."""
     if above <= below:
         return float(enough)
     return enough - 1 + min(1.0, max(0.0, (offered - below) / (above - below)))
@@ -152,13 +158,15 @@ def _workers(fleet: _Prefill, offered: float) -> float:
 
 def _bearable(fleet: _Prefill, workers: int) -> float:
     """The greatest load with which so many workers meet the objective."""
-    low, high = 0.0, float(workers)
-    for _ in range(BISECTIONS if workers else 0):
+    return _greatest(float(workers), lambda load: fleet.attains(workers, load)) if workers else 0.0
+
+
+def _greatest(bound: float, is_allowed: Callable[[float], bool]) -> float:
+    """The greatest value up to `bound` that is allowed, where all lower ones are."""
+    low, high = 0.0, bound
+    for _ in range(BISECTIONS):
         middle = (low + high) / 2
-        if fleet.attains(workers, middle):
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if is_allowed(middle) else (low, middle)
     return low
 
 
@@ -186,14 +194,12 @@ def _for_batch(load: DecodeLoad, targets: Targets, steps: StepFigures, batch: in
     """Where batches may be so large. Fewer sequences may fit into the memory of a worker."""
     pages_each = load.used_pages / load.running if load.running else 0.0
     in_memory = load.worker_pages * targets.kv_usage / pages_each if pages_each else inf
-    held = max(1.0, min(batch, in_memory))
-    stretch = min(max(steps.step_s(held) / steps.step_s(max(1.0, steps.batch)), 1 / MAX_STRETCH), MAX_STRETCH)
-    seconds_each = load.seconds_each * stretch
-    mean = steps.arrived_per_s * seconds_each
-    running = max(load.running * stretch, mean)
-    peak = max(running, mean + _headroom(mean, steps.arrivals_variation, targets.percentile))
-    clearing = by_load.clearing_sequences(load, steps.arrived_per_s, seconds_each, targets)
-    by_batch, by_pages = (peak + clearing) / batch, (running + clearing) / in_memory
+    step_s = steps.step_s(max(1.0, min(batch, in_memory)))
+    offered = max(steps.served_per_s, steps.arrived_per_s * steps.steps_each)
+    seconds_each = steps.steps_each * step_s or load.seconds_each
+    offered += by_load.clearing_sequences(load, steps.arrived_per_s, seconds_each, targets) / step_s
+    by_pages = offered * step_s / in_memory
+    by_batch = Decode(steps, batch, targets.percentile).workers(offered)
     if by_pages > by_batch:
         return by_load.pages_need(load, by_pages)
     return Need(
@@ -206,6 +212,45 @@ def _for_batch(load: DecodeLoad, targets: Targets, steps: StepFigures, batch: in
     )
 
 
+@dataclass(frozen=True, slots=True)
+class Decode:
+    """Decode workers with one objective. Load is counted in steps of one sequence per second: unlike the number of
+    sequences at once, it does not depend on the number of workers.
+    """
+
+    steps: StepFigures
+    batch: int
+    """The largest that meets the objective."""
+    percentile: float
+
+    def workers(self, offered: float) -> float:
+        """The least sufficient number n, not rounded, as of prefill."""
+        if offered >= self.bearable(MAX_WORKERS):
+            return offered * self.steps.step_s(self.batch) / self.batch
+        enough = 1 + bisect_left(range(1, MAX_WORKERS), offered, key=self.bearable)
+        return _between(enough, offered, self.bearable(enough - 1), self.bearable(enough))
+
+    def bearable(self, workers: int) -> float:
+        """The greatest load with which the batch of so many workers is larger only beyond the percentile."""
+        if not workers:
+            return 0.0
+        bound = float(workers * self.batch)
+        sequences = _greatest(bound, lambda mean: mean + self._headroom(mean, mean / workers) <= bound)
+        return sequences / self.steps.step_s(sequences / workers)
+
+    def _headroom(self, sequences: float, batch: float) -> float:
+        """By how much the number at once exceeds its mean at the percentile.
+
+        As in a system without a queue, where sequences that come delay the others: the variance is greater by the
+        duration of a step over the part of it that does not depend on the batch.
+        """
+        variation = min(self.steps.arrivals_variation, MAX_VARIATION)
+        step_s = self.steps.step_s(batch)
+        delay = step_s / max(self.steps.step_s(0), step_s / MAX_DELAY)
+        peakedness = max(0.0, 1 + (variation - 1) / 2) * delay
+        return max(0.0, NormalDist().inv_cdf(self.percentile)) * sqrt(sequences * peakedness)
+
+
 def largest_batch(steps: StepFigures, places: float, itl_s: float) -> int:
     """Sequences of one worker whose step is within the objective, at most its places; 0 if even one is too many."""
     each = steps.step_s(1) - steps.step_s(0)
@@ -214,9 +259,3 @@ def largest_batch(steps: StepFigures, places: float, itl_s: float) -> int:
         return 0
     # The step with exactly so many may have a rounding error.
     return floor(min(places, left / each + 1e-6)) if each > 0 else floor(places)
-
-
-def _headroom(sequences: float, arrivals_variation: float, percentile: float) -> float:
-    """By how much the number at once exceeds its mean at the percentile: that of a system without a queue."""
-    peakedness = 1 + (min(arrivals_variation, MAX_VARIATION) - 1) / 2
-    return max(0.0, NormalDist().inv_cdf(percentile)) * sqrt(sequences * max(0.0, peakedness))

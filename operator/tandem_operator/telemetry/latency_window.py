@@ -14,6 +14,9 @@ from tandem_operator.telemetry.latency_metrics import LatencyFactors, LatencyTot
 ARRIVALS_S, LENGTHS_S, MEASURED_S, OBJECTIVES_S = 30.0, 300.0, 30.0, 150.0
 """Half-lives: of rates of arrivals, of lengths of prompts and outputs, of measured latencies, of objectives met."""
 
+KNOWN_S = 60.0
+"""After so much traffic the mean length of outputs is known."""
+
 MAX_VARIATION = 1_000.0
 
 
@@ -31,6 +34,17 @@ class Traffic:
     latency: LatencyTotals
 
 
+@dataclass(frozen=True, slots=True)
+class Decoding:
+    """What workers decode at one look."""
+
+    running: float = 0.0
+    """Sequences, of all workers together."""
+    workers: float = 0.0
+    fit: StepFit | None = None
+    """None before a worker has measured its steps."""
+
+
 @dataclass(kw_only=True, slots=True)
 class _Sum:
     """Of traffic, with forgetting."""
@@ -42,8 +56,10 @@ class _Sum:
     asked_tokens: float = 0.0
     predicted_tokens: float = 0.0
     latency: LatencyTotals = field(default_factory=LatencyTotals)
+    steps: float = 0.0
+    """Decode steps of one sequence: a step of several counts as often."""
 
-    def take(self, traffic: Traffic) -> None:
+    def take(self, traffic: Traffic, steps_per_s: float) -> None:
         kept = 0.5 ** (traffic.seconds / self.half_life_s)
         self.seconds = kept * self.seconds + traffic.seconds
         self.gateway_seconds = kept * self.gateway_seconds + traffic.gateway_seconds
@@ -51,6 +67,7 @@ class _Sum:
         self.asked_tokens = kept * self.asked_tokens + traffic.asked_tokens
         self.predicted_tokens = kept * self.predicted_tokens + traffic.predicted_tokens
         self.latency = self.latency.times(kept).plus(traffic.latency)
+        self.steps = kept * self.steps + traffic.seconds * steps_per_s
 
 
 @dataclass(kw_only=True, slots=True)
@@ -63,8 +80,8 @@ class LatencyWindow:
     _measured: _Sum = field(default_factory=lambda: _Sum(half_life_s=MEASURED_S))
     _objectives: _Sum = field(default_factory=lambda: _Sum(half_life_s=OBJECTIVES_S))
 
-    def take(self, traffic: Iterable[Traffic], factors: Iterable[LatencyFactors]) -> None:
-        """What came to each gateway since the last look."""
+    def take(self, traffic: Iterable[Traffic], factors: Iterable[LatencyFactors], decoding: Decoding) -> None:
+        """What came to each gateway since the last look, and what runs now."""
         taken = list(traffic)
         if taken:
             latency = LatencyTotals()
@@ -79,7 +96,7 @@ class LatencyWindow:
                 latency=latency,
             )
             for each in (self._arrivals, self._lengths, self._measured, self._objectives):
-                each.take(together)
+                each.take(together, self._steps_per_s(decoding))
         self.factors = LatencyFactors.together(factors)
 
     def prompts(self, step_base_s: float) -> PromptFigures | None:
@@ -100,19 +117,20 @@ class LatencyWindow:
             measured_s=_some(self._measured.latency.ttft_s),
         )
 
-    def steps(self, fit: StepFit | None, batch: float) -> StepFigures | None:
-        """`batch`: sequences that a worker decodes now. None without a fit, and before an output has ended."""
-        outputs, lengths = self._lengths.latency, self._lengths
-        ended = 0.0 if outputs.ttft_s is None else outputs.ttft_s.count
-        if fit is None or not ended or not lengths.choices:
+    def steps(self, fit: StepFit | None) -> StepFigures | None:
+        """None without a fit, and before an output has ended."""
+        lengths, lately = self._lengths, self._arrivals
+        if fit is None or not self._ended or not lengths.choices:
             return None
         return StepFigures(
             base_s=fit.base_s,
             sequence_s=fit.sequence_s,
             kv_token_s=fit.kv_token_s,
-            context_tokens=lengths.asked_tokens / lengths.choices + outputs.output_tokens / ended / 2,
-            batch=batch,
-            arrived_per_s=self._arrivals.choices / self._arrivals.seconds,
+            context_tokens=self._context_tokens,
+            served_per_s=lately.steps / lately.seconds,
+            # At first only short outputs have ended.
+            steps_each=lengths.steps / self._ended if lengths.seconds >= KNOWN_S else 0.0,
+            arrived_per_s=lately.choices / lately.seconds,
             arrivals_variation=self._variation(),
             correction=self.factors.itl,
             margin=self.factors.itl_margin,
@@ -132,6 +150,28 @@ class LatencyWindow:
     @property
     def goodput_per_s(self) -> float:
         return self._objectives.latency.good / self._objectives.seconds if self._objectives.seconds else 0.0
+
+    @property
+    def _ended(self) -> float:
+        """Outputs of the last minutes."""
+        ttft_s = self._lengths.latency.ttft_s
+        return 0.0 if ttft_s is None else ttft_s.count
+
+    @property
+    def _context_tokens(self) -> float:
+        """Of a sequence, in the mean of its decode; 0 before one has ended."""
+        lengths = self._lengths
+        if not self._ended or not lengths.choices:
+            return 0.0
+        return lengths.asked_tokens / lengths.choices + lengths.latency.output_tokens / self._ended / 2
+
+    def _steps_per_s(self, decoding: Decoding) -> float:
+        """Those that are computed now."""
+        if decoding.fit is None or not decoding.workers:
+            return 0.0
+        fit, batch = decoding.fit, decoding.running / decoding.workers
+        step_s = fit.base_s + (fit.sequence_s + fit.kv_token_s * self._context_tokens) * max(1.0, batch)
+        return decoding.running / (step_s * self.factors.itl)
 
     def _variation(self) -> float:
         """Squared coefficient of variation of the times between arrivals; 1 before it is known."""

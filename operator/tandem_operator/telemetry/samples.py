@@ -25,7 +25,7 @@ import httpx
 from tandem_operator.api.types import RoleName
 from tandem_operator.scaling.load import STALE_S, DecodeLoad, Load, PrefillLoad
 from tandem_operator.telemetry.latency_metrics import LatencyTotals, StepFit
-from tandem_operator.telemetry.latency_window import LatencyWindow, Traffic
+from tandem_operator.telemetry.latency_window import Decoding, LatencyWindow, Traffic
 from tandem_operator.telemetry.pod_metrics import Figures, GatewayFigures, GatewayTotals, WorkerFigures
 from tandem_operator.telemetry.pods import PodSeen, fetch_figures
 
@@ -138,11 +138,10 @@ def load_of(
     latency: LatencyWindow,
 ) -> Load:
     """`age_s`: age of the oldest of these metrics."""
-    busy = [*workers] if any(one.answering + one.waiting for one in gateways) else []
+    busy = _busy(workers, gateways)
     prefill = [one for one in busy if one.serves == "prefill"]
     decode = [one for one in busy if one.serves == "decode"]
     held_back = max((one.oldest_wait_s for one in gateways), default=0.0)
-    running = sum(one.running + one.transferring for one in decode) + sum(one.leaving for one in prefill)
     return Load(
         at=at,
         age_s=age_s,
@@ -156,7 +155,7 @@ def load_of(
             serving=sum(not one.draining for one in prefill),
         ),
         decode=DecodeLoad(
-            running=running,
+            running=decoding_of(busy, gateways, sizes).running,
             waiting=sum(one.waiting for one in decode) + sum(one.waiting for one in gateways),
             oldest_wait_s=max([held_back, *(one.oldest_wait_s for one in decode)]),
             arrived_per_s=rates.choices_per_s,
@@ -164,12 +163,25 @@ def load_of(
             worker_places=sizes.places,
             used_pages=sum(one.used_pages for one in decode),
             worker_pages=sizes.pages,
-            steps=latency.steps(sizes.step_fit, running / max(1, len(decode))),
+            steps=latency.steps(sizes.step_fit),
             serving=sum(not one.draining for one in decode),
         ),
         held=sum(one.held for one in gateways),
         is_calibrated=latency.factors.is_calibrated,
     )
+
+
+def decoding_of(workers: Iterable[WorkerFigures], gateways: Sequence[GatewayFigures], sizes: Sizes) -> Decoding:
+    """Sequences with a place on a decode worker, those included that are about to get it."""
+    busy = _busy(workers, gateways)
+    decode = [one for one in busy if one.serves == "decode"]
+    leaving = sum(one.leaving for one in busy if one.serves == "prefill")
+    return Decoding(sum(one.running + one.transferring for one in decode) + leaving, len(decode), sizes.step_fit)
+
+
+def _busy(workers: Iterable[WorkerFigures], gateways: Iterable[GatewayFigures]) -> list[WorkerFigures]:
+    """None while no gateway serves requests."""
+    return [*workers] if any(one.answering + one.waiting for one in gateways) else []
 
 
 def _mean(values: Iterable[float]) -> float:
@@ -267,7 +279,8 @@ class PodSampler:
         self.demand.take(gains)
         seen = [sample.figures for sample in gateways if isinstance(sample.figures, GatewayFigures)]
         factors = [figures.factors for figures in seen if figures.factors is not None]
-        self.latency.take((gain.traffic() for gain in gains), factors)
+        decoding = decoding_of(workers.values(), seen, self.sizes)
+        self.latency.take((gain.traffic() for gain in gains), factors, decoding)
         load = load_of(
             at=at,
             age_s=max(sample.age_s(at) for _, sample in known),

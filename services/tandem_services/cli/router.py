@@ -21,7 +21,7 @@ from tandem_services.cli.flags import (
     positive_float,
 )
 from tandem_services.cli.parsing.flag_table import Sources
-from tandem_services.common.settings import read_settings
+from tandem_services.common.settings import FLEET_MODEL, read_settings
 
 if TYPE_CHECKING:
     from tandem_services.router_server.config import TokenizedModel
@@ -77,7 +77,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         action="append",
         metavar="[NAME[,ALIAS]=]PATH",
         help="checkpoint directory with the tokenizer, and the names that clients use (default: the directory's); "
-        "repeatable (default: the bundled model). Token ids are accepted for any model",
+        "NAME=fleet: the workers of this name send the tokenizer; repeatable (default: the bundled model). Token ids "
+        "are accepted for any model",
     )
     _add_apis(parser.add_argument_group("APIs"))
     group = parser.add_argument_group("Inference Gateway")
@@ -190,8 +191,10 @@ def _models(given: list[str]) -> "tuple[TokenizedModel, ...]":
     taken: set[str] = set()
     for text in given:
         listed, equals, path = text.rpartition("=")
-        folder = model_folder(path or None)
-        names = tuple(listed.split(",")) if equals else (folder.name,)
+        folder = None if path == FLEET_MODEL else model_folder(path or None)
+        if folder is None and not equals:
+            raise ConfigError(f"--model {text}: give the name of its workers, as in NAME={FLEET_MODEL}")
+        names = tuple(listed.split(",")) if equals or folder is None else (folder.name,)
         if "" in names or taken.intersection(names) or len({*names}) < len(names):
             raise ConfigError(f"--model {text}: every model needs unique names, as in NAME,ALIAS=PATH")
         taken.update(names)

@@ -16,8 +16,8 @@ class TokenizedModel:
 
     names: tuple[str, ...]
     """What clients may call it; the first is its own, which its workers have too."""
-    path: Path
-    """Folder with tokenizer.json."""
+    path: Path | None
+    """Folder with tokenizer.json; None: its workers send it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

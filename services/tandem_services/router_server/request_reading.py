@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.base.logs import quoted
-from tandem_services.common.errors import bad_request, not_found
+from tandem_services.common.errors import bad_request, not_found, unavailable
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.api.anthropic.requests import MessagesPlanner
 from tandem_services.gateway.api.chat import ChatPlanner, template_messages
@@ -24,6 +24,9 @@ from tandem_services.gateway.limits import check_context, check_token_ids
 from tandem_services.gateway.models.model import ServedModel
 from tandem_services.gateway.models.prompts import PromptEncoder
 from tandem_services.router_server.schemas import ChooseAsk
+
+RETRY_S = 2.0
+"""For front ends: a tokenizer is looked for about as often."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,8 +62,15 @@ def planners() -> dict[str, Planner[Any]]:
 class RequestReading:
     """Reads for all models that a router has tokenizers of, by each of their names."""
 
-    models: Mapping[str, ModelReader]
+    models: dict[str, ModelReader]
+    awaited: set[str] = field(default_factory=set)
+    """Names of models whose workers have not sent their tokenizer yet."""
     planners: Mapping[str, Planner[Any]] = field(default_factory=planners)
+
+    def add(self, reader: ModelReader) -> None:
+        """From now on requests of this model are read with it, also where there was another one."""
+        self.models.update(dict.fromkeys(reader.model.names, reader))
+        self.awaited.difference_update(reader.model.names)
 
     def own_name(self, name: str) -> str:
         """What workers call the model that clients call `name`; the same where it is not known here."""
@@ -74,6 +84,11 @@ class RequestReading:
             if reader is not None:
                 check_token_ids(ask.token_ids, reader.prompts.tokenizer.vocab_size, "token_ids")
             return tuple(ask.token_ids)
+        if ask.model in self.awaited:
+            raise unavailable(
+                f"The model '{quoted(ask.model)}' is not read yet: no worker has sent its tokenizer.",
+                retry_after=RETRY_S,
+            )
         if reader is None:
             raise not_found(
                 f"This router has no tokenizer of the model '{quoted(ask.model)}'. Send token_ids, or give it --model.",

@@ -4,10 +4,11 @@ SIGTERM, SIGINT or SIGHUP shuts it down as a gateway: first /ready and gRPC heal
 then the gRPC port. Running exchanges may finish within the drain time. Reservations are released at the end.
 """
 
+import asyncio
 import logging
 import math
-from collections.abc import Coroutine, Mapping
-from contextlib import closing
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
+from contextlib import asynccontextmanager, closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -19,6 +20,7 @@ from starlette.applications import Starlette
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.logs import configure_logging
+from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.allowed_hosts import AllowedHosts
@@ -32,12 +34,15 @@ from tandem_services.gateway.access.keys import KeyWatch, cache_secret, deployme
 from tandem_services.gateway.access.tenants import AccessMetrics
 from tandem_services.gateway.dispatch.sessions import SessionDesk, SessionDirectory
 from tandem_services.gateway.http.connection import GatewayConnection
+from tandem_services.gateway.models.fleet_tokenizer import FleetTokenizer
 from tandem_services.gateway.models.model import ServedModel
 from tandem_services.gateway.models.prompts import PromptEncoder, TokenizerThreads
 from tandem_services.gateway.output.reader import OutputDialect
 from tandem_services.gateway.serve import LAST_WORDS_S, GatewayServer
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.keys import Keys
 from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.shared_state import TokenizerCopy
 from tandem_services.router_server.config import RouterServerConfig, TokenizedModel
 from tandem_services.router_server.endpoint_picker import EndpointPicker, GatewayEndpoints, gateway_address
 from tandem_services.router_server.ext_proc import MAX_BODIES_BYTES, ExternalProcessor
@@ -45,6 +50,7 @@ from tandem_services.router_server.grpc_server import GrpcServer, RouterService,
 from tandem_services.router_server.http_api import RouterApi, http_app
 from tandem_services.router_server.request_reading import ModelReader, RequestReading
 from tandem_services.router_server.routing_service import Chooser, Holds, Places, RouterMetrics, RoutingService
+from tandem_services.router_server.worker_tokenizers import WorkerTokenizers
 
 logger = logging.getLogger(__name__)
 
@@ -64,6 +70,8 @@ class RouterServer:
     endpoints: GatewayEndpoints
     health: Health
     tokenizing: TokenizerThreads
+    accept: Callable[[TokenizedModel, TextTokenizer], None]
+    """Reads for a model with this tokenizer from now on."""
 
     async def close(self) -> None:
         """Give back what is held. Running requests have ended."""
@@ -76,7 +84,8 @@ class RouterServer:
 def serve(config: RouterServerConfig) -> int:
     """Serve until a signal. Returns the exit status. Raises `StartupError`, `ConfigError`, `CheckpointError`."""
     configure_logging(config.log_format, level=config.log_level)
-    tokenizers = {model.path: TextTokenizer.load(model.path) for model in config.models}
+    paths = {model.path for model in config.models if model.path is not None}
+    tokenizers = {path: TextTokenizer.load(path) for path in paths}
     uvloop.run(_serve(config, tokenizers))
     return 0
 
@@ -111,18 +120,15 @@ def build_router_server(
         worker_wait_s=config.worker_wait_s,
     )
     session_desk = SessionDesk(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
-    readers = [
-        _reader(
-            model,
-            tokenizers[model.path],
-            router,
-            tokenizing,
-            session_desk,
-            parse_special_tokens=config.parse_special_tokens,
-        )
-        for model in config.models
-    ]
-    reading = RequestReading(models={name: reader for reader in readers for name in reader.model.names})
+    reading = RequestReading(models={}, awaited={name for model in config.models for name in model.names})
+
+    def accept(model: TokenizedModel, tokenizer: TextTokenizer) -> None:
+        special = config.parse_special_tokens
+        reading.add(_reader(model, tokenizer, router, tokenizing, session_desk, parse_special_tokens=special))
+
+    for model in config.models:
+        if model.path is not None:
+            accept(model, tokenizers[model.path])
     api = RouterApi(
         routing=routing,
         reading=reading,
@@ -180,6 +186,7 @@ def build_router_server(
         endpoints=endpoints,
         health=health,
         tokenizing=tokenizing,
+        accept=accept,
     )
 
 
@@ -229,6 +236,30 @@ def _cache_secret(config: RouterServerConfig) -> bytes:
     return cache_secret(deployment_secret(_key_pair(config), config.cluster))
 
 
+@asynccontextmanager
+async def _worker_tokenizers(config: RouterServerConfig, router: Router, server: RouterServer) -> AsyncIterator[None]:
+    """Looks for them until the block ends."""
+    keys = _key_pair(config)
+    deployment, context = Deployment.of(keys), IpcContext(keys)
+
+    def source(model: TokenizedModel) -> FleetTokenizer:
+        name = model.names[0]
+        place = Keys(config.cluster, deployment.namespace)
+        copy = TokenizerCopy(redis=config.redis, keys=place, deployment=deployment, model=name)
+        return FleetTokenizer(model=name, context=context, copy=copy)
+
+    models = tuple(model for model in config.models if model.path is None)
+    tokenizers = WorkerTokenizers(models=models, fleet=router, source=source, accept=server.accept)
+    looking = asyncio.create_task(tokenizers.run())
+    try:
+        yield
+    finally:
+        looking.cancel()
+        with suppress(asyncio.CancelledError):
+            await looking
+        context.close()
+
+
 async def _serve(config: RouterServerConfig, tokenizers: Mapping[Path, TextTokenizer]) -> None:
     router = Router(
         RouterConfig(
@@ -252,7 +283,8 @@ async def _serve(config: RouterServerConfig, tokenizers: Mapping[Path, TextToken
                 logger.info("authentication is disabled: --token-file is not set; any client of this router can use it")
             fields = {"host": config.host, "port": config.port, "grpc_port": server.grpc.port}
             logger.info("router listening", extra={"fields": fields})
-            await http_server(server, config).serve(sockets=[listener])
+            async with _worker_tokenizers(config, router, server):
+                await http_server(server, config).serve(sockets=[listener])
             await server.grpc.stop(config.drain_timeout_s)
     except RedisUnavailableError as error:
         raise StartupError(str(error)) from error

@@ -160,9 +160,11 @@ class Placing:
         try:
             choice = await self._choose_once(request, progress)
         except NoWorkersError as error:
+            record.lacked_workers = True
             return await self._await_worker(request, progress, error)
         if progress.attempts == 0:
             record.admission_s = self.clock.now() - progress.asked_at
+            record.lacked_workers = self.admission.binding.has_lacked_workers_since(progress.asked_at)
         return choice
 
     async def finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: Progress) -> bool:

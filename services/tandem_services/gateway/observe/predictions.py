@@ -5,7 +5,7 @@
                 predictions
 
 The calibration learns from requests with one choice, one attempt, an output that has ended, and no error. A retried,
-moved or canceled request leaves it as it was.
+moved or canceled request leaves it as it was, and so does one that has waited for a worker to start.
 
 Predictions are statistics. No error in them may end a request, so errors are counted.
 """
@@ -54,11 +54,13 @@ class Judged(NamedTuple):
 
 
 def judged(record: RequestRecord) -> Judged | None:
-    """None of a request with several choices, attempts or an error, and of one that was canceled or not predicted."""
+    """None of a request with several choices, attempts or an error, and of one that was canceled, not predicted, or
+    came while there was no worker: a minute of waiting for a start would be learned as that of a queue.
+    """
     if record.status != 200 or record.error is not None or len(record.choices) != 1:
         return None
     [choice] = record.choices
-    if choice.ttft_s is None or choice.finish_reason is None or len(choice.attempts) != 1:
+    if choice.ttft_s is None or choice.finish_reason is None or len(choice.attempts) != 1 or choice.lacked_workers:
         return None
     [attempt] = choice.attempts
     if attempt.predicted is None or attempt.outcome not in {"finished", "stopped"}:

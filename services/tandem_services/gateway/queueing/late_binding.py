@@ -203,6 +203,10 @@ class LateBinding:
         computed_s = sum(visitor.prompt_tokens for visitor in ahead) / rate if rate > 0.0 else 0.0
         return self._patience.until_start_s() + max(computed_s, self._pace.delay_s(len(ahead)))
 
+    def has_lacked_workers_since(self, at: float) -> bool:
+        """Whether a request that came at `at` has waited for a worker to start or to return."""
+        return self._patience.has_lacked_since(at)
+
     def visitor(
         self,
         ask: Ask,

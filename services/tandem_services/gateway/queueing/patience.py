@@ -60,6 +60,13 @@ class Patience:
         return ended
 
     @estimating(lambda _: False)
+    def has_lacked_since(self, at: float) -> bool:
+        """Whether there was no worker, or none of a role, at `at` or later: a request that came then has waited for a
+        start, however short.
+        """
+        return self.lacking_since is not None or self._available_since >= at
+
+    @estimating(lambda _: False)
     def awaits_start(self) -> bool:
         """Whether the workers that are lacking now start."""
         if self.starts is None or self.lacking_since is None:

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer
 
 from tandem_engine.base.errors import CheckpointError, InvalidRequestError
+from tandem_engine.tokenizer import text_tokenizer
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer, Truncation
 from tandem_testing.tokenizer_builders import CHATML, EOS, SPECIALS, TOOL_CHATML, tokenizer_document, write_tokenizer
 
@@ -42,6 +43,48 @@ def test_special_tokens_in_a_text_prompt_parse_unless_forbidden(text, tmp_path_f
     assert not {ENDOFTEXT, IM_START, IM_END} & set(plain)
     assert plain.count(REFERENCE.token_to_id("<think>")) == text.count("<think>"), "this token is not special"
     assert tokenizer.decode(plain) == text
+
+
+ADDED = ["<think>", "<call>", "<|sep|>", "<tool>"]
+
+
+@given(text=st.lists(st.sampled_from([*SPECIALS, *ADDED, "<|end|>", "ab", " ", "<", "|>"])).map("".join))
+def test_shared_model_encodes_as_one_parsed_without_specials(text, tmp_path_factory):
+    """Added tokens outside the vocabulary get their ids in the order of the file, special ones among them or not."""
+    document = json.loads(tokenizer_document())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    first = max(token["id"] for token in document["added_tokens"]) + len(document["model"]["vocab"])
+    further = [("<call>", False), ("<|end|>", True), ("<|sep|>", False), ("<tool>", False)]
+    document["added_tokens"] += [
+        {"id": first + place, "content": content, "special": special, **flags}
+        for place, (content, special) in enumerate(further)
+    ]
+    folder = tmp_path_factory.getbasetemp() / "added"
+    if not folder.exists():
+        write_tokenizer(folder)
+        (folder / "tokenizer.json").write_text(json.dumps(document), "utf-8")
+    document["added_tokens"] = [token for token in document["added_tokens"] if not token["special"]]
+    parsed = Tokenizer.from_str(json.dumps(document))
+    assert TextTokenizer.load(folder).encode(text, parse_special_tokens=False) == parsed.encode(text).ids
+
+
+def test_tokenizer_file_is_parsed_once(tmp_path, monkeypatch):
+    """Parsing holds the GIL, and a gateway that opens a model answers others meanwhile."""
+    sizes = []
+
+    class Counting:
+        def __new__(cls, model):
+            return Tokenizer(model)
+
+        @staticmethod
+        def from_buffer(data):
+            sizes.append(len(data))
+            return Tokenizer.from_buffer(data)
+
+    folder = write_tokenizer(tmp_path)
+    monkeypatch.setattr(text_tokenizer, "Tokenizer", Counting)
+    TextTokenizer.load(folder)
+    assert sizes == [(folder / "tokenizer.json").stat().st_size]
 
 
 def test_final_message_is_continued_where_it_ends(tokenizer):

@@ -1,9 +1,21 @@
 """What a trace lacks, and what no number of workers can keep."""
 
+from dataclasses import replace
+from random import Random
+
 import pytest
 
 from tandem_engine.base.errors import ConfigError
-from tandem_lab.sizing.load import Objectives, halves, infeasible, load_figures, most_running, worker_load
+from tandem_lab.sizing.load import (
+    Objectives,
+    faster,
+    halves,
+    infeasible,
+    load_figures,
+    most_running,
+    upper_rate,
+    worker_load,
+)
 from tandem_lab.sizing.rates import WorkerRates
 from tandem_lab.traces import TRACE_BLOCK, TraceRow
 
@@ -93,6 +105,43 @@ def test_sequence_beyond_the_pool_is_named():
 @pytest.mark.parametrize(("itl", "running"), [(0.010, 1), (0.030, 21), (0.073, 64), (1.0, 64)])
 def test_largest_batch_is_the_last_that_keeps_the_itl(itl, running):
     assert most_running(RATES, wanted(itl=itl)) == running
+
+
+def test_even_load_is_sized_at_its_own_rate():
+    sized = halves(rows(202)).sized
+    assert upper_rate(sized, load_figures(sized), 0.95) == pytest.approx(1.0, abs=0.03)
+
+
+def test_uncertain_rate_grows_with_variation_and_confidence():
+    bursts = [row for row in rows(400) if row.at % 100 < 40]
+    sized = halves(bursts).sized
+    load = load_figures(sized)
+    found = [upper_rate(sized, load, confidence) for confidence in (0.5, 0.8, 0.95, 0.999)]
+    assert found[0] == 1.0
+    assert found == sorted(set(found))
+    assert found[2] > 1.2
+
+
+def test_upper_rate_bounds_that_of_another_sample():
+    """Of the same load: 19 of 20 times, as the confidence says; windows are few, so less often."""
+    random, below = Random(3), 0
+    for _ in range(200):
+        at, made = 0.0, []
+        for number in range(400):
+            at += random.expovariate(1.0)
+            made.append(replace(rows(1)[0], at=at, prompt_tokens=random.choice((600, 3000)), blocks=(number,)))
+        parts = halves(made)
+        load = load_figures(parts.sized)
+        true_rate = 1800.0
+        bound = upper_rate(parts.sized, load, 0.95) * sum(load.uncached) / load.seconds
+        below += bound < true_rate
+    assert below <= 0.15 * 200
+
+
+def test_faster_requests_keep_their_order_and_work():
+    sized = halves(rows(202)).sized
+    assert load_figures(faster(sized, 2.0)).seconds == pytest.approx(load_figures(sized).seconds / 2)
+    assert load_figures(faster(sized, 2.0)).uncached == load_figures(sized).uncached
 
 
 def test_fluid_bound_counts_work_over_time():

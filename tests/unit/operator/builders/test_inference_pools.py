@@ -1,5 +1,7 @@
 """InferencePools: gateways as endpoints, our router as their picker, where the cluster has the interface."""
 
+import pytest
+
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
@@ -10,8 +12,9 @@ ROUTE = {"parentRefs": [{"name": "public"}]}
 ALL = ClusterApis(http_routes=True, inference_pools=True)
 
 
-def made(apis: ClusterApis = ALL, **gateway) -> dict[tuple[str, str], dict]:
-    service = service_of(gateway={"httpRoute": ROUTE, **gateway}, aliases=["gpt"])
+def made(apis: ClusterApis = ALL, model: dict | None = None, **gateway) -> dict[tuple[str, str], dict]:
+    source = {} if model is None else {"model": model}
+    service = service_of(gateway={"httpRoute": ROUTE, **gateway}, aliases=["gpt"], **source)
     settings = OperatorSettings(apis=apis, allow=frozenset({"routes"}))
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
     return {(one["kind"], one["metadata"]["name"]): one for one in plan.apply}
@@ -48,6 +51,17 @@ def test_pool_its_picker_and_the_way_to_it():
     ]
     assert backend(objects) == {"group": "inference.networking.k8s.io", "kind": "InferencePool", "name": "chat"}
     assert ("NetworkPolicy", "chat-router") in objects
+
+
+@pytest.mark.parametrize(("tokenizer", "has_volume"), [("workers", False), ("model", True), (None, False)])
+def test_picker_reads_the_tokenizer_as_gateways_do(tokenizer, has_volume):
+    source = {"claim": {"claimName": "models", "path": "llama"}}
+    objects = made(model=source, inferencePool={}, **({} if tokenizer is None else {"tokenizer": tokenizer}))
+    pod = objects["Deployment", "chat-router"]["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    assert ("chat,gpt=fleet" in container["args"]) is not has_volume
+    claims = [volume for volume in pod["volumes"] if "persistentVolumeClaim" in volume]
+    assert bool(claims) is has_volume
 
 
 def test_without_it_the_route_goes_to_the_service():

@@ -8,7 +8,7 @@ import pytest
 from tandem_operator.scaling import load as by_load
 from tandem_operator.scaling.load import DecodeLoad, PrefillLoad, Targets
 from tandem_operator.scaling.policy import ScalingState, decide
-from tandem_operator.scaling.slo_need import decode_need, largest_batch, prefill_need
+from tandem_operator.scaling.slo_need import Decode, decode_need, largest_batch, prefill_need
 from tandem_testing.fluid_service import FluidService, config_of
 from tandem_testing.latency_figures import distribution_of, prompts_of, steps_of
 
@@ -26,8 +26,8 @@ def prefill(tokens_per_s: float, queued: float = 0.0, lengths=LENGTHS, **figures
     )
 
 
-def decode(sequences: float, **figures) -> DecodeLoad:
-    """Of workers with 100 places and 1000 pages; a sequence holds 2."""
+def decode(sequences: float, *, batch: float = 20.0, **figures) -> DecodeLoad:
+    """Of workers with 100 places and 1000 pages; a sequence holds 2. `batch`: of each worker."""
     return DecodeLoad(
         running=sequences,
         waiting=0.0,
@@ -37,7 +37,7 @@ def decode(sequences: float, **figures) -> DecodeLoad:
         worker_places=100.0,
         used_pages=sequences * 2,
         worker_pages=1000.0,
-        steps=steps_of(**figures),
+        steps=steps_of(served_per_s=sequences / steps_of().step_s(batch), **figures),
     )
 
 
@@ -108,7 +108,7 @@ def test_batch_is_the_largest_within_the_objective():
 
 def test_decode_workers_follow_the_batch_and_a_headroom():
     targets = replace(TARGETS, latency_s=0.03)
-    need = decode_need(decode(80.0, batch=40.0, arrived_per_s=8.0), targets)
+    need = decode_need(decode(80.0, batch=40.0, arrived_per_s=5.0), targets)
     assert 80 / 40 < need.workers < 1.3 * 80 / 40
     assert "steps of 40 sequences" in need.reason
 
@@ -125,7 +125,39 @@ def test_sequences_take_longer_in_the_batch_that_is_allowed():
     """Survivors are judged with all of the load: their steps are longer, and sequences at once are more."""
     targets = replace(TARGETS, latency_s=0.03)
     small = decode_need(decode(30.0, batch=10.0, arrived_per_s=0.1), targets)
-    assert small.workers == pytest.approx(30 * 2.0 / 40)
+    large = decode_need(decode(60.0, batch=40.0, arrived_per_s=0.1), targets)
+    assert small.workers == pytest.approx(large.workers), "steps take 15 ms and 30 ms"
+    assert 30 * 2.0 / 40 < small.workers < 2
+
+
+@pytest.mark.parametrize("steps_each", [0.0, 500.0])
+def test_waiting_sequences_add_decode_workers_at_any_time(steps_each):
+    """Also before the lengths of outputs are known."""
+    load = decode(20.0, batch=20.0, arrived_per_s=0.1, steps_each=steps_each)
+    targets = replace(TARGETS, latency_s=0.03)
+    assert decode_need(replace(load, waiting=200.0), targets).workers > decode_need(load, targets).workers + 1
+
+
+def test_one_moment_of_many_sequences_adds_no_decode_worker():
+    """Of a minute in the mean there are few: their variation is part of the headroom."""
+    load = decode(20.0, batch=20.0, arrived_per_s=0.1)
+    targets = replace(TARGETS, latency_s=0.03)
+    assert decode_need(replace(load, running=60.0), targets).workers == decode_need(load, targets).workers
+
+
+@pytest.mark.parametrize("workers", [1, 3, 8])
+def test_decode_workers_keep_their_batch_at_the_percentile(workers):
+    """Sequences come at random, and the more there are the longer each takes: a birth-death process."""
+    steps = steps_of()
+    fleet = Decode(steps, 40, 0.95)
+    rate = fleet.bearable(workers)
+    weight, total, above = 1.0, 1.0, 0.0
+    for sequences in range(1, 60 * workers):
+        # Steps per second of all sequences.
+        weight *= rate / (sequences / steps.step_s(sequences / workers))
+        total += weight
+        above += weight * (sequences > 40 * workers)
+    assert 0.005 < above / total < 0.08
 
 
 def test_step_too_long_for_one_sequence_is_said():

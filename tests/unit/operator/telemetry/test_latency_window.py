@@ -7,7 +7,7 @@ import pytest
 from tandem_operator.scaling.distribution import Distribution
 from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
 from tandem_operator.telemetry.latency_metrics import LatencyFactors, LatencyTotals, StepFit
-from tandem_operator.telemetry.latency_window import LENGTHS_S, LatencyWindow, Traffic
+from tandem_operator.telemetry.latency_window import ARRIVALS_S, LENGTHS_S, Decoding, LatencyWindow, Traffic
 
 FIT = StepFit(0.01, 0.001, 0.0)
 
@@ -30,7 +30,7 @@ def traffic(choices: float = 10.0, seconds: float = 5.0, gap_square_s: float = 2
 
 def test_rates_lengths_and_variation_follow_the_traffic():
     window = LatencyWindow()
-    window.take([traffic()], [])
+    window.take([traffic()], [], Decoding())
     found = window.prompts(0.002)
     assert found.arrived_tokens_per_s == 10 * 200 / 5 / 2, "half of it is cached"
     assert (found.tokens.count, found.step_base_s) == (10, 0.002)
@@ -39,33 +39,55 @@ def test_rates_lengths_and_variation_follow_the_traffic():
 
 def test_variation_does_not_depend_on_the_number_of_gateways():
     one, two = LatencyWindow(), LatencyWindow()
-    one.take([traffic(choices=10, gap_square_s=5.0)], [])
-    two.take([traffic(choices=5, gap_square_s=10.0)] * 2, [])
+    one.take([traffic(choices=10, gap_square_s=5.0)], [], Decoding())
+    two.take([traffic(choices=5, gap_square_s=10.0)] * 2, [], Decoding())
     assert one.prompts(0.0).arrivals_variation == pytest.approx(two.prompts(0.0).arrivals_variation)
     assert two.prompts(0.0).arrived_tokens_per_s == one.prompts(0.0).arrived_tokens_per_s
 
 
 def test_old_traffic_counts_half_after_a_half_life():
     window = LatencyWindow()
-    window.take([traffic(choices=16)], [])
-    window.take([traffic(choices=0, seconds=LENGTHS_S)], [])
+    window.take([traffic(choices=16)], [], Decoding())
+    window.take([traffic(choices=0, seconds=LENGTHS_S)], [], Decoding())
     assert window.prompts(0.0).tokens.count == 8
+
+
+def test_steps_of_sequences_are_a_mean_over_time():
+    """20 on each of two workers take 0.03 s for a step, 5 take 0.015 s."""
+    window = LatencyWindow()
+    window.take([traffic(seconds=ARRIVALS_S)], [], Decoding(40.0, 2, FIT))
+    steps = window.steps(FIT)
+    assert steps.served_per_s == pytest.approx(40 / 0.03)
+    assert steps.steps_each == 0.0, "not known yet"
+    window.take([traffic(seconds=ARRIVALS_S)], [], Decoding(10.0, 2, FIT))
+    steps = window.steps(FIT)
+    assert steps.served_per_s == pytest.approx((40 / 0.03 + 2 * 10 / 0.015) / 3), "the older half counts half"
+
+
+def test_steps_of_one_sequence_do_not_depend_on_the_batch():
+    """Of workers with other batches within the last minutes: 10 outputs end in each second and have 100 steps."""
+    window = LatencyWindow()
+    for batch in (5.0, 20.0) * 40:
+        running = 2 * batch
+        ended = running / (0.01 + 0.001 * batch) / 100
+        window.take([traffic(choices=5 * ended)], [], Decoding(running, 2, FIT))
+    assert window.steps(FIT).steps_each == pytest.approx(100.0)
 
 
 def test_slo_attainment_and_goodput_count_judged_requests():
     window = LatencyWindow()
     assert window.attainment == 1.0
-    window.take([traffic(good=8.0, judged=10.0), traffic(good=10.0, judged=10.0)], [])
+    window.take([traffic(good=8.0, judged=10.0), traffic(good=10.0, judged=10.0)], [], Decoding())
     assert (window.judged, window.attainment, window.goodput_per_s) == (20, 0.9, 18 / 5)
 
 
 def test_nothing_is_known_before_traffic_and_without_a_fit():
     window = LatencyWindow()
     assert window.prompts(0.0) is None
-    assert window.steps(FIT, 3.0) is None
-    window.take([traffic()], [])
-    assert window.steps(None, 3.0) is None
-    assert window.steps(FIT, 3.0).context_tokens == 200.0
+    assert window.steps(FIT) is None
+    window.take([traffic()], [], Decoding())
+    assert window.steps(None) is None
+    assert window.steps(FIT).context_tokens == 200.0
 
 
 def test_factors_are_medians_within_bounds():

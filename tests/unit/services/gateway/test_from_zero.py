@@ -7,11 +7,16 @@ import pytest
 
 from tandem_engine.base.errors import CheckpointError
 from tandem_services.gateway.models.model import checkpoint_length
+from tandem_services.router.decision import Latency, ScoreTerm
 from tandem_services.router.starting import StartingWorker
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
+
+LATENCY = Latency(
+    terms=(ScoreTerm("prefill_compute", 0.1),), itl_s=0.01, kind="hash/cpu/tp1", decode_kind="hash/cpu/tp1"
+)
 
 
 def write_config(folder, **fields):
@@ -37,6 +42,24 @@ async def test_requests_at_zero_wait_for_the_first_worker(rack, tokenizer, tmp_p
         engine = rack.add("late", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
         gateway.chooser.fleet.append(engine.view)
         assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200, 200]
+
+
+async def test_wait_for_a_start_teaches_no_latency(rack, tokenizer, tmp_path):
+    """A minute of it would be the margin of the next 512 requests, and strict admission would reject them."""
+    folder = write_config(tmp_path, max_position_embeddings=512)
+    async with live_gateway(rack.context, tokenizer, [], path=folder, from_zero=True, queue_s=60.0) as gateway:
+        gateway.chooser.latency = LATENCY
+        answers = [asyncio.create_task(gateway.complete("hi", max_tokens=3)) for _ in range(3)]
+        await asyncio.sleep(0.1)
+        gateway.chooser.fleet.append(rack.add("late", MockBehaviour(token=hash_tokens(3, 250), eos=EOS)).view)
+        assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
+
+        async def learned_from() -> float:
+            return metric_sum((await gateway.http.get("/metrics")).text, "tandem_gateway_ttft_prediction_ratio_count")
+
+        assert await learned_from() == 0
+        assert (await gateway.complete("hi", max_tokens=3)).status_code == 200
+        assert await learned_from() == 1
 
 
 async def test_request_above_context_is_rejected_without_worker(rack, tokenizer, tmp_path):

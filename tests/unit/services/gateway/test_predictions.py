@@ -140,7 +140,13 @@ def unpredicted(record: RequestRecord) -> None:
     record.choices[0].attempts[0].predicted = None
 
 
-@pytest.mark.parametrize("change", [canceled, failed, failed_in_its_stream, moved, unfinished, unpredicted])
+def waited_for_a_start(record: RequestRecord) -> None:
+    record.choices[0].lacked_workers = True
+
+
+@pytest.mark.parametrize(
+    "change", [canceled, failed, failed_in_its_stream, moved, unfinished, unpredicted, waited_for_a_start]
+)
 def test_other_requests_are_not_learned_from(change):
     known = predictions()
     for _ in range(MIN_SAMPLES - 1):
