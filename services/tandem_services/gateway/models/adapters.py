@@ -36,6 +36,8 @@ class HeldAdapter(msgspec.Struct, kw_only=True):
     """Folder of the registered name, in the workers' --lora-dir; "" of other content."""
     workers: list[str]
     """Ids of those that have it in memory."""
+    failed: dict[str, str]
+    """Why workers, by id, could not load it for a request not long ago."""
 
 
 class HeldAdapters(msgspec.Struct, kw_only=True):
@@ -91,10 +93,20 @@ class AdapterNames:
                 registered=adapter.name in self._registered,
                 source=self._source_of(adapter),
                 workers=sorted(w.worker_id for w in self._all if w.has_adapter(bytes.fromhex(adapter.digest))),
+                failed=self._failed(adapter.digest),
             )
             for adapter in named
         }
         return [held[key] for key in sorted(held)]
+
+    def _failed(self, digest: str) -> dict[str, str]:
+        return {
+            worker.worker_id: failure.reason
+            for worker in self._all
+            if worker.adapter_memory is not None
+            for failure in worker.adapter_memory.failed
+            if failure.digest == digest
+        }
 
     def _source_of(self, adapter: ServedAdapter) -> str:
         entry = self._registered.get(adapter.name)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.control import AdapterMemory, FailedAdapter, ServedAdapter
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.models.adapters import AdapterNames
@@ -101,6 +101,14 @@ async def test_name_of_an_adapter_reaches_engine_and_router(fleets, path, name, 
     digest = b"" if digit is None else bytes.fromhex(digit * 32)
     assert (b"" if received.adapter is None else received.adapter.digest) == digest
     assert [query.adapter for query in choosers[model].queries] == [digest]
+
+
+def test_failed_loads_are_listed_by_worker_with_reasons():
+    failed = FailedAdapter(name="sql", digest="1" * 32, reason="no such folder")
+    broken = worker("d1@1", adapter("sql"), adapter_memory=AdapterMemory(limit=2, loads=True, failed=(failed,)))
+    names = names_of([broken, worker("d2@1", adapter("sql"))])
+    [held] = names.held("llama")
+    assert (held.workers, held.failed) == (["d2"], {"d1": "no such folder"})
 
 
 async def test_name_of_several_adapters_needs_its_model(fleets):
