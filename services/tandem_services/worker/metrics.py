@@ -247,10 +247,10 @@ def _failed_adapters(memory: AdapterMemory) -> Metric:
     metric = GaugeMetricFamily(
         PREFIX + "lora_adapter_load_failed",
         "1 for each LoRA adapter whose last load for a request has failed, within ten minutes.",
-        labels=["adapter_name", "digest"],
+        labels=["adapter_name"],
     )
-    for failure in memory.failed:
-        metric.add_metric([failure.name, failure.digest], 1.0)
+    for name in sorted({failure.name for failure in memory.failed}):
+        metric.add_metric([name], 1.0)
     return metric
 
 
