@@ -1,15 +1,17 @@
-"""What LoRA adapters cost: tokens per second of eight streams, over those of an engine without adapters.
+"""What LoRA adapters cost: tokens per second of some streams, over those of an engine without adapters.
 
     PYTHONPATH=tests/support python benchmarks/adapters.py [--model models/tandem-mini] [--rank 16] [--rounds 5]
+        [--streams 8]
 
     unused      eight adapters are loaded, and the requests are of the model alone
-    mixed       the same engine; each of the eight requests has another adapter, of all seven projections
+    mixed       the same engine; the requests have the eight adapters, of all seven projections, in turn
 
 Each round runs the engine without adapters, then both cases, every second one in the opposite order, so that a noisy
 machine and what ran before disturb all alike; `ratio` is the median of the rounds' ratios, and `target` its limit.
 Engines have run the workload `WARM_UP` times before. Outputs of the model alone must be equal in both engines, token
-for token, and those of adapters must differ from them, or the benchmark stops. Prints one JSON object per case. Exit
-status 1 if a ratio misses its target.
+for token, and those of adapters must differ from them, or the benchmark stops. Prints one JSON object per case, with
+the bytes of projections and of A and B that a decode step reads: where both come from memory or a cache of the same
+speed, `bytes_ratio` bounds the ratio of decode steps. Exit status 1 if a ratio misses its target.
 """
 
 import argparse
@@ -26,7 +28,7 @@ from pathlib import Path
 
 from tandem_engine.config import AdapterConfig, CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.engine.loaded_model import load
+from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.messages.requests import AdapterRef, GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_testing.adapters import write_adapter
@@ -45,14 +47,17 @@ def main() -> int:
     parser.add_argument("--rank", type=int, default=16, help="of all adapters (default 16)")
     parser.add_argument("--rounds", type=int, default=5, help="times each case runs (default 5)")
     parser.add_argument("--threads", type=int, default=1, help="threads of a forward (default 1)")
+    parser.add_argument("--streams", type=int, default=8, help="requests at a time (default 8)")
     parser.add_argument("--dtype", default="float32", help="of the model (default float32)")
     args = parser.parse_args()
+    if args.streams < ADAPTERS or args.streams % ADAPTERS:
+        parser.error(f"--streams must be a multiple of {ADAPTERS}, one or more for each adapter")
     config = EngineConfig(
         model_path=str(args.model),
         dtype=args.dtype,
         threads=args.threads,
-        scheduler=SchedulerConfig(context_length=1024),
-        cache=CacheConfig(num_pages=1024),
+        scheduler=SchedulerConfig(context_length=1024, max_running_requests=max(args.streams, ADAPTERS)),
+        cache=CacheConfig(num_pages=max(1024, 16 * args.streams)),
     )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         paths = {
@@ -60,13 +65,11 @@ def main() -> int:
             for number in range(1, ADAPTERS + 1)
         }
         adapted = replace(config, adapters=AdapterConfig.of(paths, max_rank=args.rank))
-        bare = stack.enter_context(_engine(config))
-        full = stack.enter_context(_engine(adapted))
-        return report(measure(bare, full, args.rounds), rank=args.rank)
-
-
-def _engine(config: EngineConfig) -> Engine:
-    return Engine.build(load(config, progress=False), config)
+        loaded = load(adapted, progress=False)
+        bare = stack.enter_context(Engine.build(load(config, progress=False), config))
+        full = stack.enter_context(Engine.build(loaded, adapted))
+        found = measure(bare, full, args.rounds, streams=args.streams)
+        return report(found, rank=args.rank, streams=args.streams, sizes=bytes_of_step(loaded))
 
 
 def requests(adapters: Sequence[AdapterRef | None]) -> list[GenerateRequest]:
@@ -83,11 +86,11 @@ def requests(adapters: Sequence[AdapterRef | None]) -> list[GenerateRequest]:
     ]
 
 
-def measure(bare: Engine, full: Engine, rounds: int) -> list[dict[str, float]]:
+def measure(bare: Engine, full: Engine, rounds: int, *, streams: int) -> list[dict[str, float]]:
     """Seconds of each case and of the engine without adapters (`bare`), by round."""
-    alone = requests([None] * ADAPTERS)
+    alone = requests([None] * streams)
     refs = [AdapterRef(name=each.name, digest=bytes.fromhex(each.digest)) for each in full.served_adapters]
-    cases = {"bare": (bare, alone), "unused": (full, alone), "mixed": (full, requests(refs))}
+    cases = {"bare": (bare, alone), "unused": (full, alone), "mixed": (full, requests(refs * (streams // ADAPTERS)))}
     found = []
     for number in range(WARM_UP + rounds):
         order = list(cases.items())[:: -1 if number % 2 else 1]
@@ -110,7 +113,21 @@ def run(engine: Engine, sent: Sequence[GenerateRequest]) -> tuple[float, Outputs
     return time.perf_counter() - began, [output.token_ids for output in outputs]
 
 
-def report(found: Sequence[dict[str, float]], *, rank: int) -> int:
+def bytes_of_step(loaded: LoadedModel) -> tuple[int, int]:
+    """Of the projections of all layers, and of A and B of all adapters."""
+    config = loaded.model_config
+    heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+    gathered, inner = config.num_heads * config.head_dim, config.intermediate_size
+    each = (heads + gathered) * config.hidden_size + 3 * inner * config.hidden_size
+    weights = config.num_layers * each * loaded.dtype.itemsize
+    return weights, sum(
+        site.a.nbytes + sum(part.b.nbytes for part in site.parts)
+        for adapter in loaded.adapters.weights
+        for site in adapter.sites.values()
+    )
+
+
+def report(found: Sequence[dict[str, float]], *, rank: int, streams: int, sizes: tuple[int, int]) -> int:
     """Print the ratios. Returns the exit status."""
     missed = False
     for case, target in TARGETS.items():
@@ -120,10 +137,14 @@ def report(found: Sequence[dict[str, float]], *, rank: int) -> int:
             "benchmark": "adapters",
             "case": case,
             "rank": rank,
-            "tokens_per_s": round(ADAPTERS * OUTPUT / statistics.median(each[case] for each in found), 1),
-            "without_adapters": round(ADAPTERS * OUTPUT / statistics.median(each["bare"] for each in found), 1),
+            "streams": streams,
+            "tokens_per_s": round(streams * OUTPUT / statistics.median(each[case] for each in found), 1),
+            "without_adapters": round(streams * OUTPUT / statistics.median(each["bare"] for each in found), 1),
             "ratio": round(ratio, 3),
             "target": round(target, 3),
+            "bytes_of_weights": sizes[0],
+            "bytes_of_adapters": sizes[1] if case == "mixed" else 0,
+            "bytes_ratio": round(sizes[0] / sum(sizes), 3) if case == "mixed" else 1.0,
         }
         print(json.dumps(row), flush=True)
     return int(missed)

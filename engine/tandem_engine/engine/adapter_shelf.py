@@ -19,6 +19,7 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import AdapterMissingError, BusyError, ConfigError, EngineError
 from tandem_engine.config import AdapterConfig
 from tandem_engine.engine.adapter_loads import AdapterLoads
+from tandem_engine.engine.failed_loads import FailedLoads
 from tandem_engine.engine.loaded_model import LoadedModel
 from tandem_engine.messages.control import MAX_REFUSED_ADAPTERS, AdapterMemory, ServedAdapter
 from tandem_engine.messages.requests import AdapterRef
@@ -30,9 +31,6 @@ from tandem_engine.scheduler.gates.adapters import Loaded, MakesWay, Usage
 logger = logging.getLogger(__name__)
 
 MOST_TURNS = 4
-
-REFUSED_S = 15.0
-"""A folder that could not be loaded is not read again for so long: retries of a request would read it each time."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -61,8 +59,7 @@ class LoadingShelf:
     """When the turn of an adapter in memory began."""
     _left: dict[bytes, float] = field(default_factory=dict)
     """When an adapter that is used began to make way."""
-    _refused: dict[bytes, tuple[float, str]] = field(default_factory=dict)
-    """Until when, and why."""
+    _failed: FailedLoads = field(default_factory=FailedLoads)
 
     @property
     def config(self) -> AdapterConfig:
@@ -71,8 +68,8 @@ class LoadingShelf:
     @property
     def changes(self) -> tuple[int, int, int]:
         """Another one after every change of `memory` and of names."""
-        self._forget_refusals()
-        return self.table.changes, self.failures_total, len(self._refused)
+        self._failed.expire(self.clock.now())
+        return self.table.changes, self.failures_total, self._failed.changes
 
     @property
     def in_use(self) -> bool:
@@ -81,12 +78,13 @@ class LoadingShelf:
 
     def memory(self) -> AdapterMemory:
         """What routing requires."""
-        refused = (*self._refused, *self.table.unloaded)
+        refused = (*self._failed.refused, *self.table.unloaded)
         return AdapterMemory(
             limit=self.table.limit,
             loads=self.loads.allowed and bool(self.config.folder),
             resident=tuple(sorted(digest.hex() for digest in self.table.resident)),
             refused=tuple(sorted(digest.hex() for digest in refused))[:MAX_REFUSED_ADAPTERS],
+            failed=self._failed.reported,
             mean_size=self.table.mean_size,
             byte_s=self.table.byte_s,
         )
@@ -98,9 +96,9 @@ class LoadingShelf:
         gone = ref.digest in self.table.closed or ref.digest in self.table.unloaded
         if gone or not self._folder_of(ref):
             raise AdapterMissingError(f"adapter {ref.name!r} is not loaded in this engine")
-        self._forget_refusals()
-        if ref.digest in self._refused:
-            raise AdapterMissingError(self._refused[ref.digest][1])
+        refusal = self._failed.refusal(ref.digest, now=self.clock.now())
+        if refusal is not None:
+            raise AdapterMissingError(refusal)
         return False
 
     def use(self, ref: AdapterRef) -> None:
@@ -138,7 +136,7 @@ class LoadingShelf:
         later = self.loads.allowed and not pinned
         adapter = self.table.add(loaded, replaces=replaces, digest=digest, idle=idle, later=later)
         self.table.measure(loaded)
-        self._refused.pop(content, None)
+        self._failed.forget(content)
         if pinned:
             self.table.pinned.add(content)
         else:
@@ -180,11 +178,12 @@ class LoadingShelf:
         except EngineError as error:
             self.failures_total += 1
             reason = f"adapter {wanted.ref.name!r} cannot be loaded here: {error}"
-            self._refuse(digest, reason)
+            self._failed.note(wanted.ref, reason, now=self.clock.now())
             logger.warning(reason, extra={"fields": {"adapter": wanted.ref.name, "digest": digest.hex()}})
             return Loaded(digest, AdapterMissingError(reason))
         self.table.measure(loaded)
         self.table.bring(loaded)
+        self._failed.forget(digest)
         self._turns[digest] = self.clock.now()
         self.loads_total += 1
         self.load_s_total += loaded.seconds
@@ -256,17 +255,6 @@ class LoadingShelf:
         self._left[digest] = now
         self.evictions_total += 1
         return MakesWay(digest)
-
-    def _refuse(self, digest: bytes, reason: str) -> None:
-        self._forget_refusals()
-        while len(self._refused) >= MAX_REFUSED_ADAPTERS:
-            del self._refused[next(iter(self._refused))]
-        self._refused[digest] = (self.clock.now() + REFUSED_S, reason)
-
-    def _forget_refusals(self) -> None:
-        now = self.clock.now()
-        for digest in [digest for digest, (until, _) in self._refused.items() if now >= until]:
-            del self._refused[digest]
 
 
 def make_shelf(

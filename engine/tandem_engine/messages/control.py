@@ -70,8 +70,19 @@ class ServedAdapter(msgspec.Struct, frozen=True, kw_only=True):
 MAX_RESIDENT = 512
 """Digests in one report: more than an engine ever keeps in memory."""
 MAX_REFUSED_ADAPTERS = 32
+MAX_FAILED_ADAPTERS = 8
+"""Failed loads in one report: the newest."""
+MAX_FAILURE_TEXT = 512
 
 HexDigest = Annotated[str, msgspec.Meta(pattern=r"^[0-9a-f]{32}$")]
+
+
+class FailedAdapter(msgspec.Struct, frozen=True, kw_only=True):
+    """An adapter that an engine could not load for a request."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
+    digest: HexDigest
+    reason: Annotated[str, msgspec.Meta(max_length=MAX_FAILURE_TEXT)]
 
 
 class AdapterMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +96,8 @@ class AdapterMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Digests of those in memory that new requests have at once."""
     refused: Annotated[tuple[HexDigest, ...], msgspec.Meta(max_length=MAX_REFUSED_ADAPTERS)] = ()
     """Digests that it could not load just now, or was commanded to unload."""
+    failed: Annotated[tuple[FailedAdapter, ...], msgspec.Meta(max_length=MAX_FAILED_ADAPTERS)] = ()
+    """Those whose last load for a request has failed, not long ago."""
     mean_size: Annotated[int, msgspec.Meta(ge=0)] = 0
     """Bytes of one in memory."""
     byte_s: Annotated[float, msgspec.Meta(ge=0.0, le=1.0)] = 0.0

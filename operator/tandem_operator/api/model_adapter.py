@@ -63,7 +63,7 @@ class ModelAdapterStatus(Api, frozen=True, kw_only=True):
     workers: Annotated[list[LoadedWorker], msgspec.Meta(max_length=64)] = []
     """These workers, at most 64."""
     failed: Annotated[list[FailedWorker], msgspec.Meta(max_length=8)] = []
-    """Workers that have refused it, or have not answered."""
+    """Workers that have refused it, have not answered, or could not load it for a request."""
 
 
 class ModelAdapter(Api, frozen=True, kw_only=True):

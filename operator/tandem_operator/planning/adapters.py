@@ -76,6 +76,8 @@ class HeldAdapter:
     folder: str
     workers: frozenset[str] = frozenset()
     """Pods that have it in memory."""
+    failed: Mapping[str, str] = field(default_factory=dict)
+    """Why pods could not load it for a request, by pod."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -274,7 +276,7 @@ def _status(one: WantedAdapter, reading: Reading, workers: Workers, *, pinned: b
         prefill=_count(held, workers, "prefill"),
         decode=_count(held, workers, "decode"),
         message=message[:MAX_MESSAGE],
-        failed=_failed(failure),
+        failed=_failed(failure, held),
     )
 
 
@@ -289,7 +291,7 @@ def _leaving(one: AdapterStatus, reading: Reading, workers: Workers) -> AdapterS
         prefill=_count(held, workers, "prefill"),
         decode=_count(held, workers, "decode"),
         message=(failure.message if failure is not None else reading.problem)[:MAX_MESSAGE],
-        failed=_failed(failure),
+        failed=_failed(failure, None),
     )
 
 
@@ -304,10 +306,8 @@ def _count(held: HeldAdapter | None, workers: Workers, role: RoleName) -> int:
     return 0 if held is None else sum(of == role for name, of in workers.items() if name in held.workers)
 
 
-def _failed(failure: Failure | None) -> list[FailedWorker]:
-    if failure is None:
-        return []
-    return [
-        FailedWorker(name=name, reason=reason[:MAX_REASON])
-        for name, reason in sorted(failure.workers.items())[:MAX_FAILED]
-    ]
+def _failed(failure: Failure | None, held: HeldAdapter | None) -> list[FailedWorker]:
+    """Of the last command, and of loads for requests."""
+    reasons = {**(held.failed if held is not None else {}), **(failure.workers if failure is not None else {})}
+    shown = sorted(reasons.items())[:MAX_FAILED]
+    return [FailedWorker(name=name, reason=reason[:MAX_REASON]) for name, reason in shown]

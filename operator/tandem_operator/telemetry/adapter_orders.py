@@ -28,6 +28,8 @@ class _Registered(msgspec.Struct):
     digest: _Text
     folder: _Text
     workers: list[_Text]
+    failed: dict[_Text, _Text] = {}
+    """None from gateways of former releases."""
 
 
 class _Names(msgspec.Struct):
@@ -61,7 +63,7 @@ async def registered_adapters(
     except msgspec.ValidationError as error:
         raise OrderFailedError(f"pod {gateway.name} answered {LIST} with something else: {error}") from error
     return {
-        one.name: HeldAdapter(digest=one.digest, folder=one.folder, workers=frozenset(one.workers))
+        one.name: HeldAdapter(digest=one.digest, folder=one.folder, workers=frozenset(one.workers), failed=one.failed)
         for one in names.adapters
     }
 

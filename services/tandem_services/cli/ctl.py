@@ -12,6 +12,7 @@ from tandem_engine.base.addresses import Address, AddressError
 from tandem_engine.config import Role
 from tandem_engine.config.flags import positive_int
 from tandem_services.cli.flags import positive_float
+from tandem_services.cli.text.worker_adapters import adapters_table
 from tandem_services.cli.worker_rates import measure_rates
 from tandem_services.common.errors import StartupError
 from tandem_services.common.settings import read_settings
@@ -53,6 +54,7 @@ examples:
   tandem ctl 127.0.0.1:9101 abort --all              end every request
   tandem ctl 127.0.0.1:9101 role prefill             compute prompts from now on; running decodes move to others
   tandem ctl 127.0.0.1:9101 links                    the links to its peers, measured
+  tandem ctl 127.0.0.1:9101 adapters                 its LoRA adapters, and failed loads with their reasons
   tandem ctl 127.0.0.1:9101 rates --out r.json       measure prompts and decode steps, for tandem size
   tandem ctl 127.0.0.1:9101 profile --steps 20       trace steps into --torch-profiler-dir
 
@@ -74,7 +76,10 @@ PATHS = {
     "drain": "/drain",
     "offer": "/offer",
 }
-QUESTIONS = {"audit": "/audit", "links": "/links"}
+GATEWAY_ADAPTERS = "/v1/adapters"
+"""Of a gateway's --admin-port, where a worker has /adapters."""
+
+QUESTIONS = {"audit": "/audit", "links": "/links", "adapters": "/adapters"}
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
@@ -116,6 +121,8 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     load.add_argument("name", metavar="NAME", help="that requests name it by")
     load.add_argument("path", metavar="PATH", help="folder on the worker's disk, relative to its --lora-dir if set")
     load.add_argument("--replace", action="store_true", help="replace the adapter of this name, if there is one")
+    adapters = orders.add_parser("adapters", help="LoRA adapters, those in memory, and why others could not be loaded")
+    adapters.add_argument("--json", action="store_true", help="print the worker's JSON instead of a table")
     unload = orders.add_parser("unload-adapter", help="serve no new request of an adapter; running ones continue")
     unload.add_argument("name", metavar="NAME")
     profile = orders.add_parser("profile", help="trace steps; the worker needs --torch-profiler-dir")
@@ -160,6 +167,8 @@ def run(args: argparse.Namespace) -> int:
                 return measure_rates(client, out=args.out, force=args.force)
             if args.order in QUESTIONS:
                 response = client.get(QUESTIONS[args.order])
+                if args.order == "adapters" and response.status_code == 404:
+                    response = client.get(GATEWAY_ADAPTERS)
             else:
                 response = client.post(PATHS[args.order], json=_body(args))
             answer = response.json()
@@ -167,6 +176,9 @@ def run(args: argparse.Namespace) -> int:
         raise StartupError(f"no worker answers at {url} ({error}): give the HOST:PORT of its --health-port") from error
     if args.order == "links" and response.is_success and not args.json:
         print(links_table(answer["links"]))
+        return 0
+    if args.order == "adapters" and response.is_success and not args.json:
+        print(adapters_table(answer))
         return 0
     print(json.dumps(answer), file=sys.stdout if response.is_success else sys.stderr)
     return 0 if response.is_success else 1

@@ -76,6 +76,14 @@ class Deployment:
         """Whether a process of this deployment wrote this entry."""
         return _equal(proof, self.adapter_proof(model, content))
 
+    def reported_adapter_proof(self, model: str, content: str) -> str:
+        """Proof of what workers of `model` have reported under a name of an adapter."""
+        return self._proof("reported adapter", model, content)
+
+    def reported_adapter(self, model: str, content: str, *, proof: str) -> bool:
+        """Whether a process of this deployment wrote this."""
+        return _equal(proof, self.reported_adapter_proof(model, content))
+
     def tokenizer_proof(self, model: str, digest: str) -> str:
         """Proof that workers of `model` have reported the tokenizer with this digest."""
         return self._proof("tokenizer", model, digest)

@@ -4,6 +4,7 @@
     removed    an entry that marks this, kept for `REMOVED_S`: a gateway that missed it would write the old one again.
                Of `MAX_NAMES` the oldest makes way for a name that is registered
     sync       every heartbeat: take what is newer in Redis, write what is newer here
+    reported   names of workers' flags, beside them: for gateways that start while there are no workers
 
 Each gateway keeps all entries in memory, so a Redis that is away, or has lost its data, changes nothing: gateways write
 them again. What no process of the deployment has signed is overwritten or removed. An old entry that is written
@@ -30,6 +31,11 @@ MAX_NAMES = 1024
 MAX_TEXT = 8192
 
 MAX_FOLDER = 4096
+
+MAX_REPORTED = 256
+"""Names of workers' flags of one model, as many as a worker reports."""
+
+MAX_REPORTED_TEXT = 1024
 
 
 class RegisteredAdapter(ServedAdapter, frozen=True, kw_only=True):
@@ -87,6 +93,61 @@ class AdapterBoard:
 
 
 @dataclass(kw_only=True, slots=True)
+class ReportedAdapters:
+    """Adapters of the flags of workers, of one model, as one gateway has them. Belongs to its event loop.
+
+    A gateway with workers in its view writes what their names stand for. One that has seen no worker since its start
+    reads it: clients may name these adapters, and their requests wait for a worker.
+    """
+
+    model: str
+    deployment: Deployment
+    _seen: dict[str, ServedAdapter] | None = None
+    """Of workers; None before this gateway has seen any."""
+    _read: dict[str, ServedAdapter] = field(default_factory=dict)
+    """Of what other gateways have written."""
+
+    def note(self, adapters: Mapping[str, ServedAdapter]) -> None:
+        """What the workers have now, by name."""
+        self._seen = dict(sorted(adapters.items())[:MAX_REPORTED])
+
+    def all(self) -> Mapping[str, ServedAdapter]:
+        """By name."""
+        return self._read if self._seen is None else self._seen
+
+    def merge(self, texts: Mapping[str, str]) -> list[tuple[str, str, str]]:
+        """Take what is in Redis; returns what to change there (`AdapterBoard.sync`)."""
+        # No registered name has a colon, so gateways take these fields for none of theirs.
+        prefix = f"{self.model}:\x00:"
+        before = {each.removeprefix(prefix): text for each, text in texts.items() if each.startswith(prefix)}
+        if self._seen is None:
+            found = {name: self._decoded(name, text) for name, text in sorted(before.items())[:MAX_REPORTED]}
+            self._read = {name: adapter for name, adapter in found.items() if adapter is not None}
+            return []
+        after = {name: self._text(adapter) for name, adapter in self._seen.items()}
+        return [
+            (prefix + name, before.get(name, ""), after.get(name, ""))
+            for name in sorted(before.keys() | after.keys())
+            if before.get(name, "") != after.get(name, "")
+        ]
+
+    def _text(self, adapter: ServedAdapter) -> str:
+        content = msgspec.json.encode(adapter, order="deterministic").decode()
+        return f"{self.deployment.reported_adapter_proof(self.model, content)} {content}"
+
+    def _decoded(self, name: str, text: str) -> ServedAdapter | None:
+        """None for what no process of this deployment has written for this name."""
+        proof, _, content = text.partition(" ")
+        try:
+            if len(text) > MAX_REPORTED_TEXT or not self.deployment.reported_adapter(self.model, content, proof=proof):
+                return None
+            adapter = msgspec.json.decode(content, type=ServedAdapter)
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            return None
+        return adapter if adapter.name == name else None
+
+
+@dataclass(kw_only=True, slots=True)
 class RegisteredAdapters:
     """Of one model, as this gateway has them. Belongs to its event loop."""
 
@@ -97,6 +158,15 @@ class RegisteredAdapters:
     now: Callable[[], float] = time.time
     _entries: dict[str, RegisteredAdapter] = field(default_factory=dict)
     """By name, removed ones included."""
+    reported: ReportedAdapters = field(init=False)
+    """Names that no command has registered."""
+
+    def __post_init__(self) -> None:
+        self.reported = ReportedAdapters(model=self.model, deployment=self.deployment)
+
+    def note(self, adapters: Mapping[str, ServedAdapter]) -> None:
+        """What names stand for at the workers that there are."""
+        self.reported.note({name: each for name, each in adapters.items() if self.find(name) is None})
 
     def all(self) -> Mapping[str, RegisteredAdapter]:
         """By name."""
@@ -158,7 +228,7 @@ class RegisteredAdapters:
             return
         try:
             texts = await self.board.sync()
-            changes = self._merge(texts)
+            changes = [*self._merge(texts), *self.reported.merge(texts)]
             if changes:
                 self._merge(await self.board.sync(changes))
         except RedisUnavailableError:

@@ -5,6 +5,7 @@
     GET  /metrics   Prometheus exposition
     GET  /audit     page audit by the engine; 200 with the report, 504 without a reply
     GET  /links     links to peers, as measured by the engine
+    GET  /adapters  LoRA adapters, those in memory, and why others could not be loaded
     POST /drain     202; stop accepting requests, migrate running ones, exit 0
     POST /offer     200; offer a worker on standby to the router; 409 while the model loads
     POST /hold      200; a canary is testing this worker on standby, which must not offer itself in the meantime
@@ -36,7 +37,7 @@ import contextlib
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Collection, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass
-from typing import Annotated, Protocol, TypeVar
+from typing import Annotated, Protocol, Self, TypeVar
 
 import msgspec
 import uvicorn
@@ -52,7 +53,9 @@ from tandem_engine.base.addresses import LOOPBACK, Address, is_wildcard
 from tandem_engine.config import Role
 from tandem_engine.messages.control import (
     AbortRequests,
+    AdapterMemory,
     AuditReport,
+    EngineReady,
     FlushCache,
     LoadAdapter,
     OperatorOrder,
@@ -61,6 +64,7 @@ from tandem_engine.messages.control import (
     PauseMode,
     ReloadWeights,
     ResumeGeneration,
+    ServedAdapter,
     StartProfile,
     StopProfile,
     UnloadAdapter,
@@ -142,6 +146,19 @@ class ProfileBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class RatesBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     force: bool = False
     """Even while requests run, which falsifies the figures."""
+
+
+class AdapterReport(msgspec.Struct, frozen=True, kw_only=True):
+    """Adapters of one worker."""
+
+    adapters: tuple[ServedAdapter, ...] = ()
+    """Those that new requests may have."""
+    memory: AdapterMemory | None = None
+    """None before the engine is ready."""
+
+    @classmethod
+    def of(cls, ready: EngineReady | None) -> Self:
+        return cls() if ready is None else cls(adapters=ready.adapters, memory=ready.adapter_memory)
 
 
 class EmptyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -305,6 +322,7 @@ class WorkerProbes:
     registry: CollectorRegistry
     stalled_s: Callable[[], float]
     links: Callable[[], tuple[LinkReport, ...]]
+    adapters: Callable[[], AdapterReport]
     audit: Callable[[], Awaitable[AuditReport]]
     drain: Callable[[], None]
     operate: Operate
@@ -350,6 +368,10 @@ def build_app(probes: WorkerProbes) -> Starlette:
         del request
         return json_response({"links": probes.links()})
 
+    async def adapters(request: Request) -> Response:
+        del request
+        return json_response(probes.adapters())
+
     async def drain(request: Request) -> Response:
         del request
         probes.drain()
@@ -388,6 +410,7 @@ def build_app(probes: WorkerProbes) -> Starlette:
             Route("/metrics", metrics),
             Route("/audit", audit),
             Route("/links", links),
+            Route("/adapters", adapters),
             Route("/drain", drain, methods=["POST"]),
             Route("/offer", offer, methods=["POST"]),
             Route("/hold", hold, methods=["POST"]),

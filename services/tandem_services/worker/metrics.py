@@ -14,7 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import EngineReady
+from tandem_engine.messages.control import AdapterMemory, EngineReady
 from tandem_engine.messages.kv_events import Tier
 from tandem_engine.messages.stats import EngineStats, LinkReport, SpeculationStats, StateAnchorStats, StepFit
 from tandem_services.router.keys import worker_id_of
@@ -242,8 +242,21 @@ def _sizes(ready: EngineReady, stats: EngineStats | None) -> Iterator[Metric]:
     yield adapters
     if ready.adapter_memory is not None and (ready.adapters or ready.adapter_memory.resident):
         yield _gauge("lora_adapters_resident", "LoRA adapters in memory.", len(ready.adapter_memory.resident))
+    if ready.adapter_memory is not None and ready.adapter_memory.failed:
+        yield _failed_adapters(ready.adapter_memory)
     if ready.adapters or (stats is not None and stats.adapter_loads_total):
         yield _adapters_of_requests(ready, stats)
+
+
+def _failed_adapters(memory: AdapterMemory) -> Metric:
+    metric = GaugeMetricFamily(
+        PREFIX + "lora_adapter_load_failed",
+        "1 for each LoRA adapter whose last load for a request has failed, within ten minutes.",
+        labels=["adapter_name"],
+    )
+    for name in sorted({failure.name for failure in memory.failed}):
+        metric.add_metric([name], 1.0)
+    return metric
 
 
 def _adapters_of_requests(ready: EngineReady, stats: EngineStats | None) -> Metric:

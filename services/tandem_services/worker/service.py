@@ -53,7 +53,7 @@ from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 from tandem_services.router.starting import StartingBoard
 from tandem_services.worker.config import WorkerConfig, new_incarnation
 from tandem_services.worker.engine_process import EngineChild, EngineLink, OrderRefusedError, Subscribers, engine_argv
-from tandem_services.worker.http_api import BUSY, HealthServer, WorkerProbes, build_app
+from tandem_services.worker.http_api import BUSY, AdapterReport, HealthServer, WorkerProbes, build_app
 from tandem_services.worker.index_publisher import IndexFeed
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.peers import Introductions, Lifelines, PeerChecks, PeerWatch, WarmLinks
@@ -309,6 +309,7 @@ class WorkerService:
             registry=metrics,
             stalled_s=lambda: 0.0 if self._ready is None else self._monitor.stalled_s,
             links=self._links,
+            adapters=lambda: AdapterReport.of(self._ready),
             audit=self._link.audit,
             drain=self.drain,
             operate=self._link.operate,

@@ -9,7 +9,7 @@ from prometheus_client.registry import Collector
 
 from tandem_engine.base.names import LinkTransport
 from tandem_engine.config import Role
-from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.control import AdapterMemory, FailedAdapter, ServedAdapter
 from tandem_engine.messages.outputs import TransferReport
 from tandem_engine.messages.stats import LinkReport, SpeculationStats, StateAnchorStats, StepFit
 from tandem_services.common.metrics import MetricFamilies, add_release
@@ -78,6 +78,8 @@ def worker_metrics() -> list[Metric]:
         proposer="NGRAM", runs_total=4, drafted_total=12, accepted_total=9, accept_length=3.25, propose_s=0.5
     )
     adapter = ServedAdapter(name="sql", digest="0a" * 16, rank=8, root="sql")
+    failed = FailedAdapter(name="law", digest="0b" * 16, reason="no such folder")
+    memory = AdapterMemory(limit=2, resident=(adapter.digest,), failed=(failed,))
     link = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
     anchors = StateAnchorStats(slots=72, slot_bytes=77 << 20, kept=9, on_trial=4, replaced_total=0)
     stats = idle_stats(
@@ -90,7 +92,7 @@ def worker_metrics() -> list[Metric]:
         redis_failures=0,
         role=Role.DECODE,
         draining_s=None,
-        ready=msgspec.structs.replace(ready_message("d0@1"), adapters=(adapter,)),
+        ready=msgspec.structs.replace(ready_message("d0@1"), adapters=(adapter,), adapter_memory=memory),
     )
     return [*WorkerCollector(lambda: stats, lambda: service).collect(), *trace_metrics(SpanCounts(), unreported=0)]
 

@@ -10,7 +10,7 @@ import pytest
 from tandem_engine.base.errors import BusyError
 from tandem_engine.config import AdapterConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.engine.adapter_shelf import REFUSED_S
+from tandem_engine.engine.failed_loads import REFUSED_S
 from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.control import LoadAdapter, PauseMode, ServedAdapter, UnloadAdapter
@@ -150,6 +150,21 @@ def test_changed_folder_is_refused_until_registered(engine, refs, caplog):
     failures = engine._parts.shelf.failures_total
     [again] = engine.generate([request(1, stale)])
     assert (again.finish.code, engine._parts.shelf.failures_total) == ("adapter_missing", failures)
+
+
+def test_failed_load_is_reported_until_it_succeeds(engine, refs):
+    shelf = engine._parts.shelf
+    clock = FastClock()
+    shelf.clock = clock
+    before = engine.adapter_changes
+    [answer] = engine.generate([request(0, AdapterRef(name="one", digest=refs["one"].digest, source="two"))])
+    [failed] = engine.adapter_memory.failed
+    assert (failed.name, failed.digest) == ("one", refs["one"].digest.hex())
+    assert failed.reason == answer.finish.error
+    assert engine.adapter_changes != before
+    clock._now += REFUSED_S
+    engine.generate([request(1, refs["one"])])
+    assert engine.adapter_memory.failed == ()
 
 
 def test_refused_content_is_tried_again_later(engine, refs):

@@ -5,11 +5,9 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
-from torch import Tensor
 
 from tandem_engine.kernels.cpu.pieces import Array
 from tandem_engine.kernels.cpu.step_products import (
-    ADAPTER_COLUMNS,
     DOWN,
     GATE_UP,
     MOST_PARTS,
@@ -32,6 +30,8 @@ class AdapterTable:
 
     places: Array
     """int64 [layers, PROJECTIONS, TABLE_COLUMNS]"""
+    address: int
+    """Of `places`."""
     most_rows: int
     """Of any A."""
     factors: tuple[Array, ...]
@@ -47,7 +47,7 @@ class AdapterTable:
             row = _row(each, factor)
             places[layer, PRODUCTS[site], : len(row)] = row
         most_rows = max((len(factor) for factor in factors), default=0)
-        return cls(places=places, most_rows=most_rows, factors=tuple(factors))
+        return cls(places=places, address=places.ctypes.data, most_rows=most_rows, factors=tuple(factors))
 
 
 def _factors(site: SiteWeights) -> Array:
@@ -101,16 +101,17 @@ class AdapterTables:
         """For a step of so many tokens, by a model of so many layers."""
         lists = adapters.rows.tokens
         tables = tuple(self._table(adapters.slots[slot], layers) for slot, _ in lists)
-        indices = [_indices(rows) for _, rows in lists]
-        each = np.empty((len(tables), ADAPTER_COLUMNS), np.int64)
-        first = 0
-        for number, (table, some) in enumerate(zip(tables, indices, strict=True)):
-            each[number] = (table.places.ctypes.data, first, first + len(some))
-            first += len(some)
+        # Lists: of the few tokens of a step an array for each adapter would take longer than what is in it.
+        each: list[tuple[int, int, int]] = []
+        indices: list[int] = []
+        for table, (_, rows) in zip(tables, lists, strict=True):
+            first = len(indices)
+            indices += range(rows.start, rows.stop) if isinstance(rows, slice) else rows.tolist()
+            each.append((table.address, first, len(indices)))
         most_rows = max(table.most_rows for table in tables)
         return AdapterTasks(
-            each=each,
-            tokens=np.concatenate(indices),
+            each=np.array(each, np.int64),
+            tokens=np.array(indices, np.int64),
             low=np.empty((tokens, most_rows), np.float32),
             tables=tables,
         )
@@ -125,7 +126,3 @@ class AdapterTables:
         if table is None:
             table = self._made[weights] = AdapterTable.of(weights, layers)
         return table
-
-
-def _indices(rows: Tensor | slice) -> Array:
-    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows.numpy()

@@ -59,6 +59,8 @@ class RegisteredName(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     folder: str
     workers: list[str]
+    failed: Mapping[str, str] = msgspec.field(default_factory=dict)
+    """Why workers could not load it for a request not long ago, by worker."""
 
 
 class RegisteredNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +99,9 @@ class OperatorAdapterRoutes:
         model = self._service(*map(request.query_params.get, ("model", "cluster"))).model
         held = model.adapters.held(model.name)
         names = [
-            RegisteredName(name=each.name, digest=each.digest, folder=each.source, workers=each.workers)
+            RegisteredName(
+                name=each.name, digest=each.digest, folder=each.source, workers=each.workers, failed=each.failed
+            )
             for each in held
             if each.registered and each.requested
         ]

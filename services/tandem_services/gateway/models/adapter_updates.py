@@ -121,7 +121,13 @@ class AdapterUpdates:
     async def run(self) -> None:
         """Stay synchronized with the other gateways until canceled."""
         problem = "cannot synchronize registered adapters"
-        await for_ever(self.registered.sync, every_s=HEARTBEAT_S, logger=logger, complaint=problem, at_once=True)
+        await for_ever(self._synchronize, every_s=HEARTBEAT_S, logger=logger, complaint=problem, at_once=True)
+
+    async def _synchronize(self) -> None:
+        reported = self.model.reported_adapters()
+        if reported is not None:
+            self.registered.note(reported)
+        await self.registered.sync()
 
     async def load(
         self, name: str, path: str, *, replaces: bool, pinned: bool = False, digest: str = ""

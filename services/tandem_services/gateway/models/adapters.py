@@ -36,6 +36,8 @@ class HeldAdapter(msgspec.Struct, kw_only=True):
     """Folder of the registered name, in the workers' --lora-dir; "" of other content."""
     workers: list[str]
     """Ids of those that have it in memory."""
+    failed: dict[str, str]
+    """Why workers, by id, could not load it for a request not long ago."""
 
 
 class HeldAdapters(msgspec.Struct, kw_only=True):
@@ -52,14 +54,17 @@ class AdapterNames:
         *,
         offered: Collection[str],
         registered: Mapping[str, RegisteredAdapter] | None = None,
+        former: Mapping[str, ServedAdapter] | None = None,
     ) -> None:
+        """`former`: what names stood for at workers that are gone."""
         self._all = tuple(workers)
         self._workers = [worker for worker in self._all if worker.adapters]
         self._offered = offered
         self._registered = registered or {}
+        self._former = former or {}
 
     def find(self, name: str) -> ServedAdapter | None:
-        """None where neither is one of this name registered nor has a worker one."""
+        """None where neither is one of this name registered nor has, or had, a worker one."""
         if name in self._registered:
             return self._registered[name]
         votes: dict[str, _Vote] = {}
@@ -68,11 +73,12 @@ class AdapterNames:
             if adapter is not None:
                 vote = votes.setdefault(adapter.digest, _Vote(adapter))
                 vote.count(worker, offered=worker.incarnation in self._offered)
-        return max(votes.values(), key=_Vote.weight).adapter if votes else None
+        return max(votes.values(), key=_Vote.weight).adapter if votes else self._former.get(name)
 
     def all(self) -> dict[str, ServedAdapter]:
         """By name."""
-        names = {name for worker in self._workers for name in worker.adapters} | self._registered.keys()
+        names = {name for worker in self._workers for name in worker.adapters}
+        names |= self._registered.keys() | self._former.keys()
         found = ((name, self.find(name)) for name in names)
         return {name: adapter for name, adapter in found if adapter is not None}
 
@@ -91,10 +97,20 @@ class AdapterNames:
                 registered=adapter.name in self._registered,
                 source=self._source_of(adapter),
                 workers=sorted(w.worker_id for w in self._all if w.has_adapter(bytes.fromhex(adapter.digest))),
+                failed=self._failed(adapter.digest),
             )
             for adapter in named
         }
         return [held[key] for key in sorted(held)]
+
+    def _failed(self, digest: str) -> dict[str, str]:
+        return {
+            worker.worker_id: failure.reason
+            for worker in self._all
+            if worker.adapter_memory is not None
+            for failure in worker.adapter_memory.failed
+            if failure.digest == digest
+        }
 
     def _source_of(self, adapter: ServedAdapter) -> str:
         entry = self._registered.get(adapter.name)

@@ -1,7 +1,7 @@
 """The model of one model service: its names, its tokenizer and its context length."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -90,13 +90,21 @@ class ServedModel:
     @property
     def adapters(self) -> AdapterNames:
         """What is registered, and what its workers have loaded, now. While there are no workers, what the last ones
-        had: requests wait for a worker as those of the model do."""
+        had, also those of other gateways: requests wait for a worker as those of the model do."""
         own = tuple(worker for worker in self.workers() if worker.model == self.name)
         if own:
             self._last_offered = own, frozenset(worker.incarnation for worker in self.offered())
         last, offered = self._last_offered
-        registered = {} if self.registered is None else self.registered.all()
-        return AdapterNames(last, offered=offered, registered=registered)
+        if self.registered is None:
+            return AdapterNames(last, offered=offered)
+        former = {} if last else self.registered.reported.all()
+        return AdapterNames(last, offered=offered, registered=self.registered.all(), former=former)
+
+    def reported_adapters(self) -> Mapping[str, ServedAdapter] | None:
+        """What names stand for at its workers. None where there are none."""
+        own = tuple(worker for worker in self.workers() if worker.model == self.name)
+        offered = frozenset(worker.incarnation for worker in self.offered())
+        return AdapterNames(own, offered=offered).all() if own else None
 
     def adapters_for(self, caller: Caller) -> dict[str, ServedAdapter]:
         """Those that `caller` may use, by name."""

@@ -1,5 +1,6 @@
 """Adapters of a service: which of them it should have, the next command, statuses, and what is refused."""
 
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -226,6 +227,14 @@ def test_failure_counts_for_what_has_failed_alone():
     changed = WantedAdapter(name="sql", folder="claims/adapters/sql-2")
     (status,) = statuses_of([changed], [], reading, WORKERS)
     assert (status.state, status.message, status.failed) == ("Pending", "it is being loaded", [])
+
+
+def test_failed_load_for_a_request_is_in_the_status():
+    held = replace(HELD, failed={"d3": "files have changed", "d2": "no such folder"})
+    failure = Failure(wanted=SQL, message="m", workers={"d2": "slow"})
+    (status,) = statuses_of([SQL], [], Reading(held={"sql": held}, failures={"sql": failure}), WORKERS)
+    assert status.state == "Loaded"
+    assert [(one.name, one.reason) for one in status.failed] == [("d2", "slow"), ("d3", "files have changed")]
 
 
 def test_failed_worker_of_a_loaded_adapter_is_named():

@@ -10,14 +10,16 @@ from typing import Any
 import pytest
 
 from tandem_engine.config import Role
-from tandem_engine.messages.control import ServedAdapter
+from tandem_engine.messages.control import AdapterMemory, FailedAdapter, ServedAdapter
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.models.adapters import AdapterNames
 from tandem_services.gateway.models.service import Fleet
 from tandem_services.router.decision import Choice, RouteQuery, WorkerView
+from tandem_services.router.registered_adapters import RegisteredAdapters
 from tandem_testing.gateway_builders import FULL, FakeChooser, SessionShelf, serving_fleets
 from tandem_testing.key_files import bearer, write_keys
+from tandem_testing.metric_text import metric_sum
 from tandem_testing.mock_engine import MockBehaviour
 from tandem_testing.router_builders import make_view
 from tandem_testing.tokenizer_builders import EOS
@@ -103,6 +105,14 @@ async def test_name_of_an_adapter_reaches_engine_and_router(fleets, path, name, 
     assert [query.adapter for query in choosers[model].queries] == [digest]
 
 
+def test_failed_loads_are_listed_by_worker_with_reasons():
+    failed = FailedAdapter(name="sql", digest="1" * 32, reason="no such folder")
+    broken = worker("d1@1", adapter("sql"), adapter_memory=AdapterMemory(limit=2, loads=True, failed=(failed,)))
+    names = names_of([broken, worker("d2@1", adapter("sql"))])
+    [held] = names.held("llama")
+    assert (held.workers, held.failed) == (["d2"], {"d1": "no such folder"})
+
+
 async def test_name_of_several_adapters_needs_its_model(fleets):
     async with fleets() as (http, _, _):
         answer = await http.post("/v1/chat/completions", json={"model": "shared", **CHAT})
@@ -162,6 +172,40 @@ async def test_name_outlives_the_last_worker_and_its_requests_wait(fleets):
         answer = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
     assert (waiting.status_code, "retry-after" in waiting.headers, answer.status_code) == (503, True, 200)
     assert {"sql", "llama"} <= listed
+
+
+async def test_name_of_flags_wakes_a_fleet_at_zero(rack, tokenizer, tmp_path):
+    """The gateway has seen no worker; another one had."""
+    (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
+    registered = RegisteredAdapters(model="mock")
+    registered.note({"sql": adapter("sql")})
+    model = ModelConfig(path=tmp_path, names=("mock",), from_zero=True, queue_s=60.0)
+    chooser = FakeChooser([])
+    parts = Fleet(
+        config=model,
+        chooser=chooser,
+        sessions=SessionShelf(),
+        context=rack.context,
+        tokenizer=tokenizer,
+        adapters=registered,
+    )
+    async with serving_fleets(GatewayConfig(models=(model,), ping_interval_s=5.0), [parts]) as http:
+        listed = {card["id"]: card["parent"] for card in (await http.get("/v1/models")).json()["data"]}
+        assert listed == {"mock": None, "sql": "mock"}
+        waiting = asyncio.create_task(http.post("/v1/chat/completions", json={"model": "sql", **CHAT}))
+        held = "tandem_gateway_num_requests_held"
+
+        async def is_held() -> bool:
+            return metric_sum((await http.get("/metrics")).text, held) == 1
+
+        await until(is_held, 30.0, "it is held, which starts a worker")
+        unknown = await http.post("/v1/chat/completions", json={"model": "law", **CHAT})
+        assert (unknown.status_code, waiting.done()) == (404, False)
+        engine = rack.add("late", MockBehaviour(token=lambda *_: EOS, eos=EOS))
+        chooser.fleet.append(replace(engine.view, adapters={"sql": adapter("sql")}))
+        assert (await waiting).status_code == 200
+    [received] = engine.received
+    assert received.adapter.digest == bytes.fromhex("1" * 32)
 
 
 def test_name_stands_for_the_adapter_that_most_workers_have():

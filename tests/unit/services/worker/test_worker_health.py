@@ -16,6 +16,7 @@ from tandem_engine.messages.control import (
     AuditReport,
     DecodeElsewhere,
     EngineReady,
+    FailedAdapter,
     FlushCache,
     LoadAdapter,
     OperatorOrder,
@@ -36,7 +37,7 @@ from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.tokens import OrderAccess
 from tandem_services.worker.engine_process import OrderRefusedError
-from tandem_services.worker.http_api import HealthServer, WorkerProbes, build_app
+from tandem_services.worker.http_api import AdapterReport, HealthServer, WorkerProbes, build_app
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.rates import DecodeStep, MeasurementError, Progress, Prompt, Rates
 from tandem_testing.mock_engine_process import idle_stats, ready_message
@@ -119,6 +120,7 @@ class Probed:
             registry=registry,
             stalled_s=lambda: self.stalled_s,
             links=lambda: (),
+            adapters=lambda: AdapterReport.of(self.ready),
             audit=self.audit,
             drain=self.drain,
             operate=self.operate,
@@ -274,6 +276,19 @@ async def test_links_are_exported_by_worker_id(probed, client):
     assert 'tandem_link_broken{peer="d2"} 1.0' in text
     assert 'tandem_link_conditions{peer="d2"} 1.0' in text
     assert 'tandem_link_conditions{peer="d1"} 0.0' in text
+
+
+async def test_failed_load_is_reported_with_its_reason(probed, client):
+    digest = "5" * 32
+    failed = FailedAdapter(name="sql", digest=digest, reason="adapter 'sql' cannot be loaded here: no such folder")
+    changed = msgspec.structs.replace(failed, digest="6" * 32)
+    probed.ready = msgspec.structs.replace(
+        probed.ready, adapter_memory=AdapterMemory(limit=8, failed=(failed, changed))
+    )
+    report = (await client.get("/adapters")).json()
+    assert report["memory"]["failed"][0] == {"name": "sql", "digest": digest, "reason": failed.reason}
+    text = (await client.get("/metrics")).text
+    assert 'tandem_worker_lora_adapter_load_failed{adapter_name="sql"} 1.0' in text
 
 
 async def test_prefix_cache_hit_metrics_split_by_tier(probed, client):

@@ -1,0 +1,43 @@
+"""The adapters of one worker, or of the workers of a gateway, as a table."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from tandem_services.cli.text.tables import table
+
+HEADER = ("ADAPTER", "DIGEST", "RANK", "STATE", "NOTE")
+FLEET_HEADER = ("ADAPTER", "DIGEST", "RANK", "STATE", "IN MEMORY OF", "NOTE")
+
+
+def adapters_table(report: Mapping[str, Any]) -> str:
+    """`report` as `GET /adapters` of a worker answers it, or `GET /v1/adapters` of a gateway."""
+    fleet = "data" in report
+    rows = list(_rows_of_fleet(report["data"]) if fleet else _rows(report))
+    return table(FLEET_HEADER if fleet else HEADER, rows) if rows else "no adapters"
+
+
+def _rows_of_fleet(adapters: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for each in adapters:
+        failed = [f"{worker}: {reason}" for worker, reason in sorted(each["failed"].items())]
+        state = (
+            "registered" if each["registered"] and each["requested"] else "served" if each["requested"] else "former"
+        )
+        workers = ", ".join(each["workers"]) or "-"
+        yield (each["name"], each["digest"], str(each["rank"]), state, workers, "; ".join(failed))
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    memory = report["memory"] or {}
+    resident, failed = set(memory.get("resident", ())), list(memory.get("failed", ()))
+    reasons = {failure["digest"]: failure["reason"] for failure in failed}
+    named = sorted(report["adapters"], key=lambda adapter: adapter["name"])
+    for adapter in named:
+        digest = adapter["digest"]
+        state = "in memory" if digest in resident else "failed" if digest in reasons else "not in memory"
+        yield (adapter["name"], digest, str(adapter["rank"]), state, reasons.get(digest, ""))
+    digests = {adapter["digest"] for adapter in named}
+    for digest in sorted(resident - digests):
+        yield ("-", digest, "-", "in memory", "loaded for requests; this worker has no name for it")
+    for failure in failed:
+        if failure["digest"] not in digests:
+            yield (failure["name"], failure["digest"], "-", "failed", failure["reason"])
