@@ -73,12 +73,12 @@ def ended(engine: Engine) -> PeerEnded:
     return PeerEnded(incarnation=engine.peer.incarnation)
 
 
-@pytest.mark.timeout(600)  # starts four engines
-async def test_handed_off_output_equals_output_of_one_worker(engines):
+WAYS = (("p", 1), ("p", 2), ("d", 1), ("d", 2))
+"""Role and ranks of engines between which `check_ways` hands over."""
+
+
+async def check_ways(one: Engine, two: Engine, to_one: Engine, to_two: Engine) -> None:
     """From one rank to two, from two to one, and from two to two: no two ways have a prefix in common."""
-    one, two, to_one, to_two = [
-        await engines.take(role, ranks) for role, ranks in (("p", 1), ("p", 2), ("d", 1), ("d", 2))
-    ]
     assert len({engine.ready.compat_hash for engine in (one, two, to_one, to_two)}) == 1
     for way, (prefill, decode) in enumerate(((one, to_two), (two, to_one), (two, to_two))):
         for number, prompt in enumerate((90 + way, *prompt) for prompt in PROMPTS):
@@ -93,7 +93,22 @@ async def test_handed_off_output_equals_output_of_one_worker(engines):
             assert (received.tokens, received.finish.reason) == (expected, FinishReason.LENGTH)
     for engine in (one, two, to_one, to_two):
         assert await engine.is_clean()
-    engines.give_back(one, two, to_one, to_two)
+
+
+@pytest.mark.timeout(600)  # starts four engines
+async def test_handed_off_output_equals_output_of_one_worker(engines):
+    taken = [await engines.take(role, ranks) for role, ranks in WAYS]
+    await check_ways(*taken)
+    engines.give_back(*taken)
+
+
+@pytest.mark.timeout(600)  # starts four engines
+async def test_handed_off_states_give_the_output_of_one_worker(tmp_path):
+    """Each rank gets its heads of the state."""
+    checkpoint = write_tiny_checkpoint("qwen3-next", tmp_path / "model")
+    async with AsyncExitStack() as stack:
+        starting = [serving(checkpoint, tmp_path, f"{role}{ranks}", ranks) for role, ranks in WAYS]
+        await check_ways(*[await stack.enter_async_context(each) for each in starting])
 
 
 async def test_receiver_that_loses_a_rank_costs_the_writer_nothing(engines):

@@ -19,7 +19,7 @@ from tandem_testing.draft_heads import BESIDE, add_mtp_layer, proposals, tokens_
 from tandem_testing.quantized_files import KINDS
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
-FAMILIES = ["deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5"]
+FAMILIES = ["deepseek-v3", "glm4-moe", "qwen3-next", "qwen3.5", "qwen3.5-moe"]
 """Over latents, over keys and values, and beside models with states, with experts or without."""
 
 

@@ -47,7 +47,7 @@ def _one_thread():
     torch.set_num_threads(1)
 
 
-@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5"])
+@pytest.fixture(scope="module", params=["qwen3-next", "qwen3.5", "qwen3.5-moe"])
 def model(request, tmp_path_factory) -> LoadedModel:
     path = write_tiny_checkpoint(request.param, tmp_path_factory.mktemp("model"))
     config = EngineConfig(model_path=str(path), dtype="float32", disagg=DisaggConfig(transport="none"))
@@ -192,7 +192,7 @@ HEAD_PATHS = [
 ]
 
 
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5"])
+@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5", "qwen3.5-moe"])
 def test_paths_with_a_layer_ahead_are_those_of_transformers(family, tmp_path):
     """The layer is random, so nearly all drafts are rejected."""
     checkpoint = add_mtp_layer(write_tiny_checkpoint(family, tmp_path / "model"))

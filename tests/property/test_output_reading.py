@@ -14,6 +14,16 @@ PARSERS = {**{name: family.parser for name, family in FAMILIES.items()}, "array"
 FRAGMENTS = [
     *("<think>", "</think>", "[THINK]", "[/THINK]", "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[ARGS]"),
     *("<function=f>", "<parameter=s>", "</parameter>", "</function>", "<|python_tag|>", "<|python_start|>"),
+    *(
+        "<|channel>thought",
+        "<channel|>",
+        "<|tool_call>",
+        "call:f{",
+        "s:",
+        '<|"|>',
+        "<tool_call|>",
+        "<|tool_call>call:f{",
+    ),
     *('{"name": "f"', '"arguments": ', '"parameters": ', '{"s": "a\\"b"}', "{}", "[", "]", "{", "}", ",", ", ", ";"),
     *(
         "[f(",

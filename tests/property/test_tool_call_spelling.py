@@ -6,6 +6,7 @@ the grammars that hold an output to its tools, which produce whatever the gramma
 
 import json
 import random
+import re
 from collections.abc import Callable, Sequence
 
 import numpy as np
@@ -17,6 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.sampling.grammar.guidance.translate import translate
 from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, joined
+from tandem_services.gateway.output.tool_parsers import gemma4
 from tandem_services.gateway.output.tool_parsers.json_calls import CallArray
 from tandem_services.gateway.output.tool_parsers.registry import FAMILIES
 from tandem_services.gateway.output.tools import call_array_schema, tag_document
@@ -156,6 +158,104 @@ def test_pythonic_call_with_long_key_and_blanks_keeps_arguments():
     key, blank = "k" * 200, " " * 40
     text = f"[{blank}f({blank}{key}{blank}={blank}'x'{blank}),{blank}g(),]"
     check_all_cuts("pythonic", text, [("f", {key: "x"}), ("g", {})])
+
+
+MARK = gemma4.QUOTE
+half_marks = st.text(alphabet='ab<|">}]:,\\\n', max_size=6).filter(
+    lambda text: MARK not in text and not any(text.endswith(MARK[:length]) for length in range(1, len(MARK)))
+)
+"""Texts with pieces of the mark in them, but not at their end: there, a mark that follows would begin earlier."""
+words = st.text(alphabet="ab_-.0", min_size=1, max_size=3)
+half_marked = st.recursive(
+    st.none() | st.booleans() | st.integers(-500, 500) | st.floats(allow_nan=False, allow_infinity=False) | half_marks,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words | half_marks.filter(bool), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@st.composite
+def marked(draw, value: object) -> str:
+    """`value` as Gemma 4 writes it, with blanks where none matter, and commas behind the last member."""
+    match value:
+        case dict():
+            members = [
+                f"{draw(marked_key(key))}{draw(blanks)}:{draw(blanks)}{draw(marked(v))}" for key, v in value.items()
+            ]
+            return "{" + draw(joined_members(members)) + "}"
+        case list():
+            return "[" + draw(joined_members([draw(marked(item)) for item in value])) + "]"
+        case str():
+            return f"{MARK}{value}{MARK}"
+        case None:
+            return draw(st.sampled_from(["null", "None"]))
+        case _:
+            return json.dumps(value)
+
+
+@st.composite
+def marked_key(draw, key: str) -> str:
+    plain = set(key) <= set("ab_-.0")
+    return key if plain and draw(st.booleans()) else f"{MARK}{key}{MARK}"
+
+
+@st.composite
+def joined_members(draw, members: list[str]) -> str:
+    text = draw(blanks) + f"{draw(blanks)},{draw(blanks)}".join(members) + draw(blanks)
+    return text + draw(st.sampled_from(["", ","])) if members else text
+
+
+@settings(max_examples=60)
+@given(
+    calls=st.lists(
+        st.tuples(
+            st.sampled_from(["f", "g"]), st.dictionaries(words | half_marks.filter(bool), half_marked, max_size=3)
+        ),
+        min_size=1,
+        max_size=2,
+    ),
+    spelling=st.data(),
+)
+def test_marked_calls_in_any_spelling_keep_their_arguments(calls, spelling):
+    pieces = [
+        f"{gemma4.BEGIN}call:{name}{spelling.draw(marked(given_arguments))}{spelling.draw(blanks)}{gemma4.END}"
+        for name, given_arguments in calls
+    ]
+    check_all_cuts("gemma4", "".join(pieces), calls)
+
+
+VALUES = r"""
+start: "<|tool_call>call:f" object "<tool_call|>"
+object: "{" (member ("," member){0,2})? "}"
+member: KEY ":" value
+value: text | NUMBER | "true" | "false" | "null" | list | object
+list: "[" (value ("," value){0,2})? "]"
+text: "<|\"|>" TEXT "<|\"|>"
+KEY: /[a-z_][a-z0-9_]{0,4}/
+NUMBER: /-?(0|[1-9][0-9]{0,3})(\.[0-9]{1,2})?/
+TEXT: /[^<]{0,6}/
+"""
+"""What a call of Gemma 4 may be."""
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_marked_calls_that_its_grammar_accepts_are_read_equally(seed):
+    text = walk(LLMatcher.grammar_from_lark(VALUES), b"", random.Random(seed), b"")
+    ((name, written),) = calls_of(read(parser_of("gemma4"), [text]))
+    check_all_cuts("gemma4", text, [(name, json.loads(written, object_pairs_hook=dict))])
+    assert unmarked(text) == unjsoned(written)
+
+
+def unmarked(text: str) -> str:
+    """The characters of a call without those that spell it: blanks, marks, and what stands around keys and texts."""
+    body = text.removeprefix(gemma4.BEGIN + "call:f").removesuffix(gemma4.END)
+    pieces = body.split(MARK)
+    return "".join(json.dumps(piece)[1:-1] if number % 2 else piece for number, piece in enumerate(pieces))
+
+
+def unjsoned(written: str) -> str:
+    """The same of the arguments in JSON, as Python writes JSON."""
+    strings = re.findall(r'"(?:[^"\\]|\\.)*"|[^"]+', written)
+    return "".join(json.dumps(json.loads(each))[1:-1] if each[0] == '"' else each.replace(" ", "") for each in strings)
 
 
 # Written by the grammars themselves.

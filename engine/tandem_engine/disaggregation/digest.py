@@ -12,7 +12,8 @@ written, the receiver what has arrived; the receiver's grant states the kind:
 A state is one page of a separate pool, and its digest is always full: a sequence has one, and any layer may be
 missing.
 
-Between engines with different numbers of ranks, a rank writes some heads of each page, and a digest is of those heads.
+Between engines with different numbers of ranks, a rank writes some heads of each page or state, and a digest is of
+those heads.
 
 Pages are read in place: on a CPU by compiled loops, on a device by Triton kernels (`device_digests`), or by torch where
 Triton is missing. All agree to the bit, so each side may use another one.
@@ -23,6 +24,8 @@ and the caller looks whether it is `ready`.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
@@ -67,9 +70,13 @@ Maker = Callable[[DigestKind, Indices, Keys, int, range], Making]
 class PageDigester:
     """Digests pages of one pool. Compiles its kernels when it is made: a second, once per machine."""
 
-    def __init__(self, pool: PagePool, *, states: "PageDigester | None" = None) -> None:
-        """`states`: of the pool of states that is next to `pool`."""
+    def __init__(
+        self, pool: PagePool, *, states: "PageDigester | None" = None, head_blocks: tuple[int, ...] = ()
+    ) -> None:
+        """`states`: of the pool of states that is next to `pool`. `head_blocks`: of a pool of states (`StateSlots`)."""
         self._states = states
+        self._slots = pool.bytes_view() if head_blocks else None
+        self._head_blocks = head_blocks
         self._heads = range(pool.layout.heads)
         words = pool.bytes_view().view(WORD_TYPES[word_bytes(pool.layout)])
         self.in_background = words.device.type != "cpu"
@@ -95,6 +102,8 @@ class PageDigester:
         """
         keys = keys_of(len(pages), room, generation, first, group)
         where = np.fromiter(pages, np.int64, len(pages))
+        if heads is not None and self._slots is not None:
+            return _WhenTaken(partial(full_digests_of_heads, self._slots, where, keys, self._head_blocks, heads))
         return self._make(kind, where, keys, tail, self._heads if heads is None else heads)
 
     def begin_sent(self, push: Push) -> Making:
@@ -130,6 +139,7 @@ class PageDigester:
             generation=order.generation,
             first=0,
             kind=DigestKind.FULL,
+            heads=order.state_heads,
             group=STATES,
         )
         return _InTurn((pages, states))
@@ -150,12 +160,34 @@ def keys_of(count: int, room: str, generation: int, first: int, group: int = 0) 
 
 def answer(order: DigestOrder, making: Making) -> Digests:
     """The answer to `order`, for which `making` was begun."""
-    return Digests(room=order.room, generation=order.generation, digests=making.take())
+    return Digests(room=order.room, generation=order.generation, digests=making.take(), group=order.group)
 
 
 def unproved(order: DigestOrder) -> Digests:
     """The answer to `order` when it cannot be carried out: no page counts as what its writer sent."""
-    return Digests(room=order.room, generation=order.generation, digests=(0,) * len(order.pages + order.states))
+    digests = (0,) * len(order.pages + order.states)
+    return Digests(room=order.room, generation=order.generation, digests=digests, group=order.group)
+
+
+def full_digests_of_heads(slots: torch.Tensor, where: Indices, keys: Keys, blocks: Sequence[int], heads: range) -> Keys:
+    """Of some heads of slots: uint8 [num_slots, bytes of a slot], whose runs of heads have `blocks` bytes per head.
+
+    One copy of those heads, on the device of `slots`; the host waits for it.
+    """
+    held, starts = slots.shape[1] // sum(blocks), accumulate(blocks, initial=0)
+    of_slot = slots[torch.from_numpy(where).to(slots.device)]
+    runs = [
+        of_slot[:, held * start + heads.start * size : held * start + heads.stop * size]
+        for start, size in zip(starts, blocks, strict=False)
+    ]
+    part = torch.cat(runs, dim=1)
+    words = torch.nn.functional.pad(part, (0, -part.shape[1] % torch.int64.itemsize)).view(torch.int64)
+    if words.device.type == "cpu":
+        out = np.empty(len(where), np.uint64)
+        full_digests(words.numpy().view(np.uint64), np.arange(len(where)), keys, out)
+        return out
+    places = torch.from_numpy(keys.view(np.int64)).to(words.device)
+    return _back(full_digests_torch(words, torch.arange(len(where), device=words.device), places))
 
 
 @dataclass(frozen=True, slots=True)

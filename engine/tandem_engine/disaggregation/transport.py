@@ -26,8 +26,9 @@ import torch
 from tandem_engine.base.names import DigestKind, LinkTransport, PageId
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.memory.pool import PageLayout
+from tandem_engine.memory.state_pool import slot_room
 from tandem_engine.messages.requests import Peer
-from tandem_engine.messages.transfer import Hello
+from tandem_engine.messages.transfer import STATES, Hello
 
 
 class PagePool(Protocol):
@@ -65,6 +66,29 @@ class StateSlots(PagePool, Protocol):
     def name(self) -> str:
         """What the bytes of a slot are, for people and for comparison."""
         ...
+
+    @property
+    def key_heads(self) -> int:
+        """That a slot has; 0 where ranks do not divide states."""
+        ...
+
+    @property
+    def head_blocks(self) -> tuple[int, ...]:
+        """Bytes of one of them in each run of heads of a slot (`StateSpec.head_blocks`)."""
+        ...
+
+
+class HeadStates(NamedTuple):
+    """States that ranks divide by heads."""
+
+    heads: int
+    """Of the model."""
+    head_bytes: int
+    """In a slot."""
+
+    def slot_bytes(self, ranks: int) -> int:
+        """Of each of `ranks`; 0 where they cannot divide the heads evenly."""
+        return 0 if self.heads % ranks else slot_room(self.head_bytes * (self.heads // ranks))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -147,6 +171,13 @@ class DigestOrder:
     """Of each page these heads alone. None: whole pages."""
     states: tuple[PageId, ...] = ()
     """Slots of states; their digests follow those of pages."""
+    state_heads: range | None = None
+    """Of each slot these heads alone. None: whole slots."""
+
+    @property
+    def group(self) -> int:
+        """`STATES` for an order of states alone."""
+        return STATES if self.states and not self.pages else 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,6 +187,8 @@ class Digests:
     room: str
     generation: int
     digests: tuple[int, ...]
+    group: int = 0
+    """Of the order."""
 
 
 TransportEvent = PushDone | PushFailed | Digests

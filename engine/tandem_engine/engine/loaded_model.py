@@ -207,12 +207,14 @@ NUMERICS_REVISION = 0
 """Of `KvGeometry.numerics`. `make skew` fails where it should have grown: outputs then differ between releases."""
 
 
-def compat_hash(geometry: KvGeometry, kv_heads: int, peer_group: str = "") -> str:
+def compat_hash(geometry: KvGeometry, kv_heads: int, peer_group: str = "", *, states: str | None = None) -> str:
     """Digest of everything two workers must share before one writes into the other's pages.
 
-    Not of how many ranks share the model's `kv_heads`: each head goes to whoever holds it there.
+    Not of how many ranks share the model's `kv_heads`: each head goes to whoever holds it there. `states`: those of the
+    model, where ranks divide them by heads.
     """
-    whole = msgspec.structs.replace(geometry, num_kv_heads=kv_heads, tp_size=1)
+    states = geometry.states if states is None else states
+    whole = msgspec.structs.replace(geometry, num_kv_heads=kv_heads, tp_size=1, states=states)
     group = hashlib.blake2b(peer_group.encode(), digest_size=16).digest() if peer_group else b""
     return hashlib.blake2b(msgspec.msgpack.encode(whole), digest_size=16, key=group).hexdigest()
 
@@ -235,7 +237,7 @@ def kv_geometry(loaded: LoadedModel, config: EngineConfig) -> KvGeometry:
         model_dtype="" if dtype is loaded.dtype else dtype_name(loaded.dtype),
         kv_scales=kv_scales_name(loaded, dtype),
         value_width=loaded.model.attention[0].value_width or 0,
-        states=states_name(loaded),
+        states=states_name(loaded, loaded.parallel.size),
         rows=rows_name(rows, loaded.parallel.size),
     )
 
@@ -247,11 +249,18 @@ def rows_name(rows: Sequence[KvRow], size: int) -> str:
     return f"{' '.join(f'{row.heads}x{row.width}' for row in rows)}, 1 of {size} ranks"
 
 
-def states_name(loaded: LoadedModel) -> str:
-    """See `KvGeometry.states`. Ranks divide states evenly, so those of other numbers of ranks fit nowhere."""
-    size = loaded.parallel.size
+def states_name(loaded: LoadedModel, size: int) -> str:
+    """See `KvGeometry.states`, of an engine of `size` ranks."""
     spec = state_spec(loaded.model_config, loaded.dtype, size)
     return "" if spec is None else f"{spec.name}, 1 of {size} ranks"
+
+
+def _peers_states(loaded: LoadedModel) -> str:
+    """What peers need to have in common: the states of the model where ranks divide them by heads, else those of this
+    number of ranks."""
+    size = loaded.parallel.size
+    spec = state_spec(loaded.model_config, loaded.dtype, size)
+    return states_name(loaded, 1 if spec is not None and spec.head_blocks else size)
 
 
 def kv_scales_name(loaded: LoadedModel, dtype: torch.dtype) -> str:
@@ -283,6 +292,8 @@ class Served:
     loaded_with: EngineConfig
     model_config: ModelConfig
     geometry: KvGeometry
+    states: str
+    """As peers need to have them."""
     peer_group: str
 
     @classmethod
@@ -291,13 +302,14 @@ class Served:
             loaded_with=loaded.config,
             model_config=loaded.model_config,
             geometry=kv_geometry(loaded, config),
+            states=_peers_states(loaded),
             peer_group=config.disagg.peer_group,
         )
 
     @property
     def compat_hash(self) -> str:
         """Workers with different ones exchange no KV."""
-        return compat_hash(self.geometry, self.kv_heads, self.peer_group)
+        return compat_hash(self.geometry, self.kv_heads, self.peer_group, states=self.states)
 
     @property
     def kv_heads(self) -> int:

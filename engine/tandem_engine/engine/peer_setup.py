@@ -21,9 +21,11 @@ from tandem_engine.disaggregation.peers import PeerChannels, PeerInbound
 from tandem_engine.disaggregation.ranks.peers import PeerInputs, RankedPeers
 from tandem_engine.disaggregation.ranks.transport import RankedTransport, RankNews, RankPlace
 from tandem_engine.disaggregation.stage import HandoffStage
+from tandem_engine.disaggregation.transport import HeadStates
 from tandem_engine.engine.assembly import EngineParts
 from tandem_engine.engine.loaded_model import Served
 from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello, PeerMessage
 from tandem_engine.parallel.group import Parallel
@@ -80,7 +82,12 @@ class PeerSide:
         if not names:
             return
         me = names[0]
-        place = RankPlace(rank=parallel.rank, size=parallel.size, kv_heads=served.kv_heads)
+        place = RankPlace(
+            rank=parallel.rank,
+            size=parallel.size,
+            kv_heads=served.kv_heads,
+            states=divided(parts.pools.states, parallel.size),
+        )
         self.transport = _nixl(parts, me, place, parallel)
         if parallel.size > 1:
             self.ranked = RankedPeers(me=me, least=agreement.least, socket=self.socket)
@@ -156,3 +163,10 @@ def _nixl(parts: EngineParts, me: Peer, place: RankPlace, parallel: Parallel) ->
         gather=lambda news: agreement.gather(news, RankNews),
         clock=clock,
     )
+
+
+def divided(states: StatePool | None, ranks: int) -> HeadStates | None:
+    """How `ranks` divide them, of which this process has one."""
+    if states is None or not states.head_blocks:
+        return None
+    return HeadStates(heads=states.key_heads * ranks, head_bytes=sum(states.head_blocks))

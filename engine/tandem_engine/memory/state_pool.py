@@ -17,7 +17,7 @@ order of steps, so a row that is given to another request needs no clearing and 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,11 @@ ALIGNMENT = 256
 
 NO_SAMPLE = -1
 """Drafts of a sequence that samples nothing."""
+
+
+def slot_room(used: int) -> int:
+    """Bytes of a slot with so many in use."""
+    return -(-used // ALIGNMENT) * ALIGNMENT
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,8 +72,29 @@ class StateSpec:
     @property
     def slot_bytes(self) -> int:
         """Of one sequence."""
-        used = self.matrix_bytes + prod(self.inputs) * self.dtype.itemsize
-        return -(-used // ALIGNMENT) * ALIGNMENT
+        return slot_room(self.matrix_bytes + prod(self.inputs) * self.dtype.itemsize)
+
+    @property
+    def key_heads(self) -> int:
+        """Each has as many of `heads`. 0: `channels` are not q, k and v of heads."""
+        keys, rest = divmod(self.channels - self.heads * self.value_size, 2 * self.key_size)
+        return keys if keys > 0 and not rest and self.heads % keys == 0 else 0
+
+    @property
+    def head_blocks(self) -> tuple[int, ...]:
+        """Bytes of one key head in each run of heads of a slot, in order; empty where they cannot be told apart.
+
+        A run has all heads, one after the other: one of matrices per layer, then of inputs per layer and token three,
+        of q, k and v.
+        """
+        if not self.key_heads:
+            return ()
+        of_values = self.heads // self.key_heads * self.value_size
+        matrices = (of_values * self.key_size * torch.float32.itemsize,) * self.layers
+        inputs = tuple(width * self.dtype.itemsize for width in (self.key_size, self.key_size, of_values))
+        blocks = matrices + inputs * (self.layers * self.history)
+        # So that the bytes of a slot say how many heads it has.
+        return blocks if sum(blocks) > ALIGNMENT else ()
 
     def views(self, slots: Tensor) -> tuple[Tensor, ...]:
         """Matrices and inputs of all `slots`, uint8 [slots, slot_bytes]."""
@@ -94,7 +120,7 @@ class ShapedPart(NamedTuple):
     @property
     def room(self) -> int:
         """Its bytes in a slot."""
-        return -(-prod(self.shape) * self.dtype.itemsize // ALIGNMENT) * ALIGNMENT
+        return slot_room(prod(self.shape) * self.dtype.itemsize)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -103,6 +129,9 @@ class PartedSpec:
 
     parts: tuple[ShapedPart, ...]
     layers: int
+    key_heads: ClassVar[int] = 0
+    head_blocks: ClassVar[tuple[int, ...]] = ()
+    """Ranks do not divide them."""
 
     @property
     def slot_bytes(self) -> int:
@@ -205,6 +234,14 @@ class StatePool:
     @property
     def page_bytes(self) -> int:
         return self.spec.slot_bytes
+
+    @property
+    def key_heads(self) -> int:
+        return self.spec.key_heads
+
+    @property
+    def head_blocks(self) -> tuple[int, ...]:
+        return self.spec.head_blocks
 
     @property
     def layout(self) -> PageLayout:

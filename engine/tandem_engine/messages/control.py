@@ -38,7 +38,8 @@ class KvGeometry(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     value_width: int = 0
     """Of pages of latents, the numbers at the beginning of each that are V; 0 for pages of K and V."""
     states: str = ""
-    """What a rank keeps of a sequence in layers with states, and of how many ranks; "" where there are none."""
+    """What a rank keeps of a sequence in layers with states, and of how many ranks; "" where there are none. Peers need
+    those of the model in common, where ranks divide them by heads."""
     numerics: int = 0
     """Revision of the numbers: grows when a release computes other KV of equal tokens, with layout and dtype as before.
     As all fields with defaults, it changes no `compat_hash` until it has another value."""

@@ -38,7 +38,8 @@ class GrammarKind(StrEnum):
     """A JSON object {"structures": [{"begin", "schema", "end"}], "triggers": […]}: free text until it contains a
     trigger, then one of the structures that begin with it, then free text again. With "answer", a JSON schema, the
     output is JSON of that schema, or structures with "separator" between them, "most" at most. With "thoughts", two
-    texts, it is one of the structures, and free text between these texts may come before."""
+    texts, it is one of the structures, and free text between these texts may come before. With "reasoning", two control
+    tokens, free text between them may come before free text and structures."""
 
 
 MAX_GRAMMAR_BYTES = {

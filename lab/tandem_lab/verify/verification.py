@@ -124,7 +124,9 @@ class Verification:
             return None
         if path.speculative.algorithm is SpecAlgorithm.DRAFT:
             return "its layers keep states, which a draft model may not"
-        return "its layers keep states, which only equal numbers of ranks exchange" if unequal else None
+        if facts.state_parts and unequal:
+            return "transformers computes its states, which only equal numbers of ranks exchange"
+        return None
 
     def _on_two(self, path: Path, config: EngineConfig, began: float) -> PathResult:
         """NIXL between them."""

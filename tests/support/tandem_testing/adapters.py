@@ -22,6 +22,7 @@ SEVEN = (*ATTENTION, "gate_proj", "up_proj", "down_proj")
 STATES = {
     "qwen3-next": ("in_proj_qkvz", "in_proj_ba", "out_proj"),
     "qwen3.5": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
+    "qwen3.5-moe": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj"),
 }
 """Of layers with states, by tiny model."""
 

@@ -87,11 +87,14 @@ ADDED_PATHS = {
         MOVED,
         FAULTY,
         f"{DISAGGREGATED}, 2 to 2 ranks",
+        *UNEQUAL,
+        f"{MOVED}, 1 to 2 ranks",
+        "prefix fetched over NIXL, 2 to 1 ranks",
         "n-gram drafts",
     ),
     # The same from matrices that hold several projections.
     "qwen3.5": (CHUNKED, RETRACTED, SHARED, DISAGGREGATED, MOVED, SWAPPED),
-    "qwen3.5-moe": (MIXED,),
+    "qwen3.5-moe": (MIXED, f"{MOVED}, 2 to 1 ranks"),
     # A gated shared expert next to experts in every second layer.
     "qwen2-moe": (MIXED, SHARED),
 }

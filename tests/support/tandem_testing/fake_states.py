@@ -39,6 +39,8 @@ class FakeStates:
     """Implements `StateSlots`. Rows of requests, and slots of anchors behind them."""
 
     name = "a length and a hash"
+    key_heads = 0
+    head_blocks: tuple[int, ...] = ()
 
     def __init__(self, *, rows: int, anchors: int) -> None:
         self.anchor_slots = range(1 + rows, 1 + rows + anchors)

@@ -7,6 +7,7 @@ while a push is outstanding shows as wrong bytes, exactly as with the real trans
 step moves at most `Push.least_layers` layers per tick, so other things happen between them.
 """
 
+import ctypes
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,7 +18,8 @@ from torch import Tensor
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester, answer
-from tandem_engine.disaggregation.nixl.transport import group_pool
+from tandem_engine.disaggregation.nixl.layout import describe
+from tandem_engine.disaggregation.nixl.transport import group_pool, region_of_states
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Digests,
@@ -129,6 +131,10 @@ class FakeFabric:
 
     def _write(self, sender: "FakeTransport", receiver: "FakeTransport", flight: _Flight, layers: int) -> None:
         push = flight.push
+        if push.key.group and push.heads is not None:
+            _write_state_heads(sender.states, receiver.states, push, push.heads)
+            flight.layers = layers
+            return
         here, there = _by_heads(sender.pool_of(push)), _by_heads(receiver.pool_of(push))
         heads = push.heads or HeadPart(range(here.shape[3]), range(there.shape[3]))
         source, target = (slice(part.start, part.stop) for part in heads)
@@ -184,7 +190,9 @@ class FakeTransport:
 
     @property
     def digester(self) -> PageDigester:
-        return PageDigester(self.pool, states=None if self.states is None else PageDigester(self.states))
+        states = self.states
+        own = None if states is None else PageDigester(states, head_blocks=states.head_blocks)
+        return PageDigester(self.pool, states=own)
 
     def rename(self, me: Peer) -> None:
         self.me = me
@@ -242,3 +250,12 @@ class FakeTransport:
 def _by_heads(pool: PagePool) -> Tensor:
     """The bytes of all pages: [num_pages, layers, 2, heads, bytes of a head], a view."""
     return pool.bytes_view().view(pool.num_pages, pool.layout.layers, pool.layout.parts, pool.layout.heads, -1)
+
+
+def _write_state_heads(here: StateSlots | None, there: StateSlots | None, push: Push, heads: HeadPart) -> None:
+    assert here is not None, "a push of states of an engine that keeps none"
+    assert there is not None, "a push of states to an engine that keeps none"
+    ranges = describe(region_of_states(here), push.source, region_of_states(there), push.target, heads=heads)
+    for (source, size, _), (target, room, _) in zip(ranges.source.tolist(), ranges.target.tolist(), strict=True):
+        assert size == room
+        ctypes.memmove(target, source, size)

@@ -11,7 +11,9 @@ import torch
 from tandem_engine.disaggregation.ranks.slices import heads_on
 from tandem_engine.disaggregation.ranks.transport import RankedTransport, RankPlace
 from tandem_engine.disaggregation.transport import TransportEvent
+from tandem_engine.engine.peer_setup import divided
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.state_pool import StatePool
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.fake_transport import FakeFabric, FakeTransport
 from tandem_testing.scheduler_builders import ManualClock
@@ -53,6 +55,7 @@ class RankedNode:
     locals: list[FakeTransport]
     pools: list[KvPool]
     clock: ManualClock
+    states: list[StatePool] = field(default_factory=list)
 
     def poll(self) -> list[TransportEvent]:
         """What all ranks report in one turn; they must report the same."""
@@ -89,8 +92,9 @@ def ranked_node(
     num_pages: int = 9,
     num_layers: int = 2,
     facts: Sequence[Mapping[str, object]] = (),
+    states: Sequence[StatePool] = (),
 ) -> RankedNode:
-    """`facts`: further fields of each rank's `Hello`."""
+    """`facts`: further fields of each rank's `Hello`. `states`: of each rank."""
     me, clock = make_peer(name), ManualClock()
     pools = [
         KvPool(
@@ -104,8 +108,14 @@ def ranked_node(
         )
         for rank in range(size)
     ]
-    places = [RankPlace(rank=rank, size=size, kv_heads=kv_heads) for rank in range(size)]
-    transports = [fabric.join(place.agent(me), pool, clock) for place, pool in zip(places, pools, strict=True)]
+    places = [
+        RankPlace(rank=rank, size=size, kv_heads=kv_heads, states=divided(states[rank], size) if states else None)
+        for rank in range(size)
+    ]
+    transports = [
+        fabric.join(place.agent(me), pool, clock, own)
+        for place, pool, own in zip(places, pools, states or [None] * size, strict=True)
+    ]
     for transport, fields in zip(transports, facts, strict=False):
         transport.facts |= fields
     hellos = [transport.hello() for transport in transports]
@@ -121,4 +131,4 @@ def ranked_node(
         )
         for place, transport in zip(places, transports, strict=True)
     ]
-    return RankedNode(name=me.incarnation, ranks=ranks, locals=transports, pools=pools, clock=clock)
+    return RankedNode(name=me.incarnation, ranks=ranks, locals=transports, pools=pools, clock=clock, states=[*states])

@@ -22,7 +22,7 @@ from tandem_engine.config import (
     StatePart,
 )
 from tandem_engine.engine import Engine
-from tandem_engine.engine.loaded_model import LoadedModel, compat_hash, kv_geometry, load
+from tandem_engine.engine.loaded_model import LoadedModel, Served, compat_hash, kv_geometry, load
 from tandem_engine.engine.stateful_models import (
     StateShares,
     drafted_bytes,
@@ -79,6 +79,13 @@ def test_engines_with_other_states_have_no_common_hash(hybrid):
         compat_hash(msgspec.structs.replace(own, states=name), hybrid.model_config.num_kv_heads) for name in names
     }
     assert len(hashes) == 3
+
+
+def test_numbers_of_ranks_that_divide_states_have_a_common_hash(hybrid):
+    halves = replace(hybrid, parallel=Parallel(forward=replace(SingleRank(), size=2)))
+    rounded = replace(hybrid, dtype=torch.bfloat16)
+    own, half, other = (Served.of(each, hybrid.config).compat_hash for each in (hybrid, halves, rounded))
+    assert own == half != other
 
 
 def test_geometry_without_states_does_not_name_them(hybrid):

@@ -25,6 +25,8 @@ class Region(NamedTuple):
     """Equal parts of the K and of the V of a layer, one after the other."""
     parts: int = 2
     """Of a layer: K and V, or one latent."""
+    blocks: tuple[int, ...] = ()
+    """Of slots of states in place of pages: bytes of one head in each run of all heads."""
 
     @property
     def torch_device(self) -> str:
@@ -58,8 +60,10 @@ def describe(
     """One range per run of pages that are neighbours on both sides; small pages gain most.
 
     `layers`: of these alone, which is one range per page.
-    `heads`: of these alone, which is one range per page, layer and part.
+    `heads`: of these alone, which is one range per page, layer and part, or per slot and run of heads.
     """
+    if heads is not None and here.blocks:
+        return _blocks(here, source, there, target, heads)
     if heads is not None:
         return _heads(here, source, there, target, range(here.layers) if layers is None else layers, heads)
     if layers is not None and len(layers) < here.layers:
@@ -101,6 +105,22 @@ def _heads(
         ranges = np.empty((len(pages) * len(blocks), 3), np.uint64)
         ranges[:, 0] = (at[:, None] + starts).ravel()
         ranges[:, 1] = len(part) * here.head_bytes
+        ranges[:, 2] = region.device_id
+        sides.append(ranges)
+    return Descriptors(*sides)
+
+
+def _blocks(
+    here: Region, source: Sequence[PageId], there: Region, target: Sequence[PageId], heads: HeadPart
+) -> Descriptors:
+    sizes = np.array(here.blocks, np.uint64)
+    starts = np.cumsum(sizes) - sizes
+    sides = []
+    for region, slots, part in ((here, source, heads.source), (there, target, heads.target)):
+        at = np.fromiter(slots, np.uint64, len(slots)) * np.uint64(region.page_bytes) + np.uint64(region.address)
+        ranges = np.empty((len(slots) * len(sizes), 3), np.uint64)
+        ranges[:, 0] = (at[:, None] + starts * np.uint64(region.heads) + sizes * np.uint64(part.start)).ravel()
+        ranges[:, 1] = np.tile(sizes * np.uint64(len(part)), len(slots))
         ranges[:, 2] = region.device_id
         sides.append(ranges)
     return Descriptors(*sides)

@@ -67,7 +67,8 @@ from tandem_engine.disaggregation.transport import (
 )
 from tandem_engine.executor.forward_thread import TURN_S
 from tandem_engine.forward.kv_progress import VOID
-from tandem_engine.messages.transfer import Hello
+from tandem_engine.memory.state_pool import slot_room
+from tandem_engine.messages.transfer import GroupPool, Hello
 from tandem_engine.parallel.group import use_device
 
 logger = logging.getLogger(__name__)
@@ -301,14 +302,21 @@ class TransferThread:
 
     def _regions_of(self, hello: Hello) -> tuple[Region, ...]:
         groups = () if hello.groups is UNSET else hello.groups
-        theirs, ours = [group.slot_bytes for group in groups], [region.page_bytes for region in self.further]
-        if theirs != ours:
-            raise TransferError(f"its states have {theirs} bytes, ours {ours}")
+        if len(groups) != len(self.further):
+            raise TransferError(f"it has {len(groups)} groups of states, ours are {len(self.further)}")
         pages = self._region_of(hello)
-        there = [own._replace(device=pages.device, device_id=pages.device_id) for own in self.further]
         further = (
-            _checked(region._replace(address=group.address, num_pages=group.num_slots))
-            for group, region in zip(groups, there, strict=True)
+            _checked(
+                own._replace(
+                    address=group.address,
+                    page_bytes=group.slot_bytes,
+                    num_pages=group.num_slots,
+                    device=pages.device,
+                    device_id=pages.device_id,
+                    heads=_heads_of(group, own),
+                )
+            )
+            for group, own in zip(groups, self.further, strict=True)
         )
         return pages, *further
 
@@ -364,7 +372,7 @@ class TransferThread:
             return PushFailed(key=push.key, reason="the grant expired", peer_lost=False)
         there = regions[push.key.group]
         if push.heads is None and there.heads != self._region(push).heads:
-            reason = f"whole pages of {self.region.heads} KV heads for a pool of pages of {there.heads}"
+            reason = f"whole pages of {self._region(push).heads} heads for a pool of pages of {there.heads}"
             return PushFailed(key=push.key, reason=reason, peer_lost=False)
         lowest, highest = min(push.target), max(push.target)
         if lowest < 1 or highest >= there.num_pages:
@@ -468,6 +476,17 @@ class TransferThread:
         write, outstanding.write = outstanding.write, None
         peer = outstanding.push.peer
         return write is None or self._tidy("giving back a write", partial(self.agent.release, write), peer)
+
+
+def _heads_of(group: GroupPool, own: Region) -> int:
+    """Of each of a peer's slots. Raises `TransferError` where ours have heads that do not fit in there."""
+    if group.slot_bytes == own.page_bytes:
+        return own.heads
+    size = sum(own.blocks)
+    heads = group.slot_bytes // size if size else 0
+    if not heads or slot_room(heads * size) != group.slot_bytes:
+        raise TransferError(f"its states have {group.slot_bytes} bytes, ours {own.page_bytes}")
+    return heads
 
 
 def _checked(region: Region) -> Region:

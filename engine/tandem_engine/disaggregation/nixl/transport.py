@@ -60,7 +60,7 @@ class NixlTransport:
         environment = read_environment()
         net_devices = environment.ucx_net_devices or own_devices(me.endpoint, rdma_ports())
         interfaces = Interfaces(watched(me.endpoint, net_devices))
-        further = () if states is None else (region_of(states),)
+        further = () if states is None else (region_of_states(states),)
         network = ucx_network(me.endpoint, net_devices)
         agent = NixlAgent(me.incarnation, self._region, interfaces, network=network, further=further)
         self._hello = Hello(
@@ -80,7 +80,9 @@ class NixlTransport:
         self._outbox = Outbox()
         self._expected = 0
         self._closed = False
-        self._digester = PageDigester(pool, states=None if states is None else PageDigester(states))
+        self._digester = PageDigester(
+            pool, states=None if states is None else PageDigester(states, head_blocks=states.head_blocks)
+        )
         thread = TransferThread(
             agent=agent,
             digester=self._digester,
@@ -170,3 +172,8 @@ def region_of(pool: PagePool) -> Region:
         heads=layout.heads,
         parts=layout.parts,
     )
+
+
+def region_of_states(states: StateSlots) -> Region:
+    """Where states lie, and their heads."""
+    return region_of(states)._replace(heads=states.key_heads or 1, blocks=states.head_blocks)

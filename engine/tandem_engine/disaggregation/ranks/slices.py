@@ -14,6 +14,9 @@ order. So with equally many ranks on both sides rank i writes whole pages to ran
     sender    a push ends when each of its slices has; it has failed if one has (`JoinedPush`)
     both      a page's digest is one of the digests of its slices, in the order of the plan (`JoinedProof`)
 
+States are divided by key heads, which no two ranks share. Between unequal numbers of ranks they have slices of their
+own: ranks that hold the same KV head hold different states.
+
 Every rank gets the reports of all ranks in the same order, and so reaches the same result.
 
 NIXL and the digests need names:
@@ -37,7 +40,7 @@ import xxhash
 
 from tandem_engine.disaggregation.base import RoomKey
 from tandem_engine.disaggregation.transport import Digests, HeadPart, PushDone, PushFailed, PushKey
-from tandem_engine.messages.transfer import MAX_RANKS
+from tandem_engine.messages.transfer import MAX_RANKS, STATES
 from tandem_engine.parallel.sharding import OUTPUTS, share_of
 
 
@@ -143,19 +146,25 @@ class JoinedPush:
 
 @dataclass(kw_only=True, slots=True)
 class JoinedProof:
-    """Digests of granted pages, of which every rank has some heads."""
+    """Digests of granted pages, of which every rank has some heads, and of states where those are in other slices."""
 
     key: RoomKey
     slices: tuple[HeadSlice, ...]
-    _parts: dict[Route, tuple[int, ...]] = field(default_factory=dict)
+    state_slices: tuple[HeadSlice, ...] = ()
+    """Empty: the digests of `slices` are of states, too, if there are any."""
+    _parts: dict[tuple[int, Route], tuple[int, ...]] = field(default_factory=dict)
+    """By group."""
 
-    def add(self, route: Route, digests: tuple[int, ...]) -> Digests | None:
-        """One slice is digested. The pages' digests, once all are."""
-        self._parts[route] = digests
-        if len(self._parts) < len(self.slices):
+    def add(self, route: Route, part: Digests) -> Digests | None:
+        """One slice is digested. The digests of pages, then those of states, once all are."""
+        self._parts[part.group, route] = part.digests
+        if len(self._parts) < len(self.slices) + len(self.state_slices):
             return None
-        digests = joined_digests([self._parts[Route.of(one)] for one in self.slices])
+        digests = self._joined(0, self.slices) + self._joined(STATES, self.state_slices)
         return Digests(room=self.key.room, generation=self.key.generation, digests=digests)
+
+    def _joined(self, group: int, slices: tuple[HeadSlice, ...]) -> tuple[int, ...]:
+        return joined_digests([self._parts[group, Route.of(one)] for one in slices]) if slices else ()
 
 
 _ROOM = re.compile(

@@ -13,7 +13,8 @@ the local transports become one event that all ranks see in the same iteration.
     poll()                ──▶   reports of this rank's transport       ◀─  events
           ◀── joined events ──  exchanged with all ranks (`gather`), joined (`slices`)
 
-States are not divided again: engines whose layers keep them have equally many ranks, and rank i writes to rank i.
+States are divided by heads of their own (`HeadStates`). Where ranks do not divide them, rank i writes to rank i of an
+engine with equally many, and no other engine is written to.
 
 Ranks exchange reports only in iterations with an open push or proof, which is the same on all ranks [same-collectives].
 Between two engines with one rank each nothing is sliced, renamed or joined.
@@ -46,6 +47,7 @@ from tandem_engine.disaggregation.ranks.slices import (
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Digests,
+    HeadStates,
     KvTransport,
     Push,
     PushDone,
@@ -92,6 +94,8 @@ class RankPlace:
     size: int
     kv_heads: int
     """Of the model."""
+    states: HeadStates | None = None
+    """None: the model has none, or ranks do not divide them."""
 
     def agent(self, me: Peer) -> Peer:
         """This rank as its transport is known to peers' transports."""
@@ -157,14 +161,16 @@ class RankedTransport:
 
     def connect(self, hello: Hello) -> None:
         peer, ranks = hello.sender.incarnation, hello.num_ranks
-        problem = _problem_with(hello, ranks, self.place.kv_heads) or _problem_with_groups(hello, self._hello)
+        problem = _problem_with(hello, ranks, self.place.kv_heads)
+        problem = problem or _problem_with_groups(hello, self._hello, self.place.states)
         if problem is not None:
             self._refused[peer] = problem
             logger.warning("cannot write to %r: %s", peer, problem)
             return
         self._refused.pop(peer, None)
         self._peers[peer] = ranks
-        for rank in dict.fromkeys(one.receiver for one in self._slices(ranks) if one.sender == self.place.rank):
+        slices = self._slices(ranks) + self._state_slices(senders=self.place.size, receivers=ranks)
+        for rank in dict.fromkeys(one.receiver for one in slices if one.sender == self.place.rank):
             self.local.connect(_hello_of(hello, rank))
 
     def forget(self, incarnation: str) -> None:
@@ -192,11 +198,17 @@ class RankedTransport:
         writers = order.writers if can_hold(self.place.kv_heads, order.writers) else 1
         key = room_key(order.room, order.generation)
         slices = head_slices(self.place.kv_heads, senders=writers, receivers=self.place.size)
-        self._proofs[key] = JoinedProof(key=key, slices=slices)
+        apart = self._state_slices(senders=writers, receivers=self.place.size) if order.states else ()
+        self._proofs[key] = JoinedProof(key=key, slices=slices, state_slices=apart)
+        pages = replace(order, states=()) if apart else order
+        states = replace(order, pages=(), tail=0)
         for one in slices:
             if one.receiver == self.place.rank:
-                name = slice_room(SliceRoom(order.room, one.sender, writers, one.receiver, self.place.size))
-                self.local.digest(replace(order, room=name, heads=one.part.target))
+                self.local.digest(replace(pages, room=self._written(order, one, writers), heads=one.part.target))
+        for one in apart:
+            if one.receiver == self.place.rank:
+                room = self._written(order, one, writers)
+                self.local.digest(replace(states, room=room, state_heads=one.part.target))
 
     def expect(self, transfers: int) -> None:
         self.local.expect(transfers)
@@ -235,13 +247,25 @@ class RankedTransport:
     def _slices(self, receivers: int) -> tuple[HeadSlice, ...]:
         return head_slices(self.place.kv_heads, senders=self.place.size, receivers=receivers)
 
+    def _state_slices(self, *, senders: int, receivers: int) -> tuple[HeadSlice, ...]:
+        """Those of states, where they are not the slices of pages."""
+        states = self.place.states
+        if states is None or senders == receivers or not (states.slot_bytes(senders) and states.slot_bytes(receivers)):
+            return ()
+        return head_slices(states.heads, senders=senders, receivers=receivers)
+
+    def _written(self, order: DigestOrder, one: HeadSlice, writers: int) -> str:
+        """The room of what a rank of the peer has written here."""
+        return slice_room(SliceRoom(order.room, one.sender, writers, one.receiver, self.place.size))
+
     def _heads_per_rank(self, ranks: int) -> int:
         return len(heads_on(self.place.kv_heads, rank=0, size=ranks))
 
     def _push_slices(self, push: Push, ranks: int) -> None:
-        slices = self._slices(ranks)
+        apart = self._state_slices(senders=self.place.size, receivers=ranks) if push.key.group else ()
+        slices = apart or self._slices(ranks)
         self._pushes[push.key] = JoinedPush(key=push.key, slices=slices)
-        whole = self._heads_per_rank(self.place.size) == self._heads_per_rank(ranks)
+        whole = not apart and self._heads_per_rank(self.place.size) == self._heads_per_rank(ranks)
         for one in slices:
             if one.sender != self.place.rank:
                 continue
@@ -284,7 +308,7 @@ class RankedTransport:
         if name is None or key is None or proof is None:
             yield event
             return
-        digests = proof.add(Route(name.sender, name.receiver), event.digests)
+        digests = proof.add(Route(name.sender, name.receiver), event)
         if digests is not None:
             del self._proofs[key]
             yield digests
@@ -352,8 +376,18 @@ def _problem_with(hello: Hello, ranks: int, kv_heads: int) -> str | None:
     return None
 
 
-def _problem_with_groups(hello: Hello, own: Hello) -> str | None:
-    """Why what a peer keeps in further groups of layers is not what this engine keeps; None if it is."""
+def _problem_with_groups(hello: Hello, own: Hello, states: HeadStates | None) -> str | None:
+    """Why what a peer keeps in further groups of layers is not what this engine keeps; None if it is.
+
+    Of `states` that ranks divide, each rank of the peer has to have its share.
+    """
+    if states is not None and hello.num_ranks != own.num_ranks:
+        expected = states.slot_bytes(hello.num_ranks)
+        pools = [pool.groups for pool in hello.ranks] or [hello.groups]
+        found = [[] if groups is UNSET else [group.slot_bytes for group in groups] for groups in pools]
+        if expected and found == [[expected]] * hello.num_ranks:
+            return None
+        return f"{hello.num_ranks} ranks have states of {found} bytes; {states.heads} heads are {expected} on each"
     if _layouts(hello) != _layouts(own):
         return f"its states are {_layouts(hello)}, ours {_layouts(own)}"
     if own.groups is not UNSET and hello.num_ranks != own.num_ranks:

@@ -229,6 +229,11 @@ class OutputDialect:
 def _visible(vocabulary: Vocabulary, family: ToolFamily | None, reasoning: ReasoningStyle | None) -> frozenset[int]:
     markers = set() if family is None else set(family.markers)
     if reasoning is not None:
-        markers |= set(MARKERS) if reasoning.channels else {reasoning.begin, reasoning.end}
-    spelled = {marker.encode() for marker in markers}
-    return frozenset(token for token in vocabulary.special_ids if vocabulary.bytes_of(token) in spelled)
+        markers |= set(MARKERS) if reasoning.channels else {reasoning.begin, reasoning.end, *reasoning.ended_by}
+    spelled = tuple(marker.encode() for marker in markers)
+    # A marker may begin with a token: `<|channel>` of `<|channel>thought`.
+    return frozenset(
+        token
+        for token in vocabulary.special_ids
+        if (text := vocabulary.bytes_of(token)) and any(marker.startswith(text) for marker in spelled)
+    )

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from tandem_engine.messages.sampling import ReasoningBudget
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.output.parts import Part, Reasoning
-from tandem_services.gateway.output.tool_parsers import harmony
+from tandem_services.gateway.output.tool_parsers import gemma4, harmony
 from tandem_services.gateway.output.tool_parsers.parser import find_marker
 
 
@@ -23,6 +23,8 @@ class ReasoningStyle:
     end: str
     always: bool
     """Outputs begin with reasoning even when the prompt has not opened it."""
+    ended_by: tuple[str, ...] = ()
+    """Markers that end reasoning without `end`, and belong to what is behind it."""
     channels: bool = False
     """All of an output is messages on channels, which `harmony.HarmonyParser` reads."""
 
@@ -38,6 +40,9 @@ STYLES: Mapping[str, ReasoningStyle] = {
     "openai_gptoss": ReasoningStyle(begin=harmony.THOUGHTS[0], end=harmony.THOUGHTS[1], always=False, channels=True),
     "deepseek_r1": ReasoningStyle(begin="<think>", end="</think>", always=True),
     "qwen3": ReasoningStyle(begin="<think>", end="</think>", always=False),
+    "gemma4": ReasoningStyle(
+        begin=gemma4.REASONING[0], end=gemma4.REASONING[1], always=False, ended_by=(gemma4.BEGIN,)
+    ),
     "mistral": ReasoningStyle(begin="[THINK]", end="[/THINK]", always=False),
 }
 """By the name of `--reasoning-parser`."""
@@ -49,6 +54,8 @@ def detect_reasoning(template: str) -> ReasoningStyle | None:
     """The style of a model by its chat template; None when it does not mention reasoning."""
     if harmony.HINT in template:
         return STYLES["openai_gptoss"]
+    if STYLES["gemma4"].end in template:
+        return STYLES["gemma4"]
     if "[THINK]" in template:
         return STYLES["mistral"]
     if "</think>" not in template:
@@ -142,10 +149,10 @@ class ReasoningParser:
             self._at = "outside"
 
     def _read(self, cut: Cut) -> Cut:
-        before, marker, held = find_marker(self._buffer, (self._style.end,))
+        before, marker, held = find_marker(self._buffer, (self._style.end, *self._style.ended_by))
         solid = before.rstrip()
         if marker is None:
             self._buffer = before[len(solid) :] + held
         else:
-            self._buffer, self._at = held, "behind"
+            self._buffer, self._at = (held if marker == self._style.end else marker + held), "behind"
         return Cut([*cut.reasoning, Reasoning(solid)] if solid else cut.reasoning, cut.rest)

@@ -280,7 +280,10 @@ class ToolUse:
         strict = self._strict
         if not strict or self.family.tag is None:
             return GrammarKind.STRUCTURAL_TAG, None
-        return GrammarKind.STRUCTURAL_TAG, tag_document(self.schemas, self.family.tag, strict=strict)
+        document = tag_document(self.schemas, self.family.tag, strict=strict)
+        if self.family.reasoning is not None:
+            document["reasoning"] = list(self.family.reasoning)
+        return GrammarKind.STRUCTURAL_TAG, document
 
 
 _JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT})

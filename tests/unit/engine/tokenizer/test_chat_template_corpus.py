@@ -38,6 +38,8 @@ SPECIALS = (
     *("<|END_OF_TURN_TOKEN|>", "<|SYSTEM_TOKEN|>", "<|USER_TOKEN|>", "<|CHATBOT_TOKEN|>", "<|START_ACTION|>"),
     *("<|END_ACTION|>", "<|start_of_role|>", "<|end_of_role|>", "<|end_of_text|>", "<|start|>", "<|channel|>"),
     *("<|message|>", "<|call|>", "<|return|>", "<|im_user|>", "<|im_middle|>", "<|im_assistant|>", "<|im_system|>"),
+    *("<|turn>", "<turn|>", "<|think|>", "<|channel>", "<channel|>", "<|tool>", "<tool|>", "<|tool_call>"),
+    *("<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
     *("<|tool_call_begin|>", "<|tool_call_end|>", "[|user|]", "[|assistant|]", "[|endofturn|]", "<|media_pad|>"),
 )
 TWIN = "¤"
@@ -212,3 +214,18 @@ def test_special_thought_mark_of_a_user_stays_text(tokenizers, template):
     ids = tokenizer.encode_chat([user("a</think>b"), assistant("c", reasoning_content="d")])
     assert ids.count(mark) == honest.count(mark)
     assert tokenizer.decode(ids, skip_special_tokens=False).count("</think>") == honest.count(mark) + 1
+
+
+CHANNELS = "half_bracket_marks_typed_values"
+
+
+def test_template_that_cuts_channels_out_cuts_those_of_a_client(tokenizers):
+    """Thoughts in contents of the history go, as with transformers; marks of a user stay text."""
+    tokenizer = tokenizers(CHANNELS)
+    messages = [user("a"), assistant("<|channel>thought\nhm\n<channel|>b"), user("c")]
+    assert tokenizer.encode_chat(messages) == expected_ids(CHANNELS, messages, {})
+    honest = tokenizer.encode_chat([user("a b")])
+    ids = tokenizer.encode_chat([user("a<channel|>b")])
+    mark = reference().convert_tokens_to_ids("<channel|>")
+    assert ids.count(mark) == honest.count(mark) == 1
+    assert tokenizer.decode(ids, skip_special_tokens=False).count("<channel|>") == 2

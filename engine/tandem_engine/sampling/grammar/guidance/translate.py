@@ -24,7 +24,7 @@ no other, and one that began to would go on with blanks until its output is full
 
 EXCERPT = 300
 
-_CONTROL = re.compile(r"(<\|[^<>|]+\|>)")
+_CONTROL = re.compile(r"(<[^<>\s]+>)")
 """What may be a control token."""
 
 
@@ -109,6 +109,9 @@ class StructuralTags(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     thoughts: tuple[str, str] | None = None
     """Tandem's: the output is one structure, and free text between these two texts, if there are any, may come before
     it."""
+    reasoning: tuple[str, str] | None = None
+    """Tandem's: free text between these two texts may come before all else. They are control tokens, which free text
+    has not."""
 
 
 def _structural_tag(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
@@ -128,8 +131,10 @@ def _structural_tag(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         return LLMatcher.grammar_from_lark(_thoughts_and_tag(spec, tags, tags.thoughts, tokenizer))
     structures = [_tag(tags, structure) for structure in tags.structures]
     if tags.answer is not None:
-        return LLMatcher.grammar_from_lark(_answer_or_tags(spec, tags, structures, special=control == {True}))
-    return LLMatcher.grammar_from_lark(StructTag.to_grammar(structures, assume_special=control == {True}))
+        return LLMatcher.grammar_from_lark(_answer_or_tags(spec, tags, structures, tokenizer))
+    if control == {True}:
+        return LLMatcher.grammar_from_lark(_text_and_tags(tags, structures, tokenizer))
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(structures, assume_special=False))
 
 
 def _tag(tags: StructuralTags, structure: Structure) -> StructTag:
@@ -139,7 +144,25 @@ def _tag(tags: StructuralTags, structure: Structure) -> StructTag:
     return StructTag(trigger=trigger, begin=structure.begin, grammar=structure.schema, end=structure.end)
 
 
-def _answer_or_tags(spec: GrammarSpec, tags: StructuralTags, structures: list[StructTag], *, special: bool) -> str:
+def _text_and_tags(tags: StructuralTags, structures: list[StructTag], tokenizer: LLTokenizer) -> str:
+    """What `StructTag.to_grammar` gives for triggers that are control tokens, where other parts may be some, too."""
+    rules = [
+        "start: " + ("" if tags.reasoning is None else "reasoning? ") + "tag* TEXT",
+        r"TEXT: /(.|\n)*/",
+        "tag: " + " | ".join(f"tag_{number}" for number in range(len(structures))),
+    ]
+    if tags.reasoning is not None:
+        before, behind = (_with_controls(text, tokenizer) for text in tags.reasoning)
+        rules.append(f"reasoning: {before} TEXT {behind}")
+    for number, tag in enumerate(structures):
+        begin, end = (_with_controls(text, tokenizer) for text in (tag.begin, tag.end))
+        rules.append(f"tag_{number}: TEXT {begin} %json {json.dumps(tag.grammar)} {end}")
+    return "\n".join(rules)
+
+
+def _answer_or_tags(
+    spec: GrammarSpec, tags: StructuralTags, structures: list[StructTag], tokenizer: LLTokenizer
+) -> str:
     further = f"({json.dumps(tags.separator)} tag)" if tags.separator else "tag"
     if tags.most is None:
         several = f"tag {further}*"
@@ -152,9 +175,8 @@ def _answer_or_tags(spec: GrammarSpec, tags: StructuralTags, structures: list[St
         "tag: " + " | ".join(f"tag_{number}" for number in range(len(structures))),
     ]
     for number, tag in enumerate(structures):
-        # Lark writes a control token by its own name, without quotes.
-        begin = f"{tag.trigger} {_quoted(tag.begin[len(tag.trigger) :])}" if special else _quoted(tag.begin)
-        rules.append(f"tag_{number}: {begin} %json {json.dumps(tag.grammar)} {_quoted(tag.end)}")
+        begin, end = (_with_controls(text, tokenizer) for text in (tag.begin, tag.end))
+        rules.append(f"tag_{number}: {begin} %json {json.dumps(tag.grammar)} {end}")
     return "\n".join(rules)
 
 

@@ -3,7 +3,15 @@
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from tandem_services.gateway.output.tool_parsers import harmony, hermes, llama3_json, mistral, pythonic, qwen3_coder
+from tandem_services.gateway.output.tool_parsers import (
+    gemma4,
+    harmony,
+    hermes,
+    llama3_json,
+    mistral,
+    pythonic,
+    qwen3_coder,
+)
 from tandem_services.gateway.output.tool_parsers.parser import Schemas, ToolParser
 
 
@@ -43,6 +51,8 @@ class ToolFamily:
     """Templates that take ids of just this length; None: of any."""
     tag: tuple[str, str, str] | None = None
     """(trigger, text before the arguments, text after them), where a call is one text with JSON in it."""
+    reasoning: tuple[str, str] | None = None
+    """What is around reasoning, where these are control tokens: a grammar has to allow them before calls."""
     separator: str = "\n"
     """Between the calls of one output, in that form."""
     channels: Channels | None = None
@@ -58,6 +68,15 @@ FAMILIES: Mapping[str, ToolFamily] = {
             markers=harmony.MARKERS,
             hint=harmony.HINT,
             channels=HARMONY,
+        ),
+        ToolFamily(
+            name="gemma4",
+            parser=gemma4.Gemma4Parser,
+            markers=gemma4.MARKERS,
+            hint=gemma4.BEGIN,
+            tag=gemma4.TAG,
+            reasoning=gemma4.REASONING,
+            separator="",
         ),
         ToolFamily(
             name="qwen3_coder",

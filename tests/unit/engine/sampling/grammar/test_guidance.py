@@ -147,6 +147,37 @@ KINDS.append(
 )
 
 
+MARKED_CALLS = {
+    "structures": [
+        {
+            "begin": "<|im_start|>add",
+            "schema": {"type": "object", "properties": {"x": {"type": "integer"}}},
+            "end": "<|endoftext|>",
+        },
+    ],
+    "triggers": ["<|im_start|>"],
+}
+"""Calls between two control tokens, as Gemma 4 writes them."""
+MARKED_CALL, MARKED_TEXT = '<|im_start|>add{"x": 1}<|endoftext|>', "<|im_start|>think a {\n<|endoftext|>"
+KINDS += [
+    (
+        spec(GrammarKind.STRUCTURAL_TAG, {**MARKED_CALLS, "reasoning": ["<|im_start|>think", "<|endoftext|>"]}),
+        ["hello", "", f"{MARKED_TEXT}so: {MARKED_CALL}{MARKED_CALL} done", f"so {MARKED_CALL}", MARKED_TEXT],
+        [f"so {MARKED_TEXT}", '<|im_start|>add{"x": "1"}<|endoftext|>', '<|im_start|>add{"x": 1}', MARKED_TEXT * 2],
+    ),
+    (
+        spec(GrammarKind.STRUCTURAL_TAG, MARKED_CALLS),
+        ["hello", MARKED_CALL * 2, f"so {MARKED_CALL} done"],
+        [MARKED_TEXT, f"{MARKED_CALL}<|endoftext|>"],
+    ),
+    (
+        spec(GrammarKind.STRUCTURAL_TAG, {**MARKED_CALLS, "answer": PERSON, "most": 2}),
+        ['{"name": "Ada", "age": 36}', MARKED_CALL, MARKED_CALL * 2],
+        ["hello", MARKED_CALL * 3, '{"name": "Ada"}', f"{MARKED_CALL} done"],
+    ),
+]
+
+
 @pytest.mark.parametrize(("grammar", "good", "bad"), KINDS, ids=lambda value: str(value)[:50])
 def test_each_grammar_kind_accepts_only_matching_texts(backend, tokenizer, grammar, good, bad):
     assert [text for text in good if not matches(backend, tokenizer, grammar, text)] == []
@@ -167,6 +198,13 @@ def test_control_token_trigger_matches_the_token_not_text(backend):
     assert IM_START in allowed(matcher)
     assert matcher.accept((IM_START,)) == 1
     assert EOS not in allowed(matcher)
+
+
+def test_end_that_is_a_control_token_is_the_token_not_text(backend, tokenizer):
+    matcher = backend.compile(spec(GrammarKind.STRUCTURAL_TAG, MARKED_CALLS)).matcher()
+    ids = tokenizer.encode('<|im_start|>add{"x": 1}', add_special_tokens=False).ids
+    assert matcher.accept(ids) == len(ids)
+    assert allowed(matcher) == {tokenizer.token_to_id("<|endoftext|>")}
 
 
 def test_control_tokens_do_not_pass_for_their_text(backend):

@@ -142,6 +142,53 @@ OUTPUTS = [
     ("openai", '<|channel|>commentary to=functions.f<|message|>{"a', call(0, "f", '{"a')),
     ("openai", "<|channel|>" + "x" * 600, [Content("x" * 600)]),
     ("openai", "<|channel|>final<|message|>A<|channel|>final<|message|>B", [Content("A\nB")]),
+    (
+        "gemma4",
+        '<|tool_call>call:f{a:7,s:<|"|>one "two" \\ }<|"|>}<tool_call|>',
+        call(0, "f", '{"a": 7, "s": "one \\"two\\" \\\\ }"}'),
+    ),
+    (
+        "gemma4",
+        'Let me see.\n<|tool_call>call:f{l:[<|"|>x,]<|"|>,-1.5,true,None,{k:{},<|"|>q: r<|"|>:[]}]}<tool_call|>'
+        "<|tool_call>call:g{}<tool_call|> done",
+        [
+            Content("Let me see."),
+            *call(0, "f", '{"l": ["x,]", -1.5, true, null, {"k": {}, "q: r": []}]}'),
+            *call(1, "g", "{}"),
+            Content(" done"),
+        ],
+    ),
+    (
+        "gemma4",
+        "<|tool_call>call:f{s:0123,l:0123,x:nan}<tool_call|>",
+        call(0, "f", '{"s": "0123", "l": "0123", "x": "nan"}'),
+    ),
+    (
+        "gemma4",
+        '<|tool_call>call:f{"s": "a<tool_call|>\\u00e9", "l": [ 1 , 2 ]}<tool_call|>',
+        call(0, "f", '{"s": "a<tool_call|>\\u00e9", "l": [1, 2]}'),
+    ),
+    ("gemma4", '<|tool_call>:f{s:<|"|>x<|"|>}<tool_call|>', call(0, "f", '{"s": "x"}')),
+    (
+        "gemma4",
+        "<|tool_call>call:f{a:1,l:[{k<tool_call|>x",
+        [*call(0, "f", '{"a": 1, "l": [{"k": null}]}'), Content("x")],
+    ),
+    (
+        "gemma4",
+        "<|tool_call>call:f{a,s:,l:[}}}<tool_call|>x",
+        [*call(0, "f", '{"a": null, "s": null, "l": []}'), Content("x")],
+    ),
+    (
+        "gemma4",
+        "<|tool_call>call:f{a < b:1 < 2}<|tool_call>call:g{}",
+        [*call(0, "f", '{"a < b": "1 < 2"}'), *call(1, "g", "{}")],
+    ),
+    ("gemma4", '<|tool_call>call:f{s:<|"|>ab<|', call(0, "f", '{"s": "ab')),
+    ("gemma4", "<|tool_call>call:f{a:12", call(0, "f", '{"a": ')),
+    ("gemma4", "a <|tool_call> b < c <|tool_", [Content("a <|tool_call> b < c <|tool_")]),
+    ("gemma4", "<|tool_call>call:f(a=1)<tool_call|>", [Content("<|tool_call>call:f(a=1)<tool_call|>")]),
+    ("gemma4", "x<|tool_call>call:f", [Content("x")]),
     ("array", '[{"name": "f", "arguments": {"a": 1}}]', call(0, "f", '{"a": 1}')),
     (
         "array",
@@ -198,6 +245,7 @@ def test_cuts_of_messages_in_any_order_mean_nothing():
         ("mistral", "[TOOL_CALLS]f[ARGS]{"),
         ("qwen3_coder", "<function=f>"),
         ("pythonic", "[f("),
+        ("gemma4", "<|tool_call>call:f{"),
         ("openai", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>"),
         ("array", '[{"name":"f"'),
     ],
@@ -215,6 +263,8 @@ def test_call_begins_as_soon_as_its_name_is_complete(family, text):
         ("llama3_json", '{"name":"f","parameters":{"s":"', "x"),
         ("mistral", '[TOOL_CALLS]f[ARGS]{"s":"', "x"),
         ("qwen3_coder", "<function=f><parameter=s>", "x"),
+        ("gemma4", '<|tool_call>call:f{l:[{k:<|"|>', "x"),
+        ("gemma4", '<|tool_call>call:f{"s": "', "x"),
         ("openai", '<|channel|>commentary to=functions.f<|message|>{"s":"', "x"),
         ("array", '[{"name":"f","arguments":{"s":"', "x"),
     ],
@@ -243,12 +293,16 @@ def test_each_piece_of_a_string_argument_is_passed_on_at_once(family, begin, pie
         "[f(",
         '{"name":',
         "f(a=",
+        "a:1,",
+        "a:[{",
+        '<|"|>',
+        '"a" ',
     ],
 )
 def test_work_is_linear_in_what_a_model_writes(family, text):  # [linear-parsers]
     """Long outputs, in pieces larger than tokens: what is quadratic does not come to an end in the time a test has."""
     parser = new_parser(family)
-    parser.feed({"pythonic": "[f(a=", "array": "["}.get(family, ""))
+    parser.feed({"pythonic": "[f(a=", "array": "[", "gemma4": "<|tool_call>call:f{a:["}.get(family, ""))
     fed = [part for _ in range(256) for part in parser.feed(text * (1024 // len(text)))]
     assert len(joined([*fed, *parser.finish()])) < 1 << 20
 
@@ -259,6 +313,7 @@ def test_work_is_linear_in_what_a_model_writes(family, text):  # [linear-parsers
         ("… <tool_call>\n<function=example> …", "qwen3_coder"),
         ("… <tool_call>\n{{ call | tojson }}\n</tool_call> …", "hermes"),
         ("[TOOL_CALLS] [", "mistral"),
+        ("{{- '<|tool_call>call:' + function['name'] -}} {{ '<tool_response|>' }}", "gemma4"),
         ('{"name": function name, "parameters": dictionary}', "llama3_json"),
         ('<|start|>assistant<|channel|>analysis<|message|> "parameters"', "openai"),
         ('[func_name1(params_name1=params_value1)] {"parameters"', "pythonic"),
