@@ -18,8 +18,7 @@ within milliseconds, but the local view is up to a heartbeat old; local routing 
 """
 
 import logging
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,6 +27,7 @@ from tandem_engine.base.release import skew
 from tandem_engine.config import Role
 from tandem_services.router.decision import MemberProofs, WorkerView
 from tandem_services.router.deployment import supersedes
+from tandem_services.router.fleet_groups import FleetGroups
 from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.keys import LEASE_MS, worker_id_of
 from tandem_services.router.registry import WorkerRecord, WorkerState
@@ -109,6 +109,8 @@ class Membership:
     encoding: str = ""
     """Digest of the `tokenizer.json` that encodes requests. A worker that reports another one would read other text: it
     is offered none, but stays a member that a canary may name. "": not compared."""
+    groups: FleetGroups = field(default_factory=FleetGroups)
+    """The view by model, role and compat hash."""
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
     _unlisted: frozenset[str] = frozenset()
     _skewed: frozenset[str] = frozenset()
@@ -162,6 +164,7 @@ class Membership:
         seen = {record.view.incarnation: record for record in snapshot.workers}
         kept = self._survivors(seen.values(), fenced=snapshot.fenced)
         self._records = kept | seen
+        self.groups.update(self._records)
         self._unlisted = frozenset(kept)
         now = self.clock.now()
         self._nameless = {
@@ -245,14 +248,27 @@ class Membership:
 
     def candidates(self, model: str, *, prompt_tokens: int, exclude: frozenset[str]) -> list[WorkerRecord]:
         """Workers that may be offered for a prompt of this length."""
-        return [
+        return list(self.each_candidate(model, prompt_tokens=prompt_tokens, exclude=exclude))
+
+    def each_candidate(self, model: str, *, prompt_tokens: int, exclude: frozenset[str]) -> Iterator[WorkerRecord]:
+        """As `candidates`, for readers that may stop early."""
+        return (
             record
             for incarnation, record in self._records.items()
             if record.view.model == model
             and record.view.context_length > prompt_tokens
             and incarnation not in exclude
             and self._offers(incarnation)
-        ]
+        )
+
+    def candidate(
+        self, incarnation: str, model: str, *, prompt_tokens: int, exclude: frozenset[str]
+    ) -> WorkerRecord | None:
+        """This one, if it is among `candidates`."""
+        record = self._records.get(incarnation)
+        if record is None or record.view.model != model or record.view.context_length <= prompt_tokens:
+            return None
+        return record if incarnation not in exclude and self._offers(incarnation) else None
 
     def prefill_rate(self, model: str) -> float:
         """Prompt tokens per second of all workers that compute prompts of `model`; 0 without any."""
@@ -261,8 +277,7 @@ class Membership:
 
     def page_size(self, model: str) -> int | None:
         """Page size of most workers of the model: the others' caches cannot be matched with the same chain."""
-        sizes = Counter(r.view.page_size for r in self._records.values() if r.view.model == model)
-        return sizes.most_common(1)[0][0] if sizes else None
+        return self.groups.page_size(model)
 
     def _as_known(self, record: WorkerRecord) -> WorkerRecord:
         state = self._refusals.state(record.view.incarnation)
@@ -289,19 +304,20 @@ class Membership:
             self.proofs.watch([record.view for name, record in self._records.items() if name not in without])
 
     def _note_skewed(self) -> None:
-        problems = {name: skew(record.view.release) for name, record in self._records.items()}
-        skewed = frozenset(name for name, problem in problems.items() if problem)
+        problems = {release: skew(release) for release in {r.view.release for r in self._records.values()}}
+        skewed = frozenset(name for name, record in self._records.items() if problems[record.view.release])
         for name in sorted(skewed - self._skewed):
-            logger.warning("worker %s gets no requests: %s", name, problems[name])
+            logger.warning("worker %s gets no requests: %s", name, problems[self._records[name].view.release])
         self._skewed = skewed
 
     def _survivors(self, seen: Iterable[WorkerRecord], *, fenced: frozenset[str]) -> dict[str, WorkerRecord]:
         """Records of the previous view that no current row replaces and that are still valid."""
         newest = {record.view.worker_id: record.view.incarnation for record in seen}
+        listed = frozenset(newest.values())
         return {
             name: record
             for name, record in self._records.items()
-            if name not in newest.values()
+            if name not in listed
             and name not in fenced
             and not self._replaced(name, newest.get(worker_id_of(name)))
             and (self.recovering or self._may_answer(name))

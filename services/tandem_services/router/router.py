@@ -47,22 +47,16 @@ from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import HEARTBEAT_S, Keys
+from tandem_services.router.local_choices import FewWorkers, LocalChoices, LocalRouting, OwnLoad
 from tandem_services.router.membership import PROOF_WAIT_S, FleetView, Membership
 from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.predicting import predicted_latency
+from tandem_services.router.prompt_chain import LastChain
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.registered_adapters import AdapterBoard
 from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import has_to_wait
-from tandem_services.router.selection import (
-    HeldChoices,
-    LastChain,
-    LocalChoices,
-    LocalRouting,
-    OwnLoad,
-    SharedChoices,
-    TicketedChoices,
-)
+from tandem_services.router.selection import HeldChoices, SharedChoices, TicketedChoices
 from tandem_services.router.shared_state import FairBoard, QuarantineBoard, SessionBindings, UsageBoard
 from tandem_services.router.starting import SeenStarts, StartingBoard, StartingWorker
 from tandem_services.router.tickets import TicketBoard
@@ -128,10 +122,7 @@ class Exclusions:
 
     def _of_other_weights(self, query: RouteQuery) -> frozenset[str]:
         """Workers whose weights differ from those that began the output."""
-        if query.compat_hash is None:
-            return frozenset()
-        workers = self.membership.workers()
-        return frozenset(each.incarnation for each in workers if each.compat_hash != query.compat_hash)
+        return frozenset() if query.compat_hash is None else self.membership.groups.others(query.compat_hash)
 
     def _without_adapter(self, query: RouteQuery) -> frozenset[str]:
         if not query.adapter:
@@ -139,10 +130,8 @@ class Exclusions:
         return frozenset(each.incarnation for each in self.membership.workers() if not query.served_by(each))
 
     def _passed_over(self, query: RouteQuery) -> frozenset[str]:
-        if not self.policies.narrows:
-            return frozenset()
-        records = self.membership.candidates(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
-        return self.policies.passed_over((record.view for record in records), query)
+        fitting = self.membership.each_candidate(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
+        return self.policies.passed_over((record.view for record in fitting), query)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -232,6 +221,7 @@ class Router:
         )
         self._local = LocalChoices(
             routing=LocalRouting(own=self._own, random=self._random),
+            few=FewWorkers(membership=self._membership, own=self._own, random=self._random),
             membership=self._membership,
             random=self._random,
             chains=chains,
