@@ -30,7 +30,7 @@ from tandem_services.router.cost import PRESENT, Candidate, Demand, Load, room_n
 from tandem_services.router.decision import Absence, Choice, Claim, Reservation, RouteQuery, Source
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS
-from tandem_services.router.membership import Membership
+from tandem_services.router.membership import PROOF_WAIT_S, Membership
 from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.prompt_chain import LastChain
 from tandem_services.router.registry import WorkerRecord
@@ -53,6 +53,9 @@ MOST_GROUPS = 8
 
 MOST_WALKED = 64
 """Points of a ring that one decision looks at: workers may be excluded, full of other work, or too short."""
+
+MOST_ASKED = 3
+"""Times that a decision chooses again because a worker does not answer."""
 
 MOST_PRICED = 64
 """When nearly all are excluded."""
@@ -269,17 +272,26 @@ class LocalChoices:
         page_size = self.membership.page_size(query.model) or 1
         chain = await self.chains.of(query.token_ids, page_size, space=query.space, most_blocks=MAX_CHAIN_BLOCKS)
         coming = {name: blocks * page_size for name, blocks in self.in_flight.matches(chain).items()}
-        found = self.few.find(
-            query.model,
-            prompt_tokens=demand.prompt_tokens,
-            exclude=query.exclude,
-            first_block=chain[0] if chain else None,
-            compat_hash=query.compat_hash,
-            coming=coming,
-        )
-        options = self.routing.options(found, demand, coming, query.absences)
-        option = cheapest(options, self.random)
-        if option is None:
+        first_block, exclude = chain[0] if chain else None, query.exclude
+        for _ in range(MOST_ASKED):
+            found = self.few.find(
+                query.model,
+                prompt_tokens=demand.prompt_tokens,
+                exclude=exclude,
+                first_block=first_block,
+                compat_hash=query.compat_hash,
+                coming=coming,
+            )
+            options = self.routing.options(found, demand, coming, query.absences)
+            option = cheapest(options, self.random)
+            if option is None:
+                return None
+            ends = {option.decode.view.incarnation, option.computing.view.incarnation}
+            silent = {name for name in ends if not await self.membership.prove(name, within_s=PROOF_WAIT_S)}
+            if not silent:
+                break
+            exclude |= silent
+        else:
             return None
         serial, computing = self.next_serial(), option.computing
         find, prefill = self.membership.find, option.prefill

@@ -301,8 +301,8 @@ class Router:
         return self._routing.failures
 
     def require_encoding(self, digest: str) -> None:
-        """From now on requests are encoded by this `tokenizer.json`: see `Membership.encoding`."""
-        self._membership.encoding = digest
+        """See `Membership.require_encoding`."""
+        self._membership.require_encoding(digest)
 
     def rely_on(self, proofs: MemberProofs) -> None:
         """From now on only workers that prove to be members are chosen."""
@@ -437,8 +437,13 @@ class Router:
         """None when Redis is unavailable: the caller decides locally."""
         if not self._routing.available:
             return None
+        known = self._membership.unusable
         try:
             choice = await self._shared.choose(query, self._demand(query), explained=explained)
+            if choice is None and (learned := self._membership.unusable - known):
+                # A chosen worker does not answer, or has no signed row.
+                query = replace(query, exclude=query.exclude | learned)
+                choice = await self._shared.choose(query, self._demand(query), explained=explained)
         except RedisUnavailableError:
             return None
         if choice is not None and choice.placement is Placement.DEGRADED and self._membership.unlisted:

@@ -62,7 +62,12 @@ class SharedChoices:
             seed=self.random.getrandbits(31),
             explained=explained,
         )
-        return None if routed is None else await self._resolve(query, demand, routed)
+        if routed is None:
+            return None
+        choice = await self._resolve(query, demand, routed)
+        if choice is None:
+            await self.index.release(routed.reservation)
+        return choice
 
     def _allowed(self, query: RouteQuery) -> frozenset[str] | None:
         """The workers that are not excluded, if they are few and the others many: only a policy leaves out so many."""
@@ -208,6 +213,10 @@ class TicketedChoices:
         if self.membership.unknown({ticket.decode, *([ticket.prefill] if ticket.prefill else [])}):
             await self.refresh()
         choice = ticket.choice_for(query, self.membership.find_usable, self.held.next_serial())
+        workers = () if choice is None else (choice.decode, choice.prefill)
+        names = [worker.incarnation for worker in workers if worker is not None]
+        if not all([await self.membership.prove(name, within_s=PROOF_WAIT_S) for name in names]):
+            choice = None
         if choice is None:
             await self.held.give_back(query.request_id, ticket.reservation)
         return choice
