@@ -258,9 +258,11 @@ class EngineConnection:
             return True
         if self._closed:
             return False
+        opening = not self._identified and self._unanswered == 0
         self._note_use()
         self._news.clear()
-        self.greet()
+        if not opening:  # else it was asked when the connection was opened
+            self.greet()
         try:
             async with asyncio.timeout(within_s):
                 await self._news.wait()

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from tandem_services.gateway.dispatch import engine_pool
-from tandem_services.gateway.dispatch.engine_client import LivenessTiming, Revival
+from tandem_services.gateway.dispatch.engine_client import PROOF_S, LivenessTiming, Revival
 from tandem_services.gateway.dispatch.engine_pool import IDLE_S, EnginePool
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.service_clock import ServiceClock
@@ -42,6 +42,13 @@ def views(rack):
 
 def names(views) -> set[str]:
     return {view.incarnation for view in views}
+
+
+async def outlive_proofs(clock) -> None:
+    """No worker is pinged any more, and answers to the last pings are old."""
+    clock.advance(2 * PROOF_S)
+    await asyncio.sleep(0.2)
+    clock.advance(2 * PROOF_S)
 
 
 async def proven(pool, count: int) -> set[str]:
@@ -98,9 +105,8 @@ async def test_address_without_an_engine_proves_nothing(pool, views):
 
 async def test_proof_that_is_old_is_asked_for_again(pool, rack, views, clock):
     assert await pool.prove(views[0], within_s=PATIENCE_S)
-    clock.advance(IDLE_S / 2)
+    await outlive_proofs(clock)
     engine = rack.engines[0]
-    await asyncio.sleep(0.1)
     before = engine.pings
     await asyncio.sleep(0.2)
     assert engine.pings == before, "an unused worker is not pinged"
@@ -111,7 +117,7 @@ async def test_proof_that_is_old_is_asked_for_again(pool, rack, views, clock):
 async def test_engine_that_hangs_is_silent_until_it_answers(pool, rack, views, clock):
     name = views[0].incarnation
     assert await pool.prove(views[0], within_s=PATIENCE_S)
-    clock.advance(IDLE_S / 2)
+    await outlive_proofs(clock)
     rack.engines[0].behaviour.deaf = True
     assert not await pool.prove(views[0], within_s=0.2)
     assert pool.silent == {name}
@@ -122,7 +128,7 @@ async def test_engine_that_hangs_is_silent_until_it_answers(pool, rack, views, c
 
 async def test_worker_that_vanished_while_unused_gets_nothing(pool, rack, views, clock):
     assert await pool.prove(views[0], within_s=PATIENCE_S)
-    clock.advance(IDLE_S / 2)
+    await outlive_proofs(clock)
     await asyncio.to_thread(rack.engines[0].stop)
     assert not await pool.prove(views[0], within_s=PATIENCE_S)
 
