@@ -15,9 +15,9 @@ from growth_fit import Curve
 from pinned_processes import OTHER_CORES
 from router_redis import PAGE, SLICE, Bench, Case, index_bytes, local_us, measure, redis_us, views
 
-from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.index import IndexUpdate, UpdateKind
 from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.views.fleet_reader import FleetReader
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.service_clock import ServiceClock
 

@@ -44,13 +44,13 @@ from tandem_engine.messages.stats import LinkReport  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress, RedisClient  # noqa: E402
 from tandem_services.router.cost import Demand, Load  # noqa: E402
 from tandem_services.router.decision import WorkerView  # noqa: E402
-from tandem_services.router.fleet_reader import FleetSnapshot  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
 from tandem_services.router.keys import SMALL_FLEET, Keys  # noqa: E402
 from tandem_services.router.local_choices import FewWorkers, LocalRouting, OwnLoad  # noqa: E402
 from tandem_services.router.membership import Membership  # noqa: E402
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source  # noqa: E402
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState  # noqa: E402
+from tandem_services.router.views.fleet_reader import FleetSnapshot  # noqa: E402
 from tandem_testing.redis_server import RedisServer  # noqa: E402
 
 PAGE = 16

@@ -29,10 +29,10 @@ from tandem_engine.config import Role
 from tandem_services.router.cost import PRESENT, Candidate, Demand, Load, room_needed, uncached
 from tandem_services.router.decision import Absence, Choice, Claim, Reservation, RouteQuery, Source
 from tandem_services.router.in_flight import PromptsInFlight
+from tandem_services.router.index import LastChain
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS
 from tandem_services.router.membership import PROOF_WAIT_S, Membership
 from tandem_services.router.predicting import predicted_latency
-from tandem_services.router.prompt_chain import LastChain
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import Option, cheapest, computed_in_s, options, planned_fetch, priced_options
 

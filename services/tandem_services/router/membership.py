@@ -29,11 +29,11 @@ from tandem_engine.base.release import skew
 from tandem_engine.config import Role
 from tandem_services.router.decision import MemberProofs, WorkerView
 from tandem_services.router.deployment import supersedes
-from tandem_services.router.fleet_groups import FleetGroups
-from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.keys import LEASE_MS, worker_id_of
 from tandem_services.router.registry import WorkerRecord, WorkerState
 from tandem_services.router.starting import StartingWorker
+from tandem_services.router.views.fleet_reader import FleetSnapshot
+from tandem_services.router.views.groups import FleetGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -43,15 +43,13 @@ from tandem_services.router.decision import (
     WorkerView,
 )
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.in_flight import PromptsInFlight
-from tandem_services.router.index import BlockIndex
+from tandem_services.router.index import BlockIndex, LastChain
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.local_choices import FewWorkers, LocalChoices, LocalRouting, OwnLoad
 from tandem_services.router.membership import PROOF_WAIT_S, FleetView, Membership
 from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.predicting import predicted_latency
-from tandem_services.router.prompt_chain import LastChain
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.registered_adapters import AdapterBoard
 from tandem_services.router.registry import Registry, WorkerState
@@ -60,6 +58,7 @@ from tandem_services.router.selection import HeldChoices, SharedChoices, Tickete
 from tandem_services.router.shared_state import FairBoard, QuarantineBoard, SessionBindings, UsageBoard
 from tandem_services.router.starting import SeenStarts, StartingBoard, StartingWorker
 from tandem_services.router.tickets import TicketBoard
+from tandem_services.router.views.fleet_reader import FleetReader
 
 LOCAL_PREFILL_TOKENS = 2048
 """A longer prompt would keep a decode worker from decoding for too long, whatever the prediction."""

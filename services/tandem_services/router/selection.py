@@ -19,12 +19,11 @@ from tandem_engine.messages.requests import about_attempt
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Candidate, Demand, PricedFetch
 from tandem_services.router.decision import Choice, PlannedFetch, Reservation, RouteQuery, Source
-from tandem_services.router.index import BlockIndex, Routed
+from tandem_services.router.index import BlockIndex, LastChain, Routed
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS, RESERVATION_MS
 from tandem_services.router.local_choices import OwnLoad
 from tandem_services.router.membership import PROOF_WAIT_S, Membership
 from tandem_services.router.predicting import predicted_latency
-from tandem_services.router.prompt_chain import LastChain
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import placement_of, planned_fetch
 from tandem_services.router.tickets import Ticket, TicketBoard

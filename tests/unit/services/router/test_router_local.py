@@ -5,9 +5,9 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.cost import Demand
-from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.local_choices import FewWorkers, LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
+from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_testing.router_builders import MODEL, make_load, make_record
 from tandem_testing.service_clock import ServiceClock
 

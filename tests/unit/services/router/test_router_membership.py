@@ -1,9 +1,9 @@
 import pytest
 
 from tandem_engine.base.release import RELEASE, WINDOW
-from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.membership import RETRY_LOST_AFTER_S, RETRY_REJECTED_AFTER_S, VIEW_DELAY_S, Membership
 from tandem_services.router.registry import WorkerState
+from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_testing.router_builders import MODEL, make_record
 from tandem_testing.service_clock import ServiceClock
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem_engine.config import Role
-from tandem_services.router.hash_ring import HashRing
 from tandem_services.router.registry import WorkerRecord
+from tandem_services.router.views.hash_ring import HashRing
 
 
 class _Place(NamedTuple):
