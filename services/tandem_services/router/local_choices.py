@@ -14,7 +14,7 @@
     coming    those with the longest prefix in flight
     least     the least loaded, by this gateway's own notes, of `MET` random ones of each role and compat hash
 
-When none of these can decode, nearly all workers are excluded, and some of the others are priced.
+When some role is not among these, nearly all of its workers are excluded, and all that are not are looked at.
 """
 
 from collections import Counter
@@ -57,8 +57,8 @@ MOST_WALKED = 64
 MOST_ASKED = 3
 """Times that a decision chooses again because a worker does not answer."""
 
-MOST_PRICED = 64
-"""When nearly all are excluded."""
+MOST_PRICED = 16
+"""Of each role, when nearly all of one are excluded."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -136,17 +136,19 @@ class FewWorkers:
         near = self._near(model, first_block, fitting)
         homes = frozenset(names[0] for names in near.values() if names)
         if self.membership.groups.size(model) > ALL_PRICED:
-            names = {name for by_role in near.values() for name in by_role}
+            names = {name for nearest in near.values() for name in nearest}
             names.update(sorted(coming or {}, key=lambda name: (-(coming or {})[name], name))[:NEAR])
             names.update(self._least_loaded(model, compat_hash, fitting))
             records = [record for name in sorted(names) if (record := fitting(name)) is not None]
-            if any(record.view.role is not Role.PREFILL for record in records):
+            if self.membership.groups.rings(model).keys() <= {record.view.role for record in records}:
                 return Found(records, homes)
-        # Of a large fleet: nearly all are excluded.
+        # Of a large fleet: nearly all of some role are excluded.
         records = self.membership.candidates(model, prompt_tokens=prompt_tokens, exclude=exclude)
-        if len(records) > MOST_PRICED:
-            records = self.random.sample(records, MOST_PRICED)
-        return Found(records, homes)
+        by_role: dict[Role, list[WorkerRecord]] = {}
+        for record in records:
+            by_role.setdefault(record.view.role, []).append(record)
+        some = (self.random.sample(each, min(MOST_PRICED, len(each))) for each in by_role.values())
+        return Found([record for each in some for record in each], homes)
 
     def _near(
         self, model: str, first_block: bytes | None, fitting: Callable[[str], WorkerRecord | None]

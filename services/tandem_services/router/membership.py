@@ -135,6 +135,9 @@ class Membership:
     """What `offered` returned last: those of `_offered_of` that are not in `_closed`."""
     _offered_of: tuple[WorkerView, ...] | None = None
     _closed: frozenset[str] = frozenset()
+    _shares_of: tuple[WorkerView, ...] | None = None
+    """The workers whose unlisted shares by model are in `_shares`."""
+    _shares: dict[str, float] = field(default_factory=dict)
     _rated: tuple[WorkerView, ...] | None = None
     """The workers whose rates by model are in `_rates`."""
     _rates: dict[str, float] = field(default_factory=dict)
@@ -166,8 +169,13 @@ class Membership:
         """Share of the members that serve `model` and that Redis cannot choose, 0 to 1."""
         if not self._unlisted:
             return 0.0
-        serving = [name for name, r in self._records.items() if r.view.model == model and self._usable(name)]
-        return len(self._unlisted.keys() & serving) / len(serving) if serving else 0.0
+        workers = self.workers()
+        if workers is not self._shares_of:
+            self._shares_of, self._shares = workers, {}
+        if model not in self._shares:
+            serving = [view.incarnation for view in workers if view.model == model]
+            self._shares[model] = len(self._unlisted.keys() & serving) / len(serving) if serving else 0.0
+        return self._shares[model]
 
     @property
     def unusable(self) -> frozenset[str]:

@@ -11,7 +11,7 @@ HeldChoices      choices in progress: this gateway's own load, released when the
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
-from itertools import count
+from itertools import count, islice
 from random import Random
 
 from tandem_engine.base.clock import Clock
@@ -72,7 +72,8 @@ class SharedChoices:
         """The workers that are not excluded, if they are few and the others many: only a policy leaves out so many."""
         if len(query.exclude) <= MAX_ALLOWED:
             return None
-        records = self.membership.candidates(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
+        fitting = self.membership.each_candidate(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
+        records = list(islice(fitting, MAX_ALLOWED + 1))
         return frozenset(each.view.incarnation for each in records) if 0 < len(records) <= MAX_ALLOWED else None
 
     async def _resolve(self, query: RouteQuery, demand: Demand, routed: Routed) -> Choice | None:

@@ -128,6 +128,13 @@ def test_workers_that_drain_are_no_candidates():
     assert decodes == {"w0@1"}
 
 
+def test_last_prefill_worker_that_does_not_drain_is_found():
+    fleet = Fleet(512)
+    draining = [make_record(f"w{n}", Role.PREFILL, state=WorkerState.DRAINING) for n in range(3, 512, 2)]
+    fleet.show([*fleet.records[::2], *draining, fleet.records[1]])
+    assert fleet.send(b"block").prefill.view.incarnation == "w1@1"
+
+
 def test_few_workers_of_the_wanted_kind_are_found():
     fleet = Fleet(512)
     rare = [make_record(f"r{n}", role, compat_hash="rare") for n, role in enumerate((Role.PREFILL, Role.DECODE))]
