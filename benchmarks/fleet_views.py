@@ -52,7 +52,7 @@ class Views:
 
     def __init__(self, server: RedisServer, records: list[WorkerRecord]) -> None:
         self.server, self.records, self.generation = server, records, 0
-        self.client = RedisClient(RedisAddress(url=server.url), timeout_s=30)
+        self.client = RedisClient(RedisAddress(url=server.url), timeout_s=300)
         self.registry, self.sweeping = self._registry(HOUR_MS), self._registry(0)
 
     def _registry(self, sweep_every_ms: int) -> Registry:
