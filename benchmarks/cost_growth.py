@@ -1,18 +1,21 @@
 """How costs grow: with the batch, the context, the workers and the blocks in the index.
 
     python tools/random_model.py 25M /tmp/random-25m
-    python benchmarks/cost_growth.py --model /tmp/random-25m [--only batch,workers,views,blocks]
+    python benchmarks/cost_growth.py --model /tmp/random-25m [--only batch,workers,views,gateways,blocks]
                                      [--plots docs/benchmarks] [--rounds 3] [--threads 2] [--quick] [--out r.json]
 
 Prints one JSON object: for each cost its points, the power of the axis that it follows over the upper half of the axis,
-and the terms of the parabola that fits best. Exits with 1 when one grows faster than its axis and no reason is known.
+and the terms of the parabola that fits best. Exits with 1 when one grows faster than its axis, or than its known reason
+explains.
 
     batch     a decode step by 1 to 128 running requests; a decode step and a prompt by 128 to 32k tokens, of a real
               engine: wall time, prefix cached for decodes. The model must have 32k positions
-    workers   1 to 64: a decision in Redis and without, of a prompt of 32k tokens (CPU of Redis, of the gateway); 1 to
-              16: a request through `tandem gateway` with its router and mock workers (CPU of both)
-    views     64 to 4,096 workers: a heartbeat, a gateway's view of the fleet each second, its first view, and the sweep
-              of each second (CPU of Redis)
+    workers   1 to 10,000: a decision in Redis, of a prompt of 32k tokens, and without (CPU of Redis, of the gateway); 1
+              to 16: a request through `tandem gateway` with its router and mock workers (CPU of both)
+    views     64 to 10,000 workers: a heartbeat, a gateway's view of the fleet each second, its first view, and the
+              sweep of each second (CPU of Redis)
+    gateways  1 to 64, at 1,024 workers: a second of the views of all gateways, and a decision of one of them while all
+              decide (CPU of Redis)
     blocks    10^4 to 10^7 in the index, over eight workers: Redis's memory, and its CPU for a decision. What does not
               fit in memory is left out and named
 
@@ -34,19 +37,20 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "test
 from growth_fit import Curve  # noqa: E402
 from line_plot import draw  # noqa: E402
 
-PARTS = ("batch", "workers", "views", "blocks")
+PARTS = ("batch", "workers", "views", "gateways", "blocks")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
 CONTEXTS = (128, 256, 512, 1024, 2048, 4096, 8192, 16_384, 32_000)
-DECIDING = (1, 2, 4, 8, 16, 32, 64)
+DECIDING = (1, 4, 16, 64, 256, 1024, 4096, 10_000)
 SERVING = (1, 2, 4, 8, 16)
-VIEWING = (64, 256, 1024, 4096)
+VIEWING = (64, 256, 1024, 4096, 10_000)
+GATEWAYS = (1, 4, 16, 64)
 BLOCKS = (10**4, 10**5, 10**6, 10**7)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, help="checkpoint for `batch`")
-    parser.add_argument("--only", default=",".join(PARTS), help="of batch, workers, views, blocks; comma-separated")
+    parser.add_argument("--only", default=",".join(PARTS), help=f"of {', '.join(PARTS)}; comma-separated")
     parser.add_argument("--plots", type=Path, help="folder of the SVG files")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
@@ -57,14 +61,14 @@ def main() -> int:
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
     if "batch" in parts and options.model is None:
-        parser.error("batch needs --model; or leave it out with --only workers,views,blocks")
+        parser.error("batch needs --model; or leave it out with --only workers,views,gateways,blocks")
     curves, left_out = measured(options, parts)
     report = {
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "costs": {name: curve.told() for name, curve in curves.items()},
         "left_out": left_out,
-        "superlinear_without_reason": [n for n, curve in curves.items() if curve.superlinear and not curve.reason],
+        "superlinear_without_reason": [name for name, curve in curves.items() if curve.unexplained],
     }
     text = json.dumps(report, indent=1, ensure_ascii=False)
     print(text)
@@ -99,6 +103,10 @@ def measured(options: argparse.Namespace, parts: list[str]) -> tuple[dict[str, C
         from growth_routing import view_curves
 
         curves |= view_curves(VIEWING[:3] if options.quick else VIEWING, rounds=options.rounds)
+    if "gateways" in parts:
+        from growth_routing import gateway_curves
+
+        curves |= gateway_curves(GATEWAYS[short], rounds=options.rounds)
     if "blocks" in parts:
         from growth_routing import block_curves
 

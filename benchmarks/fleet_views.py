@@ -10,10 +10,10 @@ from collections.abc import Awaitable, Callable
 from typing import NamedTuple
 
 from tandem_services.common.redis_client import RedisAddress, RedisClient
-from tandem_services.router.fleet_reader import LISTED_A_SECOND, FleetReader
 from tandem_services.router.keys import HEARTBEAT_S, MAX_DESCRIBED, MAX_WORKERS, Keys
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
 from tandem_services.router.registry import Registry, WorkerRecord
+from tandem_services.router.views.fleet_reader import LISTED_A_SECOND, FleetReader
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.service_clock import ServiceClock
 
@@ -52,7 +52,7 @@ class Views:
 
     def __init__(self, server: RedisServer, records: list[WorkerRecord]) -> None:
         self.server, self.records, self.generation = server, records, 0
-        self.client = RedisClient(RedisAddress(url=server.url), timeout_s=30)
+        self.client = RedisClient(RedisAddress(url=server.url), timeout_s=300)
         self.registry, self.sweeping = self._registry(HOUR_MS), self._registry(0)
 
     def _registry(self, sweep_every_ms: int) -> Registry:

@@ -54,7 +54,7 @@ def engine_curves(
     return {
         "decode step by batch": Curve(points=by_batch, unit="ms"),
         "decode step by context": Curve(points=by_context, unit="ms"),
-        "prompt by length": Curve(points=by_length, unit="ms", reason=ATTENTION),
+        "prompt by length": Curve(points=by_length, unit="ms", reason=ATTENTION, reason_power=2.0),
     }
 
 

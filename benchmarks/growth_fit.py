@@ -19,6 +19,8 @@ class Curve:
     unit: str
     reason: str = ""
     """Why it grows faster than the axis, where it may."""
+    reason_power: float = 1.0
+    """The power that the reason gives."""
 
     @property
     def power(self) -> float:
@@ -36,6 +38,11 @@ class Curve:
     @property
     def superlinear(self) -> bool:
         return self.power > SUPERLINEAR
+
+    @property
+    def unexplained(self) -> bool:
+        """Whether it grows faster than its axis, or than its reason explains, beyond noise."""
+        return self.power > self.reason_power + SUPERLINEAR - 1.0
 
     def told(self) -> dict[str, object]:
         told: dict[str, object] = {

@@ -3,7 +3,7 @@
 import argparse
 import asyncio
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
@@ -15,9 +15,11 @@ from growth_fit import Curve
 from pinned_processes import OTHER_CORES
 from router_redis import PAGE, SLICE, Bench, Case, index_bytes, local_us, measure, redis_us, views
 
-from tandem_services.router.cost import PAIR_ENDS
 from tandem_services.router.index import IndexUpdate, UpdateKind
+from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.views.fleet_reader import FleetReader
 from tandem_testing.redis_server import RedisServer
+from tandem_testing.service_clock import ServiceClock
 
 PROMPT = 32_768
 """Tokens of a prompt that is routed."""
@@ -27,13 +29,14 @@ MIB_PER_MILLION = 100
 """Of Redis's memory, more than a million blocks take."""
 
 
-PAIRS = (
-    f"every pair of up to {PAIR_ENDS} prefill and {PAIR_ENDS} decode workers is priced: "
-    f"the square of the workers until there are {2 * PAIR_ENDS}, linear from there"
-)
-
+GATEWAY_FLEET = 1024
+"""Workers that many gateways see."""
+VIEW_SECONDS = 16
+DECISIONS = 16
+"""Of each gateway, all gateways at once."""
 
 ALL_ROWS = "all rows are read into one table of Lua, in one piece; memory of that size costs more than its share"
+ALL_ROWS_POWER = 1.25
 
 
 def worker_curves(deciding: Sequence[int], serving: Sequence[int], *, requests: int, rounds: int) -> dict[str, Curve]:
@@ -55,8 +58,8 @@ def worker_curves(deciding: Sequence[int], serving: Sequence[int], *, requests: 
     finally:
         os.sched_setaffinity(0, cores)
     return {
-        "decision in Redis by workers": Curve(points=redis, unit="µs", reason=PAIRS),
-        "decision without Redis by workers": Curve(points=local, unit="µs", reason=PAIRS),
+        "decision in Redis by workers": Curve(points=redis, unit="µs"),
+        "decision without Redis by workers": Curve(points=local, unit="µs"),
         "request through the gateway by workers": Curve(points=gateway, unit="µs"),
     }
 
@@ -70,7 +73,7 @@ def view_curves(workers: Sequence[int], *, rounds: int) -> dict[str, Curve]:
 
     def curve(name: str, reason: str = "") -> Curve:
         points = {count: each.costs[name]["cpu_us"] for count, each in found.items()}
-        return Curve(points=points, unit="µs", reason=reason)
+        return Curve(points=points, unit="µs", reason=reason, reason_power=ALL_ROWS_POWER if reason else 1.0)
 
     return {
         "heartbeat by workers": curve("heartbeat"),
@@ -78,6 +81,54 @@ def view_curves(workers: Sequence[int], *, rounds: int) -> dict[str, Curve]:
         "first view of a gateway by workers": curve("first_view", ALL_ROWS),
         "sweep by workers": curve("sweep", ALL_ROWS),
     }
+
+
+def gateway_curves(gateways: Sequence[int], *, rounds: int) -> dict[str, Curve]:
+    """CPU of Redis by gateways of one fleet: for a second of the views of all, and for one of their decisions."""
+    with closing_redis() as server:
+        views_us, decision_us = asyncio.run(_by_gateways(server, gateways, rounds))
+    return {
+        "views of all gateways by gateways": Curve(points=views_us, unit="µs"),
+        "decision by gateways": Curve(points=decision_us, unit="µs"),
+    }
+
+
+async def _by_gateways(
+    server: RedisServer, gateways: Sequence[int], rounds: int
+) -> tuple[dict[int, float], dict[int, float]]:
+    benches = [Bench(server, GATEWAY_FLEET if number == 0 else 0) for number in range(max(gateways))]
+    chain = [os.urandom(16) for _ in range(1024 // PAGE)]
+    await benches[0].fill("shared", chain)
+    await benches[0].heartbeats()
+    clock = ServiceClock()
+    readers = [FleetReader(registry=bench.registry, clock=clock) for bench in benches]
+    for reader in readers:
+        await reader.snapshot()
+
+    async def redis_us(work: Callable[[int], Awaitable[object]], count: int) -> float:
+        found = []
+        for _ in range(rounds):
+            before = await benches[0].redis_cpu_s()
+            await asyncio.gather(*(work(number) for number in range(count)))
+            found.append((await benches[0].redis_cpu_s() - before) * 1e6)
+        return min(found)
+
+    async def seconds(number: int) -> None:
+        for _ in range(VIEW_SECONDS):
+            clock.advance(HEARTBEAT_S / len(readers))
+            await readers[number].snapshot()
+
+    async def decisions(number: int) -> None:
+        for _ in range(DECISIONS):
+            await benches[number].decide(b"".join(chain), 1024)
+
+    try:
+        viewed = {count: await redis_us(seconds, count) / VIEW_SECONDS for count in gateways}
+        decided = {count: await redis_us(decisions, count) / (DECISIONS * count) for count in gateways}
+    finally:
+        for bench in benches:
+            await bench.client.close()
+    return viewed, decided
 
 
 def block_curves(blocks: Sequence[int], *, rounds: int) -> tuple[dict[str, Curve], dict[int, str]]:

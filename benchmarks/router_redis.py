@@ -1,7 +1,7 @@
 """What one routing decision costs Redis: microseconds per call by fleet size, prompt length and cache state.
 
     python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--explained]
-                                      [--views] [--out r.json]
+                                      [--views | --local] [--out r.json]
 
 Starts its own redis-server on a free loopback port. For each case: CPU time of Redis per decision, network and protocol
 included, with one caller and with 16 at once, and so the decisions per second of one core of Redis; the round trip that
@@ -16,7 +16,8 @@ one caller sees. Medians over rounds. Cases of cache state:
 `--views`: instead of decisions, what heartbeats cost and what a gateway's view of the fleet costs each second, beside a
 view that is read as a whole (`fleet_views.py`).
 
-Then what a million blocks in the index take of Redis's memory, and a decision without Redis by the last view.
+Then what a million blocks in the index take of Redis's memory; and a decision without Redis by the last view, with the
+CPU of a gateway for its first view and for one in which nothing has changed. `--local`: only these.
 """
 
 import argparse
@@ -45,9 +46,11 @@ from tandem_services.router.cost import Demand, Load  # noqa: E402
 from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_services.router.index import BlockIndex, IndexUpdate, UpdateKind  # noqa: E402
 from tandem_services.router.keys import SMALL_FLEET, Keys  # noqa: E402
+from tandem_services.router.local_choices import FewWorkers, LocalRouting, OwnLoad  # noqa: E402
+from tandem_services.router.membership import Membership  # noqa: E402
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source  # noqa: E402
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState  # noqa: E402
-from tandem_services.router.selection import LocalRouting, OwnLoad  # noqa: E402
+from tandem_services.router.views.fleet_reader import FleetSnapshot  # noqa: E402
 from tandem_testing.redis_server import RedisServer  # noqa: E402
 
 PAGE = 16
@@ -237,22 +240,39 @@ async def used_memory(bench: Bench) -> float:
 
 
 def local_us(workers: int, calls: int) -> dict[str, float]:
-    """CPU of a decision by the last view, without Redis."""
-    routing = LocalRouting(own=OwnLoad(clock=MonotonicClock()), random=random.Random(1))
-    records = [record(number, workers) for number in range(workers)]
+    """CPU of a decision by the last view, without Redis. Hashing the prompt is not included."""
+    own, rng = OwnLoad(clock=MonotonicClock()), random.Random(1)
+    members, routing = Membership(clock=own.clock), LocalRouting(own=own, random=rng)
+    records = tuple(record(number, workers) for number in range(workers))
+    began = time.thread_time()
+    members.update(FleetSnapshot(epoch="", workers=records, malformed=0))
+    first_view_s = time.thread_time() - began
+    few = FewWorkers(membership=members, own=own, random=rng)
     demand = Demand(prompt_tokens=32_768, output_tokens=256, local_prefill_tokens=2048)
     seconds = []
     for _ in range(calls):
         first_block = os.urandom(16)
         began = time.thread_time()
-        assert routing.choose(records, demand, first_block) is not None
+        found = few.find(MODEL, prompt_tokens=demand.prompt_tokens, first_block=first_block)
+        option = routing.choose(found, demand)
         seconds.append(time.thread_time() - began)
+        assert option is not None
     seconds.sort()
     return {
         "workers": workers,
         "p50_us": round(seconds[calls // 2] * 1e6, 1),
         "p99_us": round(seconds[int(calls * 0.99)] * 1e6, 1),
+        "first_view_ms": round(first_view_s * 1e3, 1),
+        "view_ms": round(view_ms(members, records), 2),
     }
+
+
+def view_ms(members: Membership, records: tuple[WorkerRecord, ...]) -> float:
+    """CPU of a view in which nothing has changed."""
+    began = time.thread_time()
+    for _ in range(10):
+        members.update(FleetSnapshot(epoch="", workers=records, malformed=0))
+    return (time.thread_time() - began) * 100
 
 
 async def views(server: RedisServer, workers: int, *, rounds: int) -> FleetCosts:
@@ -269,11 +289,15 @@ async def main() -> None:
     parser.add_argument("--blocks", type=int, default=1_000_000)
     parser.add_argument("--explained", action="store_true")
     parser.add_argument("--views", action="store_true")
+    parser.add_argument("--local", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     random.seed(1)
     fleets = [int(workers) for workers in arguments.workers.split(",")]
     machine = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
+    if arguments.local:
+        report({**machine, "local": local_costs(fleets)}, arguments.out)
+        return
     server = RedisServer.start()
     try:
         if arguments.views:
@@ -294,8 +318,11 @@ async def main() -> None:
         index = await index_bytes(server, arguments.blocks)
     finally:
         server.stop()
-    local = [local_us(workers, max(20, min(1000, 64_000 // workers))) for workers in fleets]
-    report({**machine, "cases": cases, "index": index, "local": local}, arguments.out)
+    report({**machine, "cases": cases, "index": index, "local": local_costs(fleets)}, arguments.out)
+
+
+def local_costs(fleets: list[int]) -> list[dict[str, float]]:
+    return [local_us(workers, 1000) for workers in fleets]
 
 
 def report(found: dict[str, object], out: Path | None) -> None:

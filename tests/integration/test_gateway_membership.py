@@ -12,6 +12,7 @@ from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.redis_client import RedisAddress
+from tandem_services.gateway.dispatch import engine_pool
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.registry import LeaseStatus
 from tandem_services.router.router import Router, RouterConfig
@@ -117,6 +118,40 @@ async def test_workers_without_redis_stay_members_while_reachable(server, rack, 
         async with beating(fleet, *engines):
             await until(lambda: not router._membership.unlisted, PATIENCE_S, "Redis has both again")
             assert set(await answered(http)) == {200}
+
+
+async def test_workers_never_asked_stay_members_without_redis(server, rack, fleet, tmp_path, monkeypatch):
+    """The gateway of a large fleet is connected to few of its workers. When Redis forgets all, it asks the others."""
+    monkeypatch.setattr(engine_pool, "AHEAD", 1)
+    engines = [rack.add(name, behaviour()) for name in "abcd"]
+    everybody = {engine.view.incarnation for engine in engines}
+    async with gateway_of(server, rack.context, tmp_path) as (http, router):
+        async with beating(fleet, *engines):
+            await until(sees(router, *everybody), PATIENCE_S, "all are members")
+            assert sum(engine.pings > 0 for engine in engines) <= 1
+        await until(lambda: router._membership.unlisted == everybody, PATIENCE_S, "Redis has lost them")
+        await until(lambda: all(engine.pings > 0 for engine in engines), PATIENCE_S, "all were asked")
+        await until(lambda: all(map(router._membership.proofs.proven, everybody)), PATIENCE_S, "all have answered")
+        await asyncio.to_thread(engines[0].stop)
+        await until(sees(router, "b@1", "c@1", "d@1"), PATIENCE_S, "one answers no longer")
+        assert set(await answered(http, 20)) == {200}
+
+
+@pytest.mark.parametrize("endpoint", ["of another worker", "tcp://127.0.0.1:9"])
+async def test_row_of_no_engine_costs_no_request(server, rack, fleet, tmp_path, monkeypatch, endpoint):
+    """Nobody was asked before: requests find out."""
+    monkeypatch.setattr(engine_pool, "AHEAD", 0)
+    engine = rack.add("a", behaviour())
+    changes = {} if endpoint == "of another worker" else {"request_endpoint": endpoint}
+    old = record_of(engine, worker_id="z", incarnation="z@7", **changes)
+    async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, engine):
+        await fleet.beat(old)
+        await router.refresh()
+        assert sees(router, "a@1", "z@7")()
+        for _ in range(4):
+            await fleet.beat(old)
+            assert set(await answered(http)) == {200}
+        assert sees(router, "a@1")()
 
 
 async def test_prefill_worker_that_loses_redis_still_computes(server, rack, fleet, tmp_path):

@@ -182,7 +182,7 @@ def test_command_prints_and_writes_one_report(tmp_path, capsys):
         (["--workers", "none"], "--workers 'none'"),
         (["--workers", "prefill=2"], "at least one worker must decode"),
         (["--workers", "decode=2"], "decode workers need prefill workers"),
-        (["--workers", "0"], "1 to 1024 workers"),
+        (["--workers", "0"], "1 to 16384 workers"),
         (["--policy", "localty"], "no policy 'localty'"),
         (["--decode-step-ms", "64"], "--decode-step-ms '64'"),
         (["--cache-share", "0"], "--cache-blocks"),

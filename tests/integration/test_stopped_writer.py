@@ -11,7 +11,7 @@ from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.base import room_key
 from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.messages.control import PeerEnded
-from tandem_services.router.fleet_reader import FleetSnapshot
+from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_services.worker.peers import Lifelines
 from tandem_testing.disagg_nixl import Node, RemoteWriter, nixl_node, remote_writer
 from tandem_testing.waiting import until

@@ -15,11 +15,11 @@ from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Demand
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord
+from tandem_services.router.views.fleet_reader import FleetReader
 from tandem_testing.router_builders import PAGE, PATIENT_S, chain_of, make_link
 from tandem_testing.system import System
 from tandem_testing.system_client import SystemClient

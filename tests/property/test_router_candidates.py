@@ -348,6 +348,29 @@ async def test_sweep_removes_stale_holders_of_a_worker(server, ending):
         assert set(await holders(workers)) <= set(OTHER)
 
 
+@pytest.mark.parametrize("lost", [False, True], ids=["known", "lost"])
+async def test_decision_drops_holders_that_are_gone(fleet, lost):
+    """After a rollout of all workers, of which one has the prompt again. Not where Redis has lost the names of all."""
+    for number in range(SIZE):
+        await fleet.beat(make_record(f"w{number}"))
+        await fleet.cache(make_record(f"w{number}"), CHAIN)
+    for number in range(SIZE):
+        await fleet.beat(make_record(f"w{number}", number=2))
+    await fleet.cache(make_record("w7", number=2), CHAIN)
+    before = await holders(fleet)
+    if lost:
+        await fleet.client.command("DEL", fleet.keys.prefix + "tags")
+    for seed in range(3):
+        routed = await route(fleet, seed=seed)
+        assert routed is not None
+        assert lost or routed.matched_tokens == len(CHAIN) * PAGE
+        await fleet.index.release(routed.reservation)
+    after = await holders(fleet)
+    changed = {digest for digest, tags in before.items() if after.get(digest) != tags}
+    assert all(len(after[digest]) == 1 for digest in changed)
+    assert len(changed) == 0 if lost else len(changed) > 0
+
+
 async def test_restarted_worker_has_no_match_of_before(fleet):
     for number in range(SIZE):
         await fleet.beat(make_record(f"w{number}", load=make_load(queue_tokens=100)))

@@ -61,7 +61,8 @@ REPEATABLE = {"SWEPT_BUCKETS": 0}
 """The sweep of the index by block looks at random entries."""
 
 ORDERED_HASHES = {"hash-max-listpack-entries": 4096, "hash-max-listpack-value": 4096}
-"""As many workers as there may be, and rows with as many reservations as they may have."""
+"""As many workers as there may be where a run is to give the same result again, and rows with as many reservations as
+they may have. In a larger fleet the order of rows, and with it which of equal workers is taken, differs by run."""
 
 CLOCK = """\
 local function now_ms()

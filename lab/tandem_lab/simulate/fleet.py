@@ -1,6 +1,7 @@
 """Simulated workers as the router sees them: heartbeats and prefix index through the product's own registry code.
 
-heartbeat     each second, at a different moment for each worker
+heartbeat     each second; in a fleet of more than `ALL_BEAT` workers when a worker's load has changed, and every
+              `BEAT_AGAIN_S`, as Redis has nothing to learn from the others
 index         what a cache has stored and removed, at most every `PACE_S`, revision by revision
 join, leave   a worker registers with an empty cache; one that leaves is not routable any more, finishes its
               requests, and deregisters
@@ -16,9 +17,10 @@ from tandem_engine.config import Role
 from tandem_lab.simulate.clock import SimulatedRedis
 from tandem_lab.simulate.prefix_fetch import ServiceTimes
 from tandem_lab.simulate.worker import ModelledWorker
+from tandem_services.router.cost import Load
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
-from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.keys import HEARTBEAT_S, MAX_WORKERS
 from tandem_services.router.registry import WorkerRecord, WorkerState
 
 MODEL = "simulated"
@@ -26,7 +28,9 @@ MODEL = "simulated"
 PACE_S = 0.05
 """As `tandem_services.worker.index_publisher.PACE_S`."""
 
-MAX_WORKERS = 1024
+ALL_BEAT = 1024
+
+BEAT_AGAIN_S = 10.0
 
 AT_ONCE = 16
 """Heartbeats, each on a separate connection."""
@@ -86,6 +90,8 @@ class Fleet:
         self._publishing: set[str] = set()
         self._leaving: set[str] = set()
         self._joined: Counter[Role] = Counter()
+        self._beaten: dict[str, tuple[float, Load]] = {}
+        """When each worker's last heartbeat was, and what it reported."""
         self._generation = 0
         """Generation of the fleet in Redis: a heartbeat with the current one does not get all members again."""
         self.workers: dict[str, ModelledWorker] = {}
@@ -152,9 +158,15 @@ class Fleet:
             return
         await self.redis.follow()
         await self._let_go()
-        for some in _slices(tuple(self.workers.values())):
+        everybody = tuple(self.workers.values())
+        beating = everybody if len(everybody) <= ALL_BEAT else tuple(filter(self._has_news, everybody))
+        for some in _slices(beating):
             await asyncio.gather(*(self._heartbeat(worker) for worker in some))
         self.redis.events.after(HEARTBEAT_S, self._beat)
+
+    def _has_news(self, worker: ModelledWorker) -> bool:
+        at, load = self._beaten[worker.name]
+        return worker.load() != load or self.redis.events.now() - at >= BEAT_AGAIN_S
 
     async def _let_go(self) -> None:
         """Of those that leave and have nothing left to do."""
@@ -162,11 +174,13 @@ class Fleet:
         for worker in done:
             del self.workers[_incarnation(worker.name)]
             self._leaving.discard(worker.name)
+            del self._beaten[worker.name]
             await self.redis.registry.deregister(_incarnation(worker.name))
 
     async def _heartbeat(self, worker: ModelledWorker) -> None:
         state = WorkerState.DRAINING if worker.name in self._leaving else WorkerState.READY
         record = WorkerRecord(view=self.view(worker), state=state, load=worker.load(), details={})
+        self._beaten[worker.name] = self.redis.events.now(), record.load
         reply = await self.redis.registry.heartbeat(record, known_generation=self._generation, report_age_s=0.0)
         self._generation = reply.generation
 

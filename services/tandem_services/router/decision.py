@@ -271,12 +271,18 @@ class NoWorkersError(Exception):
 class MemberProofs(Protocol):
     """Belongs to the router's event loop."""
 
-    def watch(self, workers: Iterable[WorkerView]) -> None:
-        """These may be members: have them prove it, again and again, and no others."""
+    def watch(self, workers: Iterable[WorkerView], *, unlisted: frozenset[str]) -> None:
+        """These may be members. Have some prove it, again and again, and of `unlisted` ones, that Redis does not name,
+        all; and no others."""
+        ...
+
+    @property
+    def silent(self) -> frozenset[str]:
+        """Incarnations that were asked and have not answered yet."""
         ...
 
     def proven(self, incarnation: str) -> bool:
-        """Whether it has answered lately."""
+        """Whether it has answered, and was not found silent or dead since."""
         ...
 
     async def prove(self, worker: WorkerView, *, within_s: float) -> bool:

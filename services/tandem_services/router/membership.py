@@ -2,9 +2,11 @@
 
 Redis is a hint: it contains addresses and loads, but a worker's own answer proves its membership (`MemberProofs`).
 
-    1. snapshot      each heartbeat brings the rows of Redis, only signed ones; a worker is offered once it has answered
-    2. unlisted      missing in the snapshot: the worker cannot reach Redis, Redis lost it, or it has exited. It stays
-                     while it answers, until a signed verdict ends it or a newer incarnation has a signed row
+    1. snapshot      each heartbeat brings the rows of Redis, only signed ones. A worker may be chosen by its row,
+                     unless it was asked and does not answer; it gets a request once it has answered (`prove`)
+    2. unlisted      missing in the snapshot: the worker cannot reach Redis, Redis lost it, or it has exited. It is
+                     asked then, and stays while it answers, until a signed verdict ends it or a newer incarnation has
+                     a signed row
     3. Redis away    the view does not change
     4. no proofs     a router without proofs relies on rows. After a wipe (new epoch), or with new malformed rows,
                      workers of the old view stay for one lease, in which live ones register again
@@ -18,8 +20,7 @@ within milliseconds, but the local view is up to a heartbeat old; local routing 
 """
 
 import logging
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import NamedTuple
 
@@ -28,10 +29,11 @@ from tandem_engine.base.release import skew
 from tandem_engine.config import Role
 from tandem_services.router.decision import MemberProofs, WorkerView
 from tandem_services.router.deployment import supersedes
-from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.keys import LEASE_MS, worker_id_of
 from tandem_services.router.registry import WorkerRecord, WorkerState
 from tandem_services.router.starting import StartingWorker
+from tandem_services.router.views.fleet_reader import FleetSnapshot
+from tandem_services.router.views.groups import FleetGroups
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -87,6 +89,11 @@ class Refusals:
             return None
         return refusal.state
 
+    @property
+    def refusing(self) -> frozenset[str]:
+        """Workers with a `state`."""
+        return frozenset(name for name in self._latest if self.state(name) is not None)
+
     def settle(self, *, requested_at: float) -> None:
         """Apply a view requested at `requested_at`, which contains the cause of every rejection well before that."""
         self._latest = {name: each for name, each in self._latest.items() if each.at + VIEW_DELAY_S > requested_at}
@@ -106,16 +113,34 @@ class Membership:
     clock: Clock
     proofs: MemberProofs | None = None
     """None: rows alone count."""
-    encoding: str = ""
-    """Digest of the `tokenizer.json` that encodes requests. A worker that reports another one would read other text: it
-    is offered none, but stays a member that a canary may name. "": not compared."""
+    _encoding: str = ""
+    """"": not compared."""
+    _foreign: frozenset[str] = frozenset()
+    """Incarnations of the view that report another encoding."""
+    groups: FleetGroups = field(default_factory=FleetGroups)
+    """The view by model, role and compat hash."""
     _records: dict[str, WorkerRecord] = field(default_factory=dict)
-    _unlisted: frozenset[str] = frozenset()
+    _unlisted: dict[str, float] = field(default_factory=dict)
+    """Members that the last snapshot did not name, and since when snapshots do not."""
     _skewed: frozenset[str] = frozenset()
     """Incarnations of the view that are of a release outside the window."""
     _marked_dead: dict[str, float] = field(default_factory=dict)
     _nameless: dict[str, float] = field(default_factory=dict)
     """Incarnations that Redis chose and no signed row describes, and when that was."""
+    _workers: tuple[WorkerView, ...] | None = None
+    """What `workers` returned last, without `_out`; None after a new view."""
+    _out: frozenset[str] = frozenset()
+    _unready: frozenset[str] = frozenset()
+    _offered: tuple[WorkerView, ...] = ()
+    """What `offered` returned last: those of `_offered_of` that are not in `_closed`."""
+    _offered_of: tuple[WorkerView, ...] | None = None
+    _closed: frozenset[str] = frozenset()
+    _shares_of: tuple[WorkerView, ...] | None = None
+    """The workers whose unlisted shares by model are in `_shares`."""
+    _shares: dict[str, float] = field(default_factory=dict)
+    _rated: tuple[WorkerView, ...] | None = None
+    """The workers whose rates by model are in `_rates`."""
+    _rates: dict[str, float] = field(default_factory=dict)
     _refusals: Refusals = field(init=False)
     _epoch: str = ""
     _malformed: int = 0
@@ -123,6 +148,12 @@ class Membership:
 
     def __post_init__(self) -> None:
         self._refusals = Refusals(self.clock)
+
+    def require_encoding(self, digest: str) -> None:
+        """`tokenizer.json` with this digest encodes requests. A worker that reports another one would read other text:
+        it is offered none, but stays a member that a canary may name."""
+        self._encoding = digest
+        self._note_foreign()
 
     @property
     def recovering(self) -> bool:
@@ -132,21 +163,26 @@ class Membership:
     @property
     def unlisted(self) -> frozenset[str]:
         """Members that the last snapshot did not name: Redis cannot choose them."""
-        return self._unlisted
+        return frozenset(self._unlisted)
 
     def unlisted_share(self, model: str) -> float:
         """Share of the members that serve `model` and that Redis cannot choose, 0 to 1."""
         if not self._unlisted:
             return 0.0
-        serving = [name for name, r in self._records.items() if r.view.model == model and self._usable(name)]
-        return len(self._unlisted.intersection(serving)) / len(serving) if serving else 0.0
+        workers = self.workers()
+        if workers is not self._shares_of:
+            self._shares_of, self._shares = workers, {}
+        if model not in self._shares:
+            serving = [view.incarnation for view in workers if view.model == model]
+            self._shares[model] = len(self._unlisted.keys() & serving) / len(serving) if serving else 0.0
+        return self._shares[model]
 
     @property
     def unusable(self) -> frozenset[str]:
-        """Incarnations that no request may be sent to: dead, not proven, outside the window, of another encoding, or
+        """Incarnations that no request may be sent to: dead, silent, outside the window, of another encoding, or
         without a signed row."""
-        refused = (name for name in self._records if not self._usable(name) or self._reads_otherwise(name))
-        return frozenset(refused) | self.dead | self._nameless.keys()
+        silent = frozenset[str]() if self.proofs is None else self.proofs.silent
+        return self._skewed | self._foreign | silent | self.dead | frozenset(self._nameless)
 
     @property
     def dead(self) -> frozenset[str]:
@@ -162,29 +198,32 @@ class Membership:
         seen = {record.view.incarnation: record for record in snapshot.workers}
         kept = self._survivors(seen.values(), fenced=snapshot.fenced)
         self._records = kept | seen
-        self._unlisted = frozenset(kept)
+        self.groups.update(self._records)
+        self._workers = None
+        ready = WorkerState.READY
+        self._unready = frozenset(name for name, record in self._records.items() if record.state is not ready)
         now = self.clock.now()
+        self._unlisted = {name: self._unlisted.get(name, now) for name in kept}
         self._nameless = {
             name: at for name, at in self._nameless.items() if name not in seen and now - at < LEASE_MS / 1000
         }
         self._retry_lost(seen)
         self._note_skewed()
+        self._note_foreign()
         self._watch()
         self._refusals.settle(requested_at=self.clock.now() if requested_at is None else requested_at)
 
     def rely_on(self, proofs: MemberProofs) -> None:
-        """From now on offer only workers that answer, according to `proofs`."""
+        """From now on send only to workers that answer, according to `proofs`."""
         self.proofs = proofs
         self._watch()
 
     async def prove(self, incarnation: str, *, within_s: float) -> bool:
-        """Whether something may be sent to this incarnation; one that is new gets `within_s` to answer."""
+        """Whether something may be sent to this incarnation; one that has not answered lately gets `within_s`."""
         record = self._records.get(incarnation)
         if record is None or incarnation in self._marked_dead or incarnation in self._skewed:
             return False
-        if self.proofs is None or self._usable(incarnation):
-            return True
-        return await self.proofs.prove(record.view, within_s=within_s)
+        return self.proofs is None or await self.proofs.prove(record.view, within_s=within_s)
 
     def mark_dead(self, incarnation: str) -> None:
         """The gateway lost its connection to this incarnation."""
@@ -204,13 +243,22 @@ class Membership:
         self._refusals.note(incarnation, state)
 
     def workers(self) -> tuple[WorkerView, ...]:
-        """All workers that something may be sent to, draining and stalled ones included."""
-        return tuple(record.view for incarnation, record in self._records.items() if self._usable(incarnation))
+        """All workers that something may be sent to, draining and stalled ones included. The same object while they
+        are the same: every request reads it."""
+        out = self._skewed | self.dead | (frozenset() if self.proofs is None else self.proofs.silent)
+        if self._workers is None or out != self._out:
+            self._out = out
+            self._workers = tuple(record.view for name, record in self._records.items() if name not in out)
+        return self._workers
 
     def offered(self) -> tuple[WorkerView, ...]:
         """Those of `workers` that a new request may be sent to: of its encoding, and neither on standby, draining,
-        stalled nor paused."""
-        return tuple(record.view for incarnation, record in self._records.items() if self._offers(incarnation))
+        stalled nor paused. The same object while they are the same."""
+        workers, closed = self.workers(), self._unready | self._foreign | self._refusals.refusing
+        if workers is not self._offered_of or closed != self._closed:
+            self._offered_of, self._closed = workers, closed
+            self._offered = tuple(view for view in workers if view.incarnation not in closed)
+        return self._offered
 
     def ready(self) -> tuple[WorkerView, ...]:
         """Those of `workers` that are ready, whatever their tokenizer is."""
@@ -236,7 +284,7 @@ class Membership:
 
     def find_usable(self, incarnation: str) -> WorkerView | None:
         """None, too, for one that nothing may be sent to."""
-        usable = self._usable(incarnation) and not self._reads_otherwise(incarnation)
+        usable = self._usable(incarnation) and incarnation not in self._foreign
         return self._records[incarnation].view if usable else None
 
     def unknown(self, incarnations: Iterable[str]) -> set[str]:
@@ -245,74 +293,100 @@ class Membership:
 
     def candidates(self, model: str, *, prompt_tokens: int, exclude: frozenset[str]) -> list[WorkerRecord]:
         """Workers that may be offered for a prompt of this length."""
-        return [
+        return list(self.each_candidate(model, prompt_tokens=prompt_tokens, exclude=exclude))
+
+    def each_candidate(self, model: str, *, prompt_tokens: int, exclude: frozenset[str]) -> Iterator[WorkerRecord]:
+        """As `candidates`, for readers that may stop early."""
+        return (
             record
             for incarnation, record in self._records.items()
             if record.view.model == model
             and record.view.context_length > prompt_tokens
             and incarnation not in exclude
             and self._offers(incarnation)
-        ]
+        )
+
+    def candidate(
+        self, incarnation: str, model: str, *, prompt_tokens: int, exclude: frozenset[str]
+    ) -> WorkerRecord | None:
+        """This one, if it is among `candidates`."""
+        record = self._records.get(incarnation)
+        if record is None or record.view.model != model or record.view.context_length <= prompt_tokens:
+            return None
+        return record if incarnation not in exclude and self._offers(incarnation) else None
 
     def prefill_rate(self, model: str) -> float:
         """Prompt tokens per second of all workers that compute prompts of `model`; 0 without any."""
-        records = self.candidates(model, prompt_tokens=0, exclude=frozenset())
-        return sum(record.load.prefill_rate for record in records if record.view.role is not Role.DECODE)
+        offered = self.offered()
+        if offered is not self._rated:
+            self._rated, self._rates = offered, {}
+            for view in offered:
+                if view.role is not Role.DECODE:
+                    rate = self._records[view.incarnation].load.prefill_rate
+                    self._rates[view.model] = self._rates.get(view.model, 0.0) + rate
+        return self._rates.get(model, 0.0)
 
     def page_size(self, model: str) -> int | None:
         """Page size of most workers of the model: the others' caches cannot be matched with the same chain."""
-        sizes = Counter(r.view.page_size for r in self._records.values() if r.view.model == model)
-        return sizes.most_common(1)[0][0] if sizes else None
+        return self.groups.page_size(model)
 
     def _as_known(self, record: WorkerRecord) -> WorkerRecord:
         state = self._refusals.state(record.view.incarnation)
         return record if state is None else replace(record, state=state)
 
     def _offers(self, incarnation: str) -> bool:
-        ready = self._records[incarnation].state is WorkerState.READY and self._refusals.state(incarnation) is None
-        return ready and self._usable(incarnation) and not self._reads_otherwise(incarnation)
-
-    def _reads_otherwise(self, incarnation: str) -> bool:
-        if not self.encoding:
+        if incarnation in self._unready or incarnation in self._foreign:
             return False
-        own = self._records[incarnation].view.encoding
-        return bool(own) and own != self.encoding
+        return self._usable(incarnation) and self._refusals.state(incarnation) is None
 
     def _usable(self, incarnation: str) -> bool:
         if incarnation not in self._records or incarnation in self._marked_dead or incarnation in self._skewed:
             return False
-        return self.proofs is None or self.proofs.proven(incarnation)
+        return self.proofs is None or incarnation not in self.proofs.silent
 
     def _watch(self) -> None:
         if self.proofs is not None:
             without = self._marked_dead.keys() | self._skewed
-            self.proofs.watch([record.view for name, record in self._records.items() if name not in without])
+            views = [record.view for name, record in self._records.items() if name not in without]
+            self.proofs.watch(views, unlisted=frozenset(self._unlisted))
+
+    def _note_foreign(self) -> None:
+        own, views = self._encoding, (record.view for record in self._records.values())
+        found = (view.incarnation for view in views if view.encoding and view.encoding != own)
+        self._foreign = frozenset(found) if own else frozenset()
 
     def _note_skewed(self) -> None:
-        problems = {name: skew(record.view.release) for name, record in self._records.items()}
-        skewed = frozenset(name for name, problem in problems.items() if problem)
+        problems = {release: skew(release) for release in {r.view.release for r in self._records.values()}}
+        skewed = frozenset(name for name, record in self._records.items() if problems[record.view.release])
         for name in sorted(skewed - self._skewed):
-            logger.warning("worker %s gets no requests: %s", name, problems[name])
+            logger.warning("worker %s gets no requests: %s", name, problems[self._records[name].view.release])
         self._skewed = skewed
 
     def _survivors(self, seen: Iterable[WorkerRecord], *, fenced: frozenset[str]) -> dict[str, WorkerRecord]:
         """Records of the previous view that no current row replaces and that are still valid."""
         newest = {record.view.worker_id: record.view.incarnation for record in seen}
+        listed = frozenset(newest.values())
         return {
             name: record
             for name, record in self._records.items()
-            if name not in newest.values()
+            if name not in listed
             and name not in fenced
             and not self._replaced(name, newest.get(worker_id_of(name)))
             and (self.recovering or self._may_answer(name))
         }
 
     def _may_answer(self, incarnation: str) -> bool:
-        """Whether it proves to be a member, or was lost a moment ago and is being probed."""
+        """Whether it proves to be a member, or was lost or left Redis a moment ago and is being probed."""
         if self.proofs is None:
             return False
+        now = self.clock.now()
         lost_at = self._marked_dead.get(incarnation)
-        return self._usable(incarnation) if lost_at is None else self.clock.now() - lost_at < RETRY_LOST_AFTER_S
+        if lost_at is not None:
+            return now - lost_at < RETRY_LOST_AFTER_S
+        if incarnation in self._skewed:
+            return False
+        unlisted_at = self._unlisted.get(incarnation, now)
+        return self.proofs.proven(incarnation) or now - unlisted_at < RETRY_LOST_AFTER_S
 
     def _replaced(self, incarnation: str, by: str | None) -> bool:
         """By rows alone whichever incarnation registers takes the place of the other; the row of an older one proves

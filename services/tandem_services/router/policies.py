@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
+from itertools import takewhile
 from random import Random
 from typing import Protocol
 
@@ -64,6 +65,13 @@ class SlowStart:
         """Whether a worker does not have its full share yet."""
         return self.clock.now() < self._young_until
 
+    def young(self) -> tuple[str, ...]:
+        """Those without their full share, in the order in which they were seen."""
+        # What was seen later comes later.
+        since = self.clock.now() - RAMP_S
+        late = list(takewhile(lambda item: item[1] > since, reversed(self._first.items())))
+        return tuple(name for name, _ in reversed(late))
+
     def share(self, incarnation: str) -> float:
         """From 0 for one seen just now to 1, also for one that no view has shown."""
         first = self._first.get(incarnation)
@@ -87,18 +95,14 @@ class Policy(Protocol):
         ...
 
 
-class Exploring:
-    """`policy`, but for a `share` of all queries any worker."""
+class AnyWorker:
+    """Of queries that explore."""
 
-    def __init__(self, policy: Policy, share: float, random: Random) -> None:
-        self._policy = policy
-        self._share = share
+    def __init__(self, random: Random) -> None:
         self._random = random
 
-    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:
-        if self._random.random() < self._share:
-            return [self._random.choice(contenders)]
-        return self._policy.narrow(contenders, query)
+    def narrow(self, contenders: Sequence[Contender], query: RouteQuery) -> Sequence[Contender]:  # noqa: ARG002
+        return [self._random.choice(contenders)]
 
 
 class LeastLoaded:
@@ -224,34 +228,51 @@ class PoliciesByRole:
         slow_start: SlowStart,
         exploration: float = 0.0,
     ) -> None:
-        """`exploration`: share of queries that may go to any worker."""
+        """`exploration`: share of queries that go to any worker of each role."""
 
-        def composed(name: str) -> Policy:
-            policy = POLICIES[name](random)
-            if exploration:
-                policy = Exploring(policy, exploration, random)
+        def ramping(policy: Policy) -> Policy:
             return Ramping(policy, slow_start.share, random)
 
-        self._prefill = composed(names.prefill)
-        self._decode = composed(names.decode)
+        self._prefill = ramping(POLICIES[names.prefill](random))
+        self._decode = ramping(POLICIES[names.decode](random))
+        self._any = ramping(AnyWorker(random))
+        self._random = random
+        self._exploration = exploration
         self._outstanding = outstanding
         self._slow_start = slow_start
-        self._always = names.narrow or exploration > 0.0
-
-    @property
-    def narrows(self) -> bool:
-        """False: no worker would be excluded now."""
-        return self._always or self._slow_start.any
+        self._narrows = names.narrow
 
     def passed_over(self, workers: Iterable[WorkerView], query: RouteQuery) -> frozenset[str]:
-        """Incarnations among `workers`, all of which could take the query, that the policies leave out."""
+        """Incarnations among `workers`, all of which could take the query, that the policies leave out.
+
+        Looks at few of `workers` where both policies are `locality` and the query does not explore.
+        """
+        explores = self._exploration > 0.0 and self._random.random() < self._exploration
+        if not explores and not self._narrows:
+            return self._ramping(workers) if self._slow_start.any else frozenset()
         candidates = sorted(workers, key=lambda each: each.incarnation)
         decodes = [each for each in candidates if each.role is not Role.PREFILL]
-        holders = self._kept(self._decode, decodes, query)
+        holders = self._kept(self._any if explores else self._decode, decodes, query)
         kinds = {each.compat_hash for each in decodes if each.incarnation in holders}
         prefills = [each for each in candidates if each.role is Role.PREFILL and each.compat_hash in kinds]
-        kept = holders | self._kept(self._prefill, prefills, query)
+        kept = holders | self._kept(self._any if explores else self._prefill, prefills, query)
         return frozenset(each.incarnation for each in candidates) - kept
+
+    def _ramping(self, workers: Iterable[WorkerView]) -> frozenset[str]:
+        """New workers that do not take part. Those of a kind that has no others do."""
+        out = {name for name in self._slow_start.young() if self._random.random() >= self._slow_start.share(name)}
+        if not out:
+            return frozenset()
+        left_out, taking_part = dict[str, tuple[Role, str]](), set[tuple[Role, str]]()
+        for worker in workers:
+            kind = (worker.role, worker.compat_hash)
+            if worker.incarnation in out:
+                left_out[worker.incarnation] = kind
+            else:
+                taking_part.add(kind)
+            if len(left_out) == len(out) and taking_part.issuperset(left_out.values()):
+                break
+        return frozenset(name for name, kind in left_out.items() if kind in taking_part)
 
     def _kept(self, policy: Policy, workers: Sequence[WorkerView], query: RouteQuery) -> frozenset[str]:
         if not workers:

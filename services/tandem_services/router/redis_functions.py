@@ -70,6 +70,7 @@ SCOPED: Mapping[str, tuple[str, ...]] = {
         "change_holders",
         "note_publisher",
         "named_by",
+        "forget_gone",
         "publishes",
         "drop_tag",
         "sweep_holders",

@@ -43,10 +43,10 @@ from tandem_services.router.decision import (
     WorkerView,
 )
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.in_flight import PromptsInFlight
-from tandem_services.router.index import BlockIndex
+from tandem_services.router.index import BlockIndex, LastChain
 from tandem_services.router.keys import HEARTBEAT_S, Keys
+from tandem_services.router.local_choices import FewWorkers, LocalChoices, LocalRouting, OwnLoad
 from tandem_services.router.membership import PROOF_WAIT_S, FleetView, Membership
 from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.predicting import predicted_latency
@@ -54,18 +54,11 @@ from tandem_services.router.redis_functions import FunctionLibrary, LibrarySourc
 from tandem_services.router.registered_adapters import AdapterBoard
 from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import has_to_wait
-from tandem_services.router.selection import (
-    HeldChoices,
-    LastChain,
-    LocalChoices,
-    LocalRouting,
-    OwnLoad,
-    SharedChoices,
-    TicketedChoices,
-)
+from tandem_services.router.selection import HeldChoices, SharedChoices, TicketedChoices
 from tandem_services.router.shared_state import FairBoard, QuarantineBoard, SessionBindings, UsageBoard
 from tandem_services.router.starting import SeenStarts, StartingBoard, StartingWorker
 from tandem_services.router.tickets import TicketBoard
+from tandem_services.router.views.fleet_reader import FleetReader
 
 LOCAL_PREFILL_TOKENS = 2048
 """A longer prompt would keep a decode worker from decoding for too long, whatever the prediction."""
@@ -128,10 +121,7 @@ class Exclusions:
 
     def _of_other_weights(self, query: RouteQuery) -> frozenset[str]:
         """Workers whose weights differ from those that began the output."""
-        if query.compat_hash is None:
-            return frozenset()
-        workers = self.membership.workers()
-        return frozenset(each.incarnation for each in workers if each.compat_hash != query.compat_hash)
+        return frozenset() if query.compat_hash is None else self.membership.groups.others(query.compat_hash)
 
     def _without_adapter(self, query: RouteQuery) -> frozenset[str]:
         if not query.adapter:
@@ -139,10 +129,8 @@ class Exclusions:
         return frozenset(each.incarnation for each in self.membership.workers() if not query.served_by(each))
 
     def _passed_over(self, query: RouteQuery) -> frozenset[str]:
-        if not self.policies.narrows:
-            return frozenset()
-        records = self.membership.candidates(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
-        return self.policies.passed_over((record.view for record in records), query)
+        fitting = self.membership.each_candidate(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
+        return self.policies.passed_over((record.view for record in fitting), query)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -232,6 +220,7 @@ class Router:
         )
         self._local = LocalChoices(
             routing=LocalRouting(own=self._own, random=self._random),
+            few=FewWorkers(membership=self._membership, own=self._own, random=self._random),
             membership=self._membership,
             random=self._random,
             chains=chains,
@@ -311,8 +300,8 @@ class Router:
         return self._routing.failures
 
     def require_encoding(self, digest: str) -> None:
-        """From now on requests are encoded by this `tokenizer.json`: see `Membership.encoding`."""
-        self._membership.encoding = digest
+        """See `Membership.require_encoding`."""
+        self._membership.require_encoding(digest)
 
     def rely_on(self, proofs: MemberProofs) -> None:
         """From now on only workers that prove to be members are chosen."""
@@ -447,8 +436,13 @@ class Router:
         """None when Redis is unavailable: the caller decides locally."""
         if not self._routing.available:
             return None
+        known = self._membership.unusable
         try:
             choice = await self._shared.choose(query, self._demand(query), explained=explained)
+            if choice is None and (learned := self._membership.unusable - known):
+                # A chosen worker does not answer, or has no signed row.
+                query = replace(query, exclude=query.exclude | learned)
+                choice = await self._shared.choose(query, self._demand(query), explained=explained)
         except RedisUnavailableError:
             return None
         if choice is not None and choice.placement is Placement.DEGRADED and self._membership.unlisted:

@@ -40,7 +40,9 @@ def with_fetches(members: Sequence[Candidate], demand: Demand, random: Random) -
     """`members` of one compat hash, each with the fetch by which it computes the prompt for less, if there is any."""
     having = [member for member in members if member.held > 0]
     sources = shortlist(having, [-member.held for member in having], random)
-    return [replace(member, fetch=_cheapest(member, sources, demand)) for member in members]
+    if not sources:
+        return [*members]
+    return [_with_fetch(member, sources, demand) for member in members]
 
 
 def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
@@ -56,6 +58,11 @@ def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
         seconds=fetch.seconds,
         within_s=max(MIN_FETCH_TIMEOUT_S, FETCH_TIMEOUT_FACTOR * fetch.seconds, saved),
     )
+
+
+def _with_fetch(member: Candidate, sources: Sequence[Candidate], demand: Demand) -> Candidate:
+    fetch = _cheapest(member, sources, demand)
+    return member if fetch is None else replace(member, fetch=fetch)
 
 
 def _cheapest(member: Candidate, sources: Sequence[Candidate], demand: Demand) -> PricedFetch | None:

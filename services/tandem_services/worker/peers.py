@@ -48,8 +48,8 @@ from tandem_services.common.engine_ping import answers
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
-from tandem_services.router.fleet_reader import Snapshots
 from tandem_services.router.keys import FENCE_AFTER_MS, worker_id_of
+from tandem_services.router.views.fleet_reader import Snapshots
 
 ASK_AGAIN_S = 5.0
 """A peer that answers and is not registered is probed again after this long."""

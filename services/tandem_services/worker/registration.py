@@ -31,7 +31,6 @@ from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
 from tandem_services.router.figures import MAX_LABEL
-from tandem_services.router.fleet_reader import LISTED_A_SECOND
 from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, MAX_WORKERS, SMALL_FLEET
 from tandem_services.router.registry import (
     HeartbeatReply,
@@ -41,6 +40,7 @@ from tandem_services.router.registry import (
     WorkerState,
     description_digest,
 )
+from tandem_services.router.views.fleet_reader import LISTED_A_SECOND
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.index_publisher import IndexFeed
 from tandem_services.worker.peers import PeerWatch

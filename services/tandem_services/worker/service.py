@@ -45,12 +45,12 @@ from tandem_services.common.metrics import new_registry
 from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, BreakerState, RedisClient
 from tandem_services.common.tokens import OrderAccess, token_for
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.index import BlockIndex
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
 from tandem_services.router.starting import StartingBoard
+from tandem_services.router.views.fleet_reader import FleetReader
 from tandem_services.worker.config import WorkerConfig, new_incarnation
 from tandem_services.worker.engine_process import EngineChild, EngineLink, OrderRefusedError, Subscribers, engine_argv
 from tandem_services.worker.http_api import BUSY, AdapterReport, HealthServer, WorkerProbes, build_app

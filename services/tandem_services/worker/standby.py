@@ -20,8 +20,8 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.decision import WorkerView
-from tandem_services.router.fleet_reader import Snapshots
 from tandem_services.router.registry import WorkerRecord, WorkerState
+from tandem_services.router.views.fleet_reader import Snapshots
 
 logger = logging.getLogger(__name__)
 LOOK_S = 1.0

@@ -13,10 +13,10 @@ import redis
 from tandem_engine.config import Role
 from tandem_lab.simulate.clock import DAY_MS, EventQueue, SimulatedRedis
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
-from tandem_services.router import fleet_reader
-from tandem_services.router.fleet_reader import FleetReader
 from tandem_services.router.keys import MAX_DESCRIBED
 from tandem_services.router.registry import FleetChanges, Registry, WorkerState
+from tandem_services.router.views import fleet_reader
+from tandem_services.router.views.fleet_reader import FleetReader
 from tandem_testing.router_builders import LASTING, Fleet, make_record
 from tandem_testing.service_clock import ServiceClock
 

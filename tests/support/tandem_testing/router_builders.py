@@ -13,12 +13,12 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Load
 from tandem_services.router.decision import Choice, Placement, Reservation, RouteQuery, ScoreTerm, Source, WorkerView
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.fleet_reader import FleetReader, FleetSnapshot
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
 from tandem_services.router.registry import HeartbeatReply, Registry, WorkerRecord, WorkerState
 from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.views.fleet_reader import FleetReader, FleetSnapshot
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.service_clock import ServiceClock
 

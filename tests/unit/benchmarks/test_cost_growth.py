@@ -78,3 +78,10 @@ def test_equal_distances_are_equal_factors_on_logarithmic_axes(line_plot, tmp_pa
     line_plot.draw(path, {"m": {1: 1, 10: 10, 100: 100}}, title="", x_label="", y_label="", logarithmic=True)
     xs = [float(line.split('"')[1]) for line in path.read_text().splitlines() if line.startswith("<circle")]
     assert xs[1] - xs[0] == pytest.approx(xs[2] - xs[1], abs=0.2)
+
+
+@pytest.mark.parametrize(("power", "unexplained"), [(1.0, False), (2.0, False), (2.5, True)])
+def test_reason_explains_its_power_and_no_more(growth, power, unexplained):
+    curve = growth.Curve(points={x: x**power for x in AXIS}, unit="ms", reason="because", reason_power=2.0)
+    assert curve.unexplained is unexplained
+    assert growth.Curve(points=curve.points, unit="ms").unexplained is (power > 1.0)

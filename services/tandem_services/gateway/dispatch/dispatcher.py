@@ -33,7 +33,8 @@ from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSid
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, FailureCause, TokenSink
-from tandem_services.gateway.dispatch.engine_client import EngineConnection, EnginePool
+from tandem_services.gateway.dispatch.engine_client import EngineConnection
+from tandem_services.gateway.dispatch.engine_pool import EnginePool
 from tandem_services.gateway.dispatch.placement import Placing
 from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
 from tandem_services.gateway.dispatch.progress import LEAVING, LOST, Progress, at_fault, gave_up, turn_failed

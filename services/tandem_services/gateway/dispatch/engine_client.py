@@ -1,10 +1,14 @@
-"""Connections to engines: one per worker incarnation, shared by all requests.
+"""The connection to an engine: one per worker incarnation, shared by all requests (`engine_pool`).
 
-    1. opened    when the router may choose the worker (`EnginePool.watch`), or with the first request for it
+    1. opened    a ping is sent at once
     2. proven    the incarnation has answered a ping. The socket is authenticated, so the worker belongs to the
-                 deployment, whatever Redis contains; the router offers no other workers
+                 deployment, whatever Redis contains. Any message renews the proof for `PROOF_S`; after that a request
+                 waits for an answer first (`prove`)
+       silent    it was asked and has not answered: no request should choose it. A worker that is connected ahead is
+                 silent from the start, one that a request waits for when that has given up
     3. in use    a reader passes each output to the listener of its rid; unknown rids are ignored
-                 [unknown-id-ignored]. One ping is sent per interval
+                 [unknown-id-ignored]. One ping is sent per interval while there are requests, for `PROOF_S` after the
+                 last one, and always to a worker that is `watched`
     4. dead      the socket closed, pings stayed unanswered, a message could not be decoded, or code of the connection
                  failed. Router and listeners are notified at once, and the socket is closed. `Revival` then probes the
                  worker, unless it sent such a message
@@ -27,7 +31,7 @@ The pause before the next probe doubles when a connection breaks again soon afte
 import asyncio
 import itertools
 import logging
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -40,7 +44,6 @@ from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_services.common.engine_ping import ASK_EVERY_S, answers
 from tandem_services.router.decision import WorkerView
-from tandem_services.router.deployment import supersedes
 
 logger = logging.getLogger(__name__)
 
@@ -125,6 +128,9 @@ class LivenessTiming:
     unanswered_pings: int = 3
 
 
+PROOF_S = 10.0
+"""How long a message of an engine proves that it is there, at least."""
+
 MOST_DELIVERED = 256
 """Outputs, about two milliseconds' worth, after which the reader of a connection lets the event loop serve others."""
 
@@ -158,16 +164,28 @@ class EngineConnection:
         clock: Clock,
         *,
         trusted: bool = False,
+        silent: bool = False,
+        on_silence: Callable[["EngineConnection"], None] | None = None,
     ) -> None:
-        """`trusted`: the incarnation has answered over another connection a moment ago."""
+        """`trusted`: the incarnation has answered over another connection a moment ago. `silent`: as the field, until
+        it answers. `on_silence`: called whenever that has changed."""
         self.worker = worker
         self.watched = False
         """It is pinged without open requests, too."""
-        self._trusted = trusted
-        self._answered = asyncio.Event()
+        self.silent = silent
+        """It was asked and has not answered: no request should choose it."""
+        self.used_at = clock.now()
+        """When a request or a question was last sent to it, on `clock`, or the last request ended."""
+        self._identified = trusted
+        """Its incarnation is at this address."""
+        self._news = asyncio.Event()
+        """Set when the identified engine says something, or the connection ends."""
         self.heard_at = float("-inf")
         """When the engine last sent anything, on `clock`."""
         self._clock = clock
+        self._proof_s = max(PROOF_S, (timing.unanswered_pings + 1) * timing.ping_interval_s)
+        self._proven_until = clock.now() + self._proof_s if trusted else float("-inf")
+        self._on_silence = on_silence
         self._timing = timing
         self._on_dead = on_dead
         self._listeners: dict[str, Listener] = {}
@@ -194,8 +212,7 @@ class EngineConnection:
         """Send a request and listen for its outputs. False when the engine takes no more messages or is dead."""
         if self._closed:
             return False
-        if self.idle and not self.watched:
-            self._unanswered = 0
+        self._note_use()
         self._listeners[request.rid] = listener
         if self._channel.send(request):
             return True
@@ -205,6 +222,7 @@ class EngineConnection:
     def forget(self, rid: str, *, abort: bool) -> None:
         """Remove the listener of `rid`; `abort` also stops it in the engine. Does nothing after its end."""
         self._listeners.pop(rid, None)
+        self.used_at = self._clock.now()
         if abort and not self._closed:
             self._channel.send(AbortRequest(rid=rid))
 
@@ -220,21 +238,36 @@ class EngineConnection:
 
     @property
     def proven(self) -> bool:
-        """The incarnation has answered a ping, and has not been found dead since."""
-        return not self._closed and self.proven_before
+        """The incarnation has answered a ping, and has not been found silent or dead since."""
+        return not self._closed and self.proven_before and not self.silent
 
     @property
     def proven_before(self) -> bool:
-        """Whether it was proven until this connection ended."""
-        return self._trusted or self._answered.is_set()
+        """Whether the incarnation has answered before this connection ended."""
+        return self._identified
+
+    @property
+    def heard_lately(self) -> bool:
+        """Whether a message of the incarnation still proves that it is there."""
+        return self._clock.now() < self._proven_until
 
     async def prove(self, *, within_s: float) -> bool:
-        """Whether the incarnation answers within this time, or has."""
+        """Whether the incarnation answers within this time, or has lately."""
+        if self.proven and self.heard_lately:
+            self.used_at = self._clock.now()
+            return True
+        if self._closed:
+            return False
+        opening = not self._identified and self._unanswered == 0
+        self._note_use()
+        self._news.clear()
+        if not opening:  # else it was asked when the connection was opened
+            self.greet()
         try:
             async with asyncio.timeout(within_s):
-                await self._answered.wait()
+                await self._news.wait()
         except TimeoutError:
-            pass
+            self._set_silent(True)
         return self.proven
 
     def greet(self) -> None:
@@ -246,6 +279,7 @@ class EngineConnection:
         if self._closed:
             return
         self._closed = True
+        self._news.set()
         for task in self._tasks:
             if task is not asyncio.current_task():
                 task.cancel()
@@ -270,6 +304,8 @@ class EngineConnection:
     def _hear(self, reply: EngineReply) -> None:
         self._unanswered = 0
         self.heard_at = self._clock.now()
+        if self._identified:
+            self._note_proof()
         match reply:
             case OutputBatch():
                 self._deliver(reply)
@@ -294,7 +330,8 @@ class EngineConnection:
 
     def _note_pong(self, pong: Pong) -> None:
         if pong.incarnation == self.worker.incarnation:
-            self._answered.set()
+            self._identified = True
+            self._note_proof()
         else:
             self._die(f"{pong.incarnation} answers at its address")
 
@@ -302,6 +339,26 @@ class EngineConnection:
         listener = self._listeners.get(rid)
         if listener is not None:
             listener.on_taken()
+
+    def _note_proof(self) -> None:
+        self._proven_until = self.heard_at + self._proof_s
+        self._set_silent(False)
+        self._news.set()
+
+    def _note_use(self) -> None:
+        if not self._is_pinged:
+            self._unanswered = 0
+        self.used_at = self._clock.now()
+
+    @property
+    def _is_pinged(self) -> bool:
+        return self.watched or not self.idle or self._clock.now() - self.used_at < PROOF_S
+
+    def _set_silent(self, silent: bool) -> None:
+        if silent != self.silent:
+            self.silent = silent
+            if self._on_silence is not None and not self._closed:
+                self._on_silence(self)
 
     async def _watch_socket(self) -> None:
         await self._channel.disconnected()
@@ -318,8 +375,10 @@ class EngineConnection:
     async def _ping(self) -> None:
         for nonce in itertools.count():
             await asyncio.sleep(self._timing.ping_interval_s)
-            if self.idle and not self.watched:
+            if not self._is_pinged:
                 continue
+            if not self._identified:
+                self._set_silent(True)
             if self._unanswered >= self._timing.unanswered_pings:
                 self._die("no answer to pings")
                 return
@@ -340,100 +399,3 @@ class EngineConnection:
                 lost.callback(listener.on_lost)
             self._on_dead(self, reason)
             self._listeners = {}
-
-
-@dataclass(kw_only=True, slots=True)
-class EnginePool:
-    """All connections to one fleet, by incarnation. Belongs to one event loop."""
-
-    context: IpcContext
-    timing: LivenessTiming
-    on_dead: Callable[[str], None]
-    """Called with the incarnation of every worker that was found dead."""
-    revival: Revival
-    clock: Clock
-    _connections: dict[str, EngineConnection] = field(default_factory=dict)
-    _revived: set[str] = field(default_factory=set)
-    """Incarnations that have answered over another connection, and have none here yet."""
-    _closed: bool = False
-
-    def watch(self, workers: Iterable[WorkerView]) -> None:
-        """These are the workers that the router may choose: be connected to each, and to no others for long."""
-        if self._closed:
-            return
-        wanted = {worker.incarnation: worker for worker in workers}
-        self._revived &= wanted.keys()
-        for incarnation, connection in list(self._connections.items()):
-            connection.watched = incarnation in wanted
-            if not connection.watched and connection.idle:
-                connection.close()
-                del self._connections[incarnation]
-        for incarnation in wanted.keys() - self._connections.keys():
-            self._introduce(wanted[incarnation])
-
-    def proven(self, incarnation: str) -> bool:
-        """Whether this incarnation has answered a ping over an authenticated socket, and was not found dead since."""
-        connection = self._connections.get(incarnation)
-        return incarnation in self._revived if connection is None else connection.proven
-
-    async def prove(self, worker: WorkerView, *, within_s: float) -> bool:
-        """Whether `worker` answers within this time, or has."""
-        connection = self._connections.get(worker.incarnation) or self._introduce(worker)
-        return connection is not None and await connection.prove(within_s=within_s)
-
-    def revived(self, incarnation: str) -> None:
-        """It has answered over a separate connection."""
-        self._revived.add(incarnation)
-
-    def connect(self, worker: WorkerView) -> EngineConnection:
-        """The connection to `worker`, opened when there is none. Raises `WireError` for an impossible endpoint."""
-        connection = self._connections.get(worker.incarnation)
-        if connection is None:
-            self._retire_older(worker)
-            connection = self._open(worker, trusted=worker.incarnation in self._revived)
-            self._revived.discard(worker.incarnation)
-        return connection
-
-    def close(self) -> None:
-        self._closed = True
-        self.revival.close()
-        for connection in self._connections.values():
-            connection.close()
-        self._connections.clear()
-
-    def _open(self, worker: WorkerView, *, trusted: bool) -> EngineConnection:
-        connection = EngineConnection(worker, self.context, self.timing, self._bury, self.clock, trusted=trusted)
-        self._connections[worker.incarnation] = connection
-        return connection
-
-    def _introduce(self, worker: WorkerView) -> EngineConnection | None:
-        """Open a connection that is watched; None for an impossible endpoint."""
-        try:
-            connection = self.connect(worker)
-        except WireError as error:
-            logger.warning("impossible endpoint", extra={"fields": {"worker": worker.incarnation, "error": str(error)}})
-            self.on_dead(worker.incarnation)
-            return None
-        connection.watched = True
-        connection.greet()
-        return connection
-
-    def _retire_older(self, worker: WorkerView) -> None:
-        for connection in list(self._connections.values()):
-            if supersedes(worker.incarnation, connection.worker.incarnation) and connection.idle:
-                connection.close()
-                del self._connections[connection.worker.incarnation]
-
-    def _bury(self, connection: EngineConnection, reason: str) -> None:
-        incarnation = connection.worker.incarnation
-        self._connections.pop(incarnation, None)
-        if connection.idle and connection.answered and reason == LOST:
-            logger.info("connecting again", extra={"fields": {"worker": incarnation, "reason": reason}})
-            another = self._open(connection.worker, trusted=connection.proven_before)
-            another.watched = connection.watched
-            another.greet()
-            return
-        self.on_dead(incarnation)
-        if reason != UNREADABLE:
-            self.revival.ask(connection.worker)
-        logger.warning("worker lost", extra={"fields": {"worker": incarnation, "reason": reason}})

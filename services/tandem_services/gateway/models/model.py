@@ -36,7 +36,8 @@ class ModelList(msgspec.Struct, kw_only=True):
 
 @dataclass(kw_only=True, slots=True)
 class ServedModel:
-    """One model. `workers` lists the live workers, from memory."""
+    """One model. `workers` lists the live workers, from memory; while they are the same, by the same object, or
+    every request looks at the whole fleet."""
 
     names: tuple[str, ...]
     """What clients may call it; the first is its own name, the others are aliases."""
@@ -54,6 +55,11 @@ class ServedModel:
     """Repository and commit that it is from; empty where no hub is."""
     created: int = field(default_factory=lambda: int(time.time()))
     _last_length: int | None = None
+    _least_length: int | None = None
+    _lengths_of: tuple[WorkerView, ...] | None = None
+    """The workers of which the shortest context length is `_least_length`."""
+    _adapters_of: tuple[tuple[WorkerView, ...] | None, tuple[WorkerView, ...] | None] = (None, None)
+    """The workers, and those that take requests, of `_last_offered`."""
     _last_offered: tuple[tuple[WorkerView, ...], frozenset[str]] = ((), frozenset())
     longest_token: int = field(init=False)
     """Bytes of the longest token: no token covers more characters than this."""
@@ -69,8 +75,11 @@ class ServedModel:
     @property
     def context_length(self) -> int | None:
         """Tokens of prompt and output that every live worker can take; None without workers."""
-        lengths = [worker.context_length for worker in self.workers() if worker.model == self.name]
-        return min(lengths, default=None)
+        workers = self.workers()
+        if workers is not self._lengths_of:
+            own = (worker.context_length for worker in workers if worker.model == self.name)
+            self._lengths_of, self._least_length = workers, min(own, default=None)
+        return self._least_length
 
     @property
     def last_context_length(self) -> int | None:
@@ -91,9 +100,12 @@ class ServedModel:
     def adapters(self) -> AdapterNames:
         """What is registered, and what its workers have loaded, now. While there are no workers, what the last ones
         had, also those of other gateways: requests wait for a worker as those of the model do."""
-        own = tuple(worker for worker in self.workers() if worker.model == self.name)
-        if own:
-            self._last_offered = own, frozenset(worker.incarnation for worker in self.offered())
+        view = workers, takers = self.workers(), self.offered()
+        if not all(now is before for now, before in zip(view, self._adapters_of, strict=True)):
+            self._adapters_of = view
+            own = tuple(worker for worker in workers if worker.model == self.name)
+            if own:
+                self._last_offered = own, frozenset(worker.incarnation for worker in takers)
         last, offered = self._last_offered
         if self.registered is None:
             return AdapterNames(last, offered=offered)

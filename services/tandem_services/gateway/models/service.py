@@ -17,7 +17,8 @@ from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.keys import deployment_secret
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.dispatch.dispatcher import Dispatcher
-from tandem_services.gateway.dispatch.engine_client import EnginePool, LivenessTiming, Revival
+from tandem_services.gateway.dispatch.engine_client import LivenessTiming, Revival
+from tandem_services.gateway.dispatch.engine_pool import EnginePool
 from tandem_services.gateway.dispatch.generation import Generator
 from tandem_services.gateway.dispatch.placement import PairChooser, Placing, RetryBudget
 from tandem_services.gateway.dispatch.plan import RetryPolicy

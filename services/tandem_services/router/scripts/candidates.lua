@@ -105,11 +105,15 @@ local function each_holder(state, query, meet)
     local tags = holders_at(state, query, positions[at])
     local count = #tags / TAG_BYTES
     local first = count > 0 and math.random(count) or 0
+    local gone, enough = false, false
     for next_one = 1, count do
       local tag_at = (first + next_one) % count * TAG_BYTES
       local name = named_by(state, string.sub(tags, tag_at + 1, tag_at + TAG_BYTES))
-      if name and meet(name, positions[at]) then return end
+      gone, enough = gone or not name, name and meet(name, positions[at])
+      if enough then break end
     end
+    if gone then forget_gone(state, query.digest(positions[at]), tags) end
+    if enough then return end
     at, step = at - step, step * 2
   end
 end

@@ -8,8 +8,9 @@
 -- One block of about HOLDER_TOKENS tokens is sampled, by its digest, so that publishers and decisions agree without
 -- knowing where in a prompt a block stands. This index only finds candidates; their matches are looked up in their own
 -- sets (chain.lua). So it may be incomplete and wrong: a list has room for MAX_HOLDERS workers, of which each further one
--- replaces a random one; what a dead worker or a cleared cache leaves behind is removed by the sweep; and workers name
--- their sampled blocks again from time to time, which brings back what was evicted.
+-- replaces a random one; what a dead worker or a cleared cache leaves behind is removed by the sweep, and entries of dead
+-- workers by the first decision that meets them; and workers name their sampled blocks again from time to time, which
+-- brings back what was evicted.
 
 local HOLDERS_BYTES = MAX_HOLDERS * TAG_BYTES
 local BUCKETS = 4096
@@ -125,6 +126,18 @@ local function drop_tag(state, incarnation)
   if fleet.names[tag] == incarnation then
     fleet.names[tag], fleet.names_count = nil, fleet.names_count - 1
   end
+end
+
+-- A decision has met tags of workers that are gone: writes the list without them. Where no tag is known at all, Redis has
+-- lost the tags, and not the workers.
+local function forget_gone(state, digest, tags)
+  if redis.call('EXISTS', state.prefix .. 'tags') == 0 then return end
+  local kept = {}
+  for at = 1, #tags, TAG_BYTES do
+    local tag = string.sub(tags, at, at + TAG_BYTES - 1)
+    if named_by(state, tag) then kept[#kept + 1] = tag end
+  end
+  write_holders(bucket_of(state.prefix, digest), digest, table.concat(kept))
 end
 
 -- Whether the worker with this tag still has the block.

@@ -3,8 +3,8 @@
 import pytest
 
 from tandem_engine.messages.kv_events import BASE_SPACE, CacheSpace, chain_hashes, chain_seed
-from tandem_services.router import selection as module
-from tandem_services.router.selection import LastChain
+from tandem_services.router import index as module
+from tandem_services.router.index import LastChain
 
 PROMPT = tuple(range(64))
 

@@ -6,6 +6,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.cost import COPY_FOLLOWERS, FETCH_S, FETCH_TURNS, FOLLOWERS, TURN_TOKENS, Candidate, Demand
+from tandem_services.router.local_choices import claims_of
 from tandem_services.router.scoring import (
     FETCH_TIMEOUT_FACTOR,
     MIN_FETCH_TIMEOUT_S,
@@ -14,7 +15,6 @@ from tandem_services.router.scoring import (
     select,
     with_fetches,
 )
-from tandem_services.router.selection import claims_of
 from tandem_testing.router_builders import make_load, make_view
 
 PROMPT = 1000

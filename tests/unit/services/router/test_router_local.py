@@ -5,8 +5,10 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.cost import Demand
-from tandem_services.router.selection import LocalRouting, OwnLoad, claims_of
-from tandem_testing.router_builders import make_load, make_record
+from tandem_services.router.local_choices import FewWorkers, LocalRouting, OwnLoad, claims_of
+from tandem_services.router.membership import Membership
+from tandem_services.router.views.fleet_reader import FleetSnapshot
+from tandem_testing.router_builders import MODEL, make_load, make_record
 from tandem_testing.service_clock import ServiceClock
 
 DEMAND = Demand(prompt_tokens=1000, output_tokens=10, local_prefill_tokens=16)
@@ -24,8 +26,19 @@ def routing(clock):
     return LocalRouting(own=OwnLoad(clock=clock), random=Random(1))
 
 
+def few_of(own: OwnLoad, records) -> FewWorkers:
+    members = Membership(clock=own.clock)
+    members.update(FleetSnapshot(epoch="e", workers=tuple(records), malformed=0))
+    return FewWorkers(membership=members, own=own, random=Random(1))
+
+
+def found_in(own: OwnLoad, records, first_block: bytes | None = None, **query):
+    few = few_of(own, records)
+    return few.find(MODEL, prompt_tokens=DEMAND.prompt_tokens, first_block=first_block, **query)
+
+
 def send(routing: LocalRouting, first_block: bytes | None, records=PAIRS):
-    option = routing.choose(records, DEMAND, first_block)
+    option = routing.choose(found_in(routing.own, records, first_block), DEMAND)
     assert option is not None
     routing.own.add(claims_of(option, DEMAND), RATES)
     return option
@@ -91,7 +104,7 @@ def test_guess_never_makes_a_decode_worker_compute_a_long_prompt(routing):
 def test_work_given_to_a_worker_is_done_after_its_predicted_time(clock):
     own = OwnLoad(clock=clock)
     record = make_record("a", load=make_load())
-    option = LocalRouting(own=own, random=Random(1)).choose([record], DEMAND, None)
+    option = LocalRouting(own=own, random=Random(1)).choose(found_in(own, [record]), DEMAND)
     own.add(claims_of(option, DEMAND), {"a@1": 1000.0})
     own.add(claims_of(option, DEMAND), {"a@1": 1000.0})
     assert own.wait_s("a@1") == pytest.approx(2.0)
@@ -104,11 +117,12 @@ def test_work_given_to_a_worker_is_done_after_its_predicted_time(clock):
 
 def test_notes_about_removed_workers_are_dropped(clock):
     own = OwnLoad(clock=clock)
-    option = LocalRouting(own=own, random=Random(1)).choose([make_record("a")], DEMAND, None)
+    option = LocalRouting(own=own, random=Random(1)).choose(found_in(own, [make_record("a")]), DEMAND)
     own.add(claims_of(option, DEMAND), {"a@1": 1000.0})
     own.forget_all_but(set())
     assert (own.wait_s("a@1"), own.sequences("a@1")) == (0.0, 0)
 
 
 def test_local_routing_without_candidates_returns_none():
-    assert LocalRouting(own=OwnLoad(clock=ServiceClock()), random=Random(1)).choose([], DEMAND, None) is None
+    own = OwnLoad(clock=ServiceClock())
+    assert LocalRouting(own=own, random=Random(1)).choose(found_in(own, []), DEMAND) is None

@@ -1,9 +1,9 @@
 import pytest
 
 from tandem_engine.base.release import RELEASE, WINDOW
-from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.membership import RETRY_LOST_AFTER_S, RETRY_REJECTED_AFTER_S, VIEW_DELAY_S, Membership
 from tandem_services.router.registry import WorkerState
+from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_testing.router_builders import MODEL, make_record
 from tandem_testing.service_clock import ServiceClock
 
@@ -204,19 +204,71 @@ def test_new_incarnation_of_rejecting_worker_is_offered(members):
 
 
 class Watched:
-    """Proofs of a gateway to which every worker answers."""
+    """Proofs of a gateway: workers in `answering` have answered it, those in `silent` were asked and have not."""
 
     def __init__(self) -> None:
         self.workers: set[str] = set()
+        self.unlisted: frozenset[str] = frozenset()
+        self.silent: frozenset[str] = frozenset()
+        self.answering: set[str] = set()
 
-    def watch(self, workers) -> None:
+    def watch(self, workers, *, unlisted) -> None:
         self.workers = {worker.incarnation for worker in workers}
+        self.unlisted = unlisted
 
     def proven(self, incarnation: str) -> bool:
-        return True
+        return incarnation in self.answering
 
     async def prove(self, worker, *, within_s: float) -> bool:
-        return True
+        return worker.incarnation in self.answering
+
+
+@pytest.fixture
+def proofs(members):
+    proofs = Watched()
+    members.rely_on(proofs)
+    return proofs
+
+
+async def test_worker_that_was_never_asked_is_offered_and_proven_first(members, proofs):
+    members.update(snapshot(make_record("a")))
+    assert offered(members) == {"a"}
+    assert not await members.prove("a@1", within_s=0.0)
+    proofs.answering.add("a@1")
+    assert await members.prove("a@1", within_s=0.0)
+
+
+def test_worker_that_does_not_answer_is_not_offered(members, proofs):
+    members.update(snapshot(make_record("a"), make_record("b")))
+    proofs.silent = frozenset({"a@1"})
+    assert offered(members) == {"b"} == {worker.worker_id for worker in members.workers()}
+    assert members.unusable == {"a@1"}
+    proofs.silent = frozenset()
+    assert offered(members) == {"a", "b"} == {worker.worker_id for worker in members.workers()}
+
+
+def test_unlisted_worker_is_asked_and_stays_while_it_answers(members, proofs, clock):
+    members.update(snapshot(make_record("a"), make_record("b")))
+    assert proofs.unlisted == frozenset()
+    for _ in range(100):
+        members.update(snapshot(make_record("b")))
+        assert names(members) == {"a@1", "b@1"}
+        assert proofs.unlisted == {"a@1"}
+        clock.advance(1.0)
+        proofs.answering.add("a@1")
+    proofs.answering.clear()
+    members.update(snapshot(make_record("b")))
+    assert names(members) == {"b@1"}
+
+
+def test_unlisted_worker_that_never_answers_is_dropped(members, proofs, clock):
+    members.update(snapshot(make_record("a"), make_record("b")))
+    members.update(snapshot(make_record("b")))
+    proofs.silent = frozenset({"a@1"})
+    assert names(members) == {"b@1"}
+    clock.advance(RETRY_LOST_AFTER_S)
+    members.update(snapshot(make_record("b")))
+    assert members.find("a@1") is None
 
 
 OUTSIDE = RELEASE + WINDOW + 1
@@ -224,6 +276,7 @@ OUTSIDE = RELEASE + WINDOW + 1
 
 async def test_worker_outside_the_window_gets_nothing(members):
     proofs = Watched()
+    proofs.answering = {"a@1", "b@1"}
     members.rely_on(proofs)
     members.update(snapshot(make_record("a"), make_record("b", release=OUTSIDE)))
     assert names(members) == {"a@1"}
@@ -253,7 +306,7 @@ async def test_worker_of_another_encoding_is_a_member_without_requests(members):
     one, other = "1" * 32, "2" * 32
     members.update(snapshot(make_record("a", encoding=one), make_record("b", encoding=other), make_record("c")))
     assert members.unusable == frozenset()
-    members.encoding = one
+    members.require_encoding(one)
     assert names(members) == {"a@1", "b@1", "c@1"}, "a canary may name it, and one that reports none is of before"
     assert members.unusable == {"b@1"}
     assert {view.worker_id for view in members.offered()} == {"a", "c"}

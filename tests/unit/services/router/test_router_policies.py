@@ -105,9 +105,27 @@ def test_prefill_choice_is_compatible_with_decode_worker():
     assert {view.incarnation for view in fleet} - over == {"p3@1", "d3@1"}
 
 
-def test_locality_for_all_roles_does_not_narrow():
-    assert not by_role("locality").narrows
-    assert by_role("decode=session").narrows
+def unread():
+    """Workers of a fleet that is not to be looked at."""
+    pytest.fail("a worker is looked at")
+    yield
+
+
+def test_locality_for_all_roles_looks_at_no_worker():
+    assert by_role("locality").passed_over(unread(), query()) == frozenset()
+
+
+def test_share_of_queries_goes_to_any_worker():
+    names, start = PolicyNames.parse("locality"), SlowStart(clock=ManualClock())
+    policies = PoliciesByRole(names, Random(1), lambda _: 0.0, slow_start=start, exploration=0.2)
+    left = Counter[frozenset[str]]()
+    for number in range(1000):
+        over = policies.passed_over(iter(FLEET), query(number))
+        left[frozenset(view.incarnation for view in FLEET) - over] += 1
+    explored = {kept: count for kept, count in left.items() if len(kept) == 2}
+    assert sum(explored.values()) == pytest.approx(200, abs=40)
+    assert len(explored) == 4, "any worker of each role"
+    assert left[frozenset(view.incarnation for view in FLEET)] == 1000 - sum(explored.values())
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,23 @@
-"""New workers get their share step by step, and explorers choose workers that no price selects."""
+"""New workers get their share step by step."""
 
 from collections import Counter
 from random import Random
 
 import pytest
 
+from tandem_engine.config import Role
 from tandem_services.router.decision import RouteQuery
-from tandem_services.router.policies import FORGET_S, RAMP_S, START_S, Contender, Exploring, Ramping, SlowStart
+from tandem_services.router.policies import (
+    FORGET_S,
+    RAMP_S,
+    START_S,
+    Contender,
+    PoliciesByRole,
+    PolicyNames,
+    Ramping,
+    SlowStart,
+)
+from tandem_testing.router_builders import make_view
 from tandem_testing.scheduler_builders import ManualClock
 
 OLD, NEW = Contender("old@1", 0.0), Contender("new@1", 0.0)
@@ -80,12 +91,24 @@ def test_sole_new_worker_takes_all_requests(slow_start):
     assert Ramping(First(), slow_start.share, Random(1)).narrow([NEW], query()) == [NEW]
 
 
-def test_exploration_selects_new_worker_at_configured_rate():
-    policy = Exploring(First(), 0.2, Random(1))
-    taken = Counter(policy.narrow([OLD, NEW], query())[0].incarnation for _ in range(2000))
-    assert 150 <= taken["new@1"] <= 250
+def passed_over(slow_start, views) -> Counter:
+    """Of a thousand queries, how many each worker is left out of."""
+    policies = PoliciesByRole(PolicyNames(), Random(1), lambda _: 0.0, slow_start=slow_start)
+    left_out = Counter[str]()
+    for _ in range(1000):
+        left_out.update(policies.passed_over(iter(views), query()))
+    return left_out
 
 
-def test_policy_without_exploration_chooses_alone():
-    policy = Exploring(First(), 0.0, Random(1))
-    assert {policy.narrow([OLD, NEW], query())[0].incarnation for _ in range(100)} == {"old@1"}
+def test_policy_locality_leaves_new_worker_out_by_its_share(slow_start, clock):
+    views = [make_view("old"), make_view("new")]
+    assert passed_over(slow_start, views) == {"new@1": 1000}
+    clock.time += RAMP_S / 4
+    assert passed_over(slow_start, views)["new@1"] == pytest.approx(750, abs=60)
+    clock.time += RAMP_S
+    assert not passed_over(slow_start, views)
+
+
+@pytest.mark.parametrize("other", [{"role": Role.PREFILL}, {"compat_hash": "another"}])
+def test_new_worker_without_another_of_its_kind_is_not_left_out(slow_start, other):
+    assert not passed_over(slow_start, [make_view("old", **other), make_view("new")])

@@ -10,8 +10,8 @@ import pytest
 from tandem_engine.messages.control import PeerEnded
 from tandem_engine.messages.requests import Peer
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.registry import WorkerRecord
+from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_services.worker import peers
 from tandem_services.worker.peers import UNREACHABLE_S, Lifelines
 from tandem_testing.router_builders import make_record

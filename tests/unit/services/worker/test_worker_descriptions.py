@@ -6,9 +6,9 @@ import pytest
 
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.fleet_reader import LISTED_A_SECOND
 from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, SMALL_FLEET
 from tandem_services.router.registry import HeartbeatReply, LeaseStatus, WorkerRecord, WorkerState
+from tandem_services.router.views.fleet_reader import LISTED_A_SECOND
 from tandem_services.worker.peers import PeerWatch
 from tandem_services.worker.registration import Consequences, Registration
 from tandem_testing.router_builders import make_load, make_record

@@ -8,7 +8,7 @@ from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS, MeetPeers
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.fleet_reader import FleetSnapshot
+from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_services.worker.peers import Introductions, whom_to_meet
 from tandem_testing.router_builders import make_record, make_view
 

@@ -6,7 +6,7 @@ import pytest
 
 from tandem_engine.ipc.channels import IpcContext
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.fleet_reader import FleetSnapshot
+from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_services.worker.peers import ASK_AGAIN_S, PeerChecks, PeerWatch
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens

@@ -6,8 +6,8 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.router.fleet_reader import FleetSnapshot
 from tandem_services.router.registry import WorkerRecord, WorkerState
+from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_services.worker.standby import ALONE_S, HOLD_S, UNTRIED_S, Standby, nobody_else_serves
 from tandem_testing.router_builders import make_record
 from tandem_testing.service_clock import ServiceClock

@@ -1,0 +1,104 @@
+"""The workers of a view by model, role and compat hash, for decisions that may not look at all of them.
+
+Renewed by differences with each view, at a cost that grows with the fleet: once a second, and not in a decision.
+"""
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from tandem_engine.config import Role
+from tandem_services.router.registry import WorkerRecord
+from tandem_services.router.views.hash_ring import HashRing
+
+
+class _Place(NamedTuple):
+    model: str
+    role: Role
+    compat_hash: str
+
+
+@dataclass(slots=True)
+class _Model:
+    page_size: int
+    rings: dict[Role, HashRing] = field(default_factory=dict)
+    groups: dict[tuple[Role, str], list[str]] = field(default_factory=dict)
+    """Incarnations by role and compat hash."""
+    size: int = 0
+
+
+@dataclass(slots=True)
+class FleetGroups:
+    """Of one view."""
+
+    _models: dict[str, _Model] = field(default_factory=dict)
+    _records: Mapping[str, WorkerRecord] = field(default_factory=dict)
+    _places: dict[str, _Place] = field(default_factory=dict)
+    """By incarnation."""
+
+    def update(self, records: Mapping[str, WorkerRecord]) -> None:
+        """The view contains `records` now, by incarnation. They are not changed afterwards."""
+        known, self._records = self._records, records
+        changed = any(known.get(name) is not record for name, record in records.items())
+        if not changed and len(known) == len(records):
+            return
+        places = {name: _place_of(record) for name, record in records.items()}
+        sizes = Counter((record.view.model, record.view.page_size) for record in records.values())
+        if places != self._places:
+            self._change(places)
+        for (model, page_size), _ in reversed(sizes.most_common()):
+            self._models[model].page_size = page_size
+
+    def size(self, model: str) -> int:
+        """Workers of `model`, whatever their state."""
+        return self._models[model].size if model in self._models else 0
+
+    def page_size(self, model: str) -> int | None:
+        """Page size of most workers of the model: the others' caches cannot be matched with the same chain."""
+        return self._models[model].page_size if model in self._models else None
+
+    def rings(self, model: str) -> Mapping[Role, HashRing]:
+        """One for each role that the model has workers of."""
+        return self._models[model].rings if model in self._models else {}
+
+    def groups(self, model: str) -> Mapping[tuple[Role, str], Sequence[str]]:
+        """Incarnations by role and compat hash."""
+        return self._models[model].groups if model in self._models else {}
+
+    def others(self, compat_hash: str) -> frozenset[str]:
+        """Incarnations of another compat hash, of all models. Costs nothing where there are none."""
+        found = [
+            name
+            for model in self._models.values()
+            for (_, compat), names in model.groups.items()
+            if compat != compat_hash
+            for name in names
+        ]
+        return frozenset(found)
+
+    def _change(self, places: Mapping[str, _Place]) -> None:
+        left = {name: place for name, place in self._places.items() if places.get(name) != place}
+        joined = {name: place for name, place in places.items() if self._places.get(name) != place}
+        self._places = dict(places)
+        self._models = {
+            model: self._models.get(model, _Model(page_size=0)) for model in {place.model for place in places.values()}
+        }
+        for changed, role in {(place.model, place.role) for place in (*left.values(), *joined.values())}:
+            if (model := self._models.get(changed)) is not None:
+                ring = model.rings.setdefault(role, HashRing())
+                ring.change(joined=_of_role(joined, changed, role), left=_of_role(left, changed, role))
+        for model in self._models.values():
+            model.groups, model.size = {}, 0
+        for name, place in places.items():
+            model = self._models[place.model]
+            model.groups.setdefault((place.role, place.compat_hash), []).append(name)
+            model.size += 1
+
+
+def _place_of(record: WorkerRecord) -> _Place:
+    return _Place(record.view.model, record.view.role, record.view.compat_hash)
+
+
+def _of_role(places: Mapping[str, _Place], model: str, role: Role) -> list[str]:
+    return [name for name, place in places.items() if (place.model, place.role) == (model, role)]
