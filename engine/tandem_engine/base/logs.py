@@ -44,9 +44,11 @@ GATHER_S = 0.01
 class LogOutput(logging.Handler):
     """Writes to a file descriptor. Its thread starts with the first record, and again in a forked process."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, shared: bool = False) -> None:
+        """`shared`: other processes write there too. Longer writes than PIPE_BUF could be mixed with theirs."""
         super().__init__()
         self._descriptor = descriptor
+        self._per_write = 1 if shared else MAX_PER_WRITE
         self._dropped = 0
         self._told = 0
         """Of those dropped."""
@@ -102,7 +104,7 @@ class LogOutput(logging.Handler):
                 self._written.notify_all()
 
     def _write_some(self) -> None:
-        lines = [*islice(self._lines, MAX_PER_WRITE)]
+        lines = [*islice(self._lines, self._per_write)]
         dropped = self._dropped
         missing = [] if dropped == self._told else [self._missing(dropped - self._told)]
         text = "".join([f"{line}\n" for line in (*missing, *lines)])
@@ -188,18 +190,23 @@ class PlainFormatter(logging.Formatter):
         return line
 
 
-def configure_logging(log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Send all records to stderr without blocking the caller, or to `stream`. Call once, at process start."""
-    handler = _to_stderr() if stream is None else logging.StreamHandler(stream)
+def configure_logging(
+    log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None, shared: bool = False
+) -> None:
+    """Send all records to stderr without blocking the caller, or to `stream`. Call once, at process start.
+
+    `shared`: other processes log to the same stderr.
+    """
+    handler = _to_stderr(shared=shared) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
 
 
-def _to_stderr() -> logging.Handler:
+def _to_stderr(*, shared: bool) -> logging.Handler:
     try:
-        return LogOutput(sys.stderr.fileno())
+        return LogOutput(sys.stderr.fileno(), shared=shared)
     except (OSError, ValueError):
         # Something else stands in for it, in a notebook or a test.
         return logging.StreamHandler(sys.stderr)
