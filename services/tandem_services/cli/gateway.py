@@ -241,7 +241,7 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
 def process_count(text: str) -> int:
     """Raises `ArgumentTypeError`."""
     from tandem_engine.base.cgroups import cpu_quota
-    from tandem_services.gateway.processes.place import MOST_PROCESSES
+    from tandem_services.gateway.process_place import MOST_PROCESSES
 
     if text == "auto":
         cores = cpu_quota() or len(os.sched_getaffinity(0))
@@ -275,7 +275,7 @@ def check_flags(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     from tandem_engine.base.logs import LogFormat
     from tandem_services.gateway.config import GatewayConfig, ModelsSource
-    from tandem_services.gateway.processes.place import read_place
+    from tandem_services.gateway.process_place import read_place
     from tandem_services.gateway.processes.supervisor import supervise
     from tandem_services.gateway.serve import front_server, serve
 

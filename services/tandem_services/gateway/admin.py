@@ -67,7 +67,7 @@ from tandem_services.gateway.http.orders import require_order
 from tandem_services.gateway.models.adapters import HeldAdapters
 from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import ChoiceRecord
-from tandem_services.gateway.processes.place import EXPLAIN_PATH
+from tandem_services.gateway.processes.others import EXPLAIN_PATH
 from tandem_services.router.decision import NoWorkersError, RouteQuery, WorkerView
 
 logger = logging.getLogger(__name__)

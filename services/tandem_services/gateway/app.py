@@ -73,7 +73,8 @@ from tandem_services.gateway.models.service import Fleet, ModelService, Shared, 
 from tandem_services.gateway.observe.explain import RequestJournal
 from tandem_services.gateway.observe.metrics import PREFIX, HttpMetrics
 from tandem_services.gateway.observe.tracing import Traces, pass_on
-from tandem_services.gateway.processes.place import ProcessPlace
+from tandem_services.gateway.process_place import ProcessPlace
+from tandem_services.gateway.processes.others import explained_elsewhere
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
@@ -392,7 +393,7 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
         tenant = identity_of(request.scope).caller.tenant.name
         record = gateway.answering.journal.find(request_id, tenant=tenant)
         if record is None and gateway.place is not None:
-            record = await gateway.place.ask_others(request_id, tenant=tenant)
+            record = await explained_elsewhere(gateway.place, request_id, tenant=tenant)
         if record is None:
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
         return json_response(record)

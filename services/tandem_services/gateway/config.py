@@ -11,7 +11,7 @@ from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.limits import BODIES_BYTES, BODIES_BYTES_PER_CLIENT
 from tandem_services.gateway.objectives import NO_OBJECTIVES, Objectives, SloMode
-from tandem_services.gateway.processes.place import ProcessPlace
+from tandem_services.gateway.process_place import ProcessPlace
 from tandem_services.router.policies import PolicyNames
 
 

@@ -66,8 +66,8 @@ from tandem_services.gateway.http.interruption import Closing
 from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
 from tandem_services.gateway.models.independent import Entries, FileEntries, IndependentModels, OneEntry
+from tandem_services.gateway.process_place import ProcessPlace
 from tandem_services.gateway.processes.front import Front
-from tandem_services.gateway.processes.place import ProcessPlace
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport

@@ -18,7 +18,7 @@ from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import BackgroundTasks, for_ever
-from tandem_services.gateway.processes.place import ProcessPlace
+from tandem_services.gateway.process_place import ProcessPlace
 from tandem_services.router.keys import LEASE_OF_REQUEST_MS
 from tandem_services.router.usage_counters import Ask, Refused, Usage, UsageLimits, UsageWindows
 

@@ -23,8 +23,8 @@ from tandem_services.common.metrics import CONTENT_TYPE
 from tandem_services.gateway.http.errors import UNEXPECTED, error_json
 from tandem_services.gateway.http.interruption import ClientGoneError, client_of
 from tandem_services.gateway.http.sse import send_json
+from tandem_services.gateway.process_place import socket_of
 from tandem_services.gateway.processes.metric_sums import MetricSums
-from tandem_services.gateway.processes.place import socket_of
 from tandem_services.gateway.processes.unix_http import HOP_BY_HOP, Answer, ask
 
 logger = logging.getLogger(__name__)

@@ -39,7 +39,7 @@ class _Sum:
     values: Values = field(default_factory=dict)
 
     def add(self, name: str, family: Metric) -> None:
-        greatest = name in OF_ALL
+        greatest = name in OF_ALL or name.endswith("_created")
         for sample in family.samples:
             key = (sample.name, tuple(sample.labels.items()))
             before = self.values.get(key)

@@ -34,8 +34,8 @@ from tandem_services.common.errors import StartupError
 from tandem_services.common.sockets import listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.gateway.config import GatewayConfig
+from tandem_services.gateway.process_place import PlaceFile, socket_of, write_place
 from tandem_services.gateway.processes.front import Front
-from tandem_services.gateway.processes.place import Place, socket_of, write_place
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +182,7 @@ def supervise(config: GatewayConfig, count: int, command: Sequence[str], serve_f
         token = secrets.token_hex(32)
         children = []
         for number, listener in enumerate(listeners):
-            place = Place(number=number, count=count, listener=listener.fileno(), token=token)
+            place = PlaceFile(number=number, count=count, listener=listener.fileno(), token=token)
             argv = [*command, "--process-place", str(write_place(folder, place))]
             children.append(_Child(number=number, command=argv, listener=listener, socket=socket_of(folder, number)))
         return uvloop.run(_run(children, folder, admin, serve_front))
