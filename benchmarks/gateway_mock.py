@@ -33,6 +33,7 @@ import tomllib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
@@ -107,31 +108,31 @@ def run_engine(step_s: float) -> None:
     os._exit(0)
 
 
-def run_gateway(view: str) -> None:
+async def serve_gateway(view: str, listens: Callable[[int], object]) -> None:
+    """Until it is ended. `listens` is told the port."""
     # The engine is of this checkout: another one may know fewer fields.
     known = {each.name for each in fields(WorkerView)}
     worker = {name: value for name, value in json.loads(view).items() if name in known}
     worker["role"] = Role(worker["role"])
     tokenizer = mock_tokenizer()
-    config = config_of()
+    config, health = config_of(), Health()
+    fleet = fleet_of(config, FakeChooser([WorkerView(**worker)]), SessionShelf(), IpcContext(), tokenizer)
+    app = create_app(config, [fleet], health=health)
+    with listen("127.0.0.1", 0) as listener:
+        gc.collect()
+        gc.freeze()
+        sys.setswitchinterval(SWITCH_S)
+        listens(listener.getsockname()[1])
+        await http_server(app, config, health).serve(sockets=[listener])
 
-    async def serve() -> None:
-        health = Health()
-        fleet = fleet_of(config, FakeChooser([WorkerView(**worker)]), SessionShelf(), IpcContext(), tokenizer)
-        app = create_app(config, [fleet], health=health)
-        with listen("127.0.0.1", 0) as listener:
-            gc.collect()
-            gc.freeze()
-            sys.setswitchinterval(SWITCH_S)
-            print(listener.getsockname()[1], flush=True)
-            await http_server(app, config, health).serve(sockets=[listener])
 
-    uvloop.run(serve())
+def run_gateway(view: str) -> None:
+    uvloop.run(serve_gateway(view, partial(print, flush=True)))
 
 
 def start(*argv: str, checkout: Path | None = None) -> "subprocess.Popen[str]":
     environment = {**os.environ, CHECKOUT: str(checkout or ROOT)}
-    command = [sys.executable, __file__, *argv]
+    command = [sys.executable, str(Path(__file__).resolve()), *argv]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
