@@ -4,8 +4,8 @@
 
 The cases are those of gateway_mock.py, with fewer requests. Calls are those of the event loop's thread between the
 first and the last of them; their number does not depend on the machine's speed, but for tokens that come together: they
-are one event, so that `per_token` differs by a few between runs. `--base` counts another checkout or commit too. `--top N`
-adds the functions that are called most.
+are one event, so that `per_token` differs by a few between runs. `--base` counts another checkout or commit too. `--top
+N` adds the functions that are called most.
 """
 
 import argparse
