@@ -390,7 +390,8 @@ class Answer:
                         await events.write(written)
                     else:
                         last += written
-        except Exception:
+        except BaseException:
+            # The choice has ended all the same.
             await events.write(last)
             raise
         return last

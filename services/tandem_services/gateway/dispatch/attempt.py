@@ -160,6 +160,9 @@ class Attempt:
         assert wake is not None, "only a choice that waits has a sink"
         assert sink is not None, "tokens are kept for one"
         tokens, self._kept = self._kept, []
+        if wake.done():
+            # A later output has failed, and so does the choice.
+            return
         try:
             if not sink.take(Accepted(tokens, [], None)):
                 wake.set_result(True)

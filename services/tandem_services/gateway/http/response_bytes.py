@@ -13,6 +13,9 @@ Headers = Iterable[tuple[bytes, bytes]]
 """Names are constants of ours in lower case; values may have a client's text."""
 
 
+BODILESS = (204, 304)
+
+
 class ResponseBytes:
     """Of one cycle of uvicorn, whose state it keeps. Implements `BodyWriter`."""
 
@@ -32,7 +35,7 @@ class ResponseBytes:
         False, and nothing written, when only uvicorn can. Raises `ValueError` for a value that would end its header.
         """
         cycle = self._cycle
-        if cycle.response_started or self._is_blocked() or cycle.scope["method"] == "HEAD":
+        if cycle.response_started or self._is_blocked() or cycle.scope["method"] == "HEAD" or status in BODILESS:
             return False
         lines, chunked, closes = _head(status, [*cycle.default_headers, *headers])
         keep_alive = cycle.keep_alive and not closes

@@ -11,7 +11,7 @@ anything else                 the first process that answers: what the fleet kno
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Collection
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,8 +45,8 @@ class Front:
 
     folder: Path
     count: int
-    on_drain: Callable[[], None] = lambda: None
-    """Called when all processes have been told to drain."""
+    on_drain: Callable[[Collection[int]], None] = lambda _: None
+    """Called when the processes that answer, of these numbers, have been told to drain."""
     sums: MetricSums = field(default_factory=MetricSums)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,23 +115,30 @@ class Front:
 
     async def _scrape(self, number: int) -> None:
         """Of a process that does not answer, the last ones count."""
+        life = self.sums.life_of(number)
         try:
             async with asyncio.timeout(QUICKLY_S), ask(socket_of(self.folder, number), "GET", "/metrics") as answer:
-                self.sums.scraped(number, await answer.read())
+                self.sums.scraped(number, await answer.read(), life=life)
         except (OSError, TimeoutError, ValueError) as error:
             logger.warning("process %d of the gateway has no metrics: %s", number, error)
 
     async def _drain(self, asked: "_Asked", send: Send) -> None:
         """An order that one process refuses is not given to the next."""
-        status, body = 503, b""
+        told: dict[int, bytes] = {}
         for number in self._running():
-            async with asked.of(socket_of(self.folder, number)) as answer:
-                status, body = answer.status, await answer.read()
+            try:
+                async with asked.of(socket_of(self.folder, number)) as answer:
+                    status, body = answer.status, await answer.read()
+            except OSError:
+                continue  # it has ended, and is not restarted
             if status != 202:
-                break
-        else:
-            self.on_drain()
-        await send_json(send, status, body)
+                await send_json(send, status, body)
+                return
+            told[number] = body
+        if not told:
+            raise _no_process()
+        self.on_drain(told)
+        await send_json(send, 202, next(iter(told.values())))
 
     def _running(self) -> list[int]:
         """Those that serve, or have a moment ago. Raises `ApiError` 503 without any."""

@@ -6,6 +6,7 @@ gauges                  summed; those that each process has of the same thing: t
 Prometheus's own files for several processes are not used: they cost each increment, and remain of processes that died.
 """
 
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
@@ -57,13 +58,21 @@ class MetricSums:
     """What ended processes had counted, as one."""
     _last: dict[int, list[Metric]] = field(default_factory=dict)
     """Of each process, at its last scrape."""
+    _lives: Counter[int] = field(default_factory=Counter)
 
-    def scraped(self, number: int, exposition: bytes) -> None:
-        """Raises `ValueError` for what is no exposition."""
+    def life_of(self, number: int) -> int:
+        """How many processes of this number have ended: which one a scrape begins at."""
+        return self._lives[number]
+
+    def scraped(self, number: int, exposition: bytes, *, life: int) -> None:
+        """Of a process that has ended since, nothing. Raises `ValueError` for what is no exposition."""
+        if life != self._lives[number]:
+            return
         self._last[number] = [*text_string_to_metric_families(exposition.decode("utf-8"))]
 
     def ended(self, number: int) -> None:
         """The process of this number has ended: its gauges go, its counts stay."""
+        self._lives[number] += 1
         last = self._last.pop(number, None)
         if last is None:
             return

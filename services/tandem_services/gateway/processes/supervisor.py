@@ -20,7 +20,7 @@ import socket
 import tempfile
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -117,9 +117,12 @@ class Supervisor:
         for child in self.children:
             child.send(number)
 
-    def drained(self) -> None:
-        """All have been told to drain, and end by themselves."""
+    def drained(self, told: Collection[int]) -> None:
+        """Those of these numbers have been told to drain. The others, which did not serve, learn it by a signal."""
         self._ending.set()
+        for child in self.children:
+            if child.number not in told:
+                child.send(signal.SIGTERM)
 
     async def _keep(self, child: _Child) -> None:
         while not self._ending.is_set():
@@ -171,7 +174,7 @@ def supervise(config: GatewayConfig, count: int, command: Sequence[str], serve_f
 
     Raises `StartupError` for a port that is taken.
     """
-    configure_logging(config.log_format, level=config.log_level)
+    configure_logging(config.log_format, level=config.log_level, shared=True)
     if config.admin_port is None:
         raise StartupError("several processes need a port for administrators: add --admin-port")
     with ExitStack() as held:

@@ -132,9 +132,10 @@ def test_nothing_is_written_when_only_uvicorn_can(happen):
     assert not response.transport.writes
 
 
-def test_answer_to_head_is_left_to_uvicorn():
-    response = Response(method="HEAD")
-    assert not ResponseBytes(response.cycle).begin(200, [(b"content-length", b"2")], b"{}", more=False)
+@pytest.mark.parametrize(("method", "status"), [("HEAD", 200), ("POST", 204), ("POST", 304)])
+def test_answer_without_a_body_is_left_to_uvicorn(method, status):
+    response = Response(method=method)
+    assert not ResponseBytes(response.cycle).begin(status, [], b"", more=False)
 
 
 @pytest.mark.parametrize("value", [b"a\r\nx: y", b"a\nb", b"a\x00"], ids=["CRLF", "LF", "NUL"])

@@ -84,10 +84,12 @@ class Client:
     reads: asyncio.Event = field(default_factory=asyncio.Event)
     """As long as it does, the sink may write."""
     fails: Exception | None = None
+    ready: Callable[[], bool] | None = None
+    """Instead of what it would say."""
 
     @property
     def is_ready(self) -> Callable[[], bool]:
-        return lambda: self.reads.is_set() and bool(self.pieces)
+        return self.ready or (lambda: self.reads.is_set() and bool(self.pieces))
 
     def write(self, piece: ChoicePiece) -> None:
         if self.fails is not None:
@@ -333,6 +335,19 @@ async def test_error_of_the_sink_is_raised_in_the_task(tokenizer):
     stream.send(one(1))
     stream.send(one(2))
     with pytest.raises(RuntimeError, match="cannot write"):
+        await stream.task
+
+
+async def test_error_behind_kept_tokens_is_raised_in_the_task(tokenizer):
+    stream = await begun(tokenizer)
+    stream.send(one(1), more_follows=True)
+
+    def fail() -> bool:
+        raise RuntimeError("cannot tell")
+
+    stream.client.ready = fail
+    stream.send(one(2))
+    with pytest.raises(RuntimeError, match="cannot tell"):
         await stream.task
 
 

@@ -33,9 +33,9 @@ class Played:
 
 
 @asynccontextmanager
-async def front(folder: Path, count: int) -> AsyncIterator[tuple[httpx.AsyncClient, list[Played], list[str]]]:
+async def front(folder: Path, count: int) -> AsyncIterator[tuple[httpx.AsyncClient, list[Played], list[list[int]]]]:
     played, drained = [Played() for _ in range(count)], []
-    app = Front(folder=folder, count=count, on_drain=lambda: drained.append("drained"))
+    app = Front(folder=folder, count=count, on_drain=lambda told: drained.append(sorted(told)))
     async with AsyncExitStack() as stack:
         for number, each in enumerate(played):
             await stack.enter_async_context(await asyncio.start_unix_server(each.serve, socket_of(folder, number)))
@@ -74,7 +74,7 @@ async def test_drain_reaches_all_processes_with_the_token(tmp_path):
         for each in played:
             each.answers["/drain"] = (202, b"{}")
         answer = await client.post("/drain", json={}, headers={"authorization": "Bearer t"})
-        assert (answer.status_code, drained) == (202, ["drained"])
+        assert (answer.status_code, drained) == (202, [[0, 1]])
         assert all(b"authorization: Bearer t" in each.asked[0] and each.asked[0].endswith(b"{}") for each in played)
 
 
@@ -114,3 +114,11 @@ async def test_internal_routes_and_long_bodies_are_refused(tmp_path):
         assert (await client.get("/internal/explain")).status_code == 404
         assert (await client.post("/canary", content=b"x" * (MAX_BODY_BYTES + 1))).status_code == 413
         assert not played[0].asked
+
+
+async def test_drain_passes_over_a_process_that_has_died(tmp_path):
+    async with front(tmp_path, 2) as (client, played, drained):
+        socket_of(tmp_path, 0).unlink()
+        socket_of(tmp_path, 0).touch()
+        played[1].answers["/drain"] = (202, b"{}")
+        assert ((await client.post("/drain", json={})).status_code, drained) == (202, [[1]])

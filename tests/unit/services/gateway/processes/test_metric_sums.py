@@ -27,8 +27,8 @@ def values(sums: MetricSums) -> dict[str, float]:
 
 def two() -> MetricSums:
     sums = MetricSums()
-    sums.scraped(0, exposition(requests=3, running=2, release=7, seconds=0.5))
-    sums.scraped(1, exposition(requests=4, running=1, release=7, seconds=1.5))
+    sums.scraped(0, exposition(requests=3, running=2, release=7, seconds=0.5), life=0)
+    sums.scraped(1, exposition(requests=4, running=1, release=7, seconds=1.5), life=0)
     return sums
 
 
@@ -48,7 +48,7 @@ def test_counters_histograms_and_gauges_are_summed():
 def test_exposition_of_one_process_is_its_own():
     alone = exposition(requests=3, running=2, release=7, seconds=0.5)
     sums = MetricSums()
-    sums.scraped(0, alone)
+    sums.scraped(0, alone, life=0)
     text = sums.exposition().decode()
     assert {line for line in alone.decode().splitlines() if not line.startswith("#")} == {
         line for line in text.splitlines() if not line.startswith("#")
@@ -60,7 +60,7 @@ def test_counts_of_ended_processes_stay_and_their_gauges_go():
     sums.ended(1)
     left = values(sums)
     assert (left["requests_total|200"], left["running"], left["wait_seconds_count"]) == (7, 2, 2)
-    sums.scraped(1, exposition(requests=1, running=5, release=7, seconds=3.0))
+    sums.scraped(1, exposition(requests=1, running=5, release=7, seconds=3.0), life=sums.life_of(1))
     left = values(sums)
     assert (left["requests_total|200"], left["running"], left["wait_seconds_count"]) == (8, 7, 3)
     sums.ended(1)
@@ -71,4 +71,12 @@ def test_counts_of_ended_processes_stay_and_their_gauges_go():
 def test_end_of_a_process_that_was_never_scraped_counts_nothing():
     sums = two()
     sums.ended(5)
+    assert values(sums)["requests_total|200"] == 7
+
+
+def test_scrape_of_a_process_that_has_ended_meanwhile_is_dropped():
+    sums = two()
+    life = sums.life_of(1)
+    sums.ended(1)
+    sums.scraped(1, exposition(requests=9, running=9, release=7, seconds=0.5), life=life)
     assert values(sums)["requests_total|200"] == 7
