@@ -38,7 +38,13 @@ class ProcessPlace:
 
     @property
     def socket(self) -> Path:
+        """Is there once the process serves."""
         return socket_of(self.folder, self.number)
+
+    @property
+    def new_socket(self) -> Path:
+        """The same before that."""
+        return self.socket.with_suffix(".new")
 
     def share_of(self, total: int) -> int:
         """Of a limit that each must keep alone: the shares of all add up to `total`."""

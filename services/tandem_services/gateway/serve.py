@@ -138,9 +138,10 @@ def _api_listener(config: GatewayConfig) -> socket.socket:
 
 
 def _admin_socket(place: ProcessPlace) -> socket.socket:
-    """In a folder that only this user can open."""
+    """In a folder that only this user can open. It has its name when it is served."""
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    listener.bind(str(place.socket))
+    place.new_socket.unlink(missing_ok=True)
+    listener.bind(str(place.new_socket))
     listener.listen(BACKLOG)
     return listener
 
@@ -311,6 +312,8 @@ async def _admin_server(
     app = create_admin_app(gateway, drain=server.end_by_order, console=console)
     admin = AdminServer(_uvicorn_config(app, config))
     serving = asyncio.create_task(admin.serve(sockets=[listener]), name="admin")
+    if config.place is not None:
+        config.place.new_socket.rename(config.place.socket)
     fields = {"host": config.admin_host, "port": config.admin_port}
     logger.info("serving administrators' routes", extra={"fields": fields})
     try:

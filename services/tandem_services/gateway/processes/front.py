@@ -78,25 +78,29 @@ class Front:
             case "/live":
                 await send_json(send, 200, b'{"status":"ok"}')
             case path if path in READY_PATHS:
-                await self._relay_first(asked, send, wanted=lambda status: status == 200)
+                await self._relay_first(asked, send, wanted=lambda status: status == 200, within_s=QUICKLY_S)
             case "/metrics":
                 await self._metrics(send)
             case "/drain":
                 await self._drain(asked, send)
             case path if path.startswith("/requests/"):
-                await self._relay_first(asked, send, wanted=lambda status: status != 404)
+                await self._relay_first(asked, send, wanted=lambda status: status != 404, within_s=QUICKLY_S)
             case path if path.startswith(INTERNAL):
                 raise not_found("There is no such route.", "path")
             case _:
                 await self._relay_first(asked, send, wanted=lambda _: True)
 
-    async def _relay_first(self, asked: "_Asked", send: Send, *, wanted: Callable[[int], bool]) -> None:
-        """The first answer with a `wanted` status, else the last one."""
+    async def _relay_first(
+        self, asked: "_Asked", send: Send, *, wanted: Callable[[int], bool], within_s: float | None = None
+    ) -> None:
+        """The first answer with a `wanted` status, else the last one. A process that does not answer within `within_s`
+        is passed over."""
         running = self._running()
         for number in running:
             async with AsyncExitStack() as stack:
                 try:
-                    answer = await stack.enter_async_context(asked.of(socket_of(self.folder, number)))
+                    async with asyncio.timeout(within_s):
+                        answer = await stack.enter_async_context(asked.of(socket_of(self.folder, number)))
                 except OSError:
                     if number == running[-1]:
                         raise _no_process() from None

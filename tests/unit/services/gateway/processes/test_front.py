@@ -20,8 +20,13 @@ class Played:
         self.asked: list[bytes] = []
         self.breaks = False
         """Ends each connection in the middle of its answer."""
+        self.hangs = False
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if self.hangs:
+            await reader.read()
+            writer.close()
+            return
         head = await reader.readuntil(b"\r\n\r\n")
         length = int(head.lower().partition(b"content-length: ")[2].split(b"\r\n")[0])
         self.asked.append(head + await reader.readexactly(length))
@@ -53,6 +58,14 @@ async def test_one_ready_process_makes_the_gateway_ready(tmp_path, statuses, exp
         for each, status in zip(played, statuses, strict=True):
             each.answers["/ready"] = (status, b"{}")
         assert (await client.get("/ready")).status_code == expected
+
+
+async def test_process_that_hangs_is_passed_over_by_probes(tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem_services.gateway.processes.front.QUICKLY_S", 0.2)
+    async with front(tmp_path, 2) as (client, played, _):
+        played[0].hangs = True
+        played[1].answers["/ready"] = (200, b"{}")
+        assert (await client.get("/ready")).status_code == 200
 
 
 async def test_gateway_without_any_process_is_live_and_not_ready(tmp_path):
