@@ -1,21 +1,23 @@
 """What the gateway costs per request and per streamed token, with a mock engine that costs nothing.
 
-    python benchmarks/gateway_mock.py [--only whole,streamed] [--base DIR] [--rounds 1] [--requests 2000] [--streams 64]
-                                      [--tokens 256] [--step-ms 5] [--rate 200] [--many 2000] [--out r.json]
+    python benchmarks/gateway_mock.py [--only whole,streamed] [--base DIR|COMMIT]... [--rounds 1] [--requests 2000]
+                                      [--streams 64] [--tokens 256] [--step-ms 5] [--rate 200] [--many 2000]
+                                      [--out r.json]
 
 Gateway, engine and load run in processes of their own. Figures are per core of the gateway: work divided by
 the CPU time that its process used, so that a busy machine does not blur them. Every token of every answer is checked
 against the prompt that it is a function of.
 
-`--base DIR` measures the gateway of another checkout too, in turn with this one, each case of each round: `ratios` has
-the CPU of this one over the base's in the same round, of several rounds the median. Other figures are of the round with
-the least CPU, on either side. Cases:
+`--base` measures the gateway of another checkout or commit too, in turn with this one, each case of each round. It may
+be given several times. `ratios` has the medians of this one's CPU time and latencies over those of each base. Other
+figures are of the round with the least CPU, on either side. Cases:
 
     whole     chat, not streamed, one output token: cost of a request
     streamed  chat, streamed, one token per step: cost of a token
     latency   as `whole`, `--rate` requests a second: from request to last byte, engine and load generator included, so
               more than the gateway adds
-    many      `--many` streams at once in one gateway
+    many      `--many` streams that start at once in one gateway: until the first token, the load generator's own delay
+              included
 """
 
 import argparse
@@ -25,11 +27,17 @@ import os
 import platform
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
+from functools import partial
+from importlib import import_module
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 CHECKOUT = "GATEWAY_MOCK_CHECKOUT"
 """Environment variable: the checkout whose gateway is run."""
@@ -45,12 +53,24 @@ from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer  # noqa: E402
 from tandem_services.common.health import Health  # noqa: E402
-from tandem_services.common.sockets import listen  # noqa: E402
 from tandem_services.gateway.app import create_app  # noqa: E402
 from tandem_services.gateway.serve import http_server  # noqa: E402
-from tandem_services.router.decision import WorkerView  # noqa: E402
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of  # noqa: E402
 from tandem_testing.mock_engine import MockEngine  # noqa: E402
+
+
+def of_first(name: str, modules: Sequence[str]) -> Any:
+    """`name` of the first of `modules` that this checkout has: older ones have it elsewhere."""
+    for module in modules:
+        try:
+            return getattr(import_module(f"tandem_services.{module}"), name)
+        except (ModuleNotFoundError, AttributeError):
+            continue
+    raise ImportError(f"{ROOT} has no {name} in any of {', '.join(modules)}")
+
+
+WorkerView = of_first("WorkerView", ("router.decision", "router.choice"))
+listen = of_first("listen", ("common.sockets", "gateway.serve"))
 
 SWITCH_S = 0.0005
 """As `tandem gateway` sets it."""
@@ -88,31 +108,31 @@ def run_engine(step_s: float) -> None:
     os._exit(0)
 
 
-def run_gateway(view: str) -> None:
+async def serve_gateway(view: str, listens: Callable[[int], object]) -> None:
+    """Until it is ended. `listens` is told the port."""
     # The engine is of this checkout: another one may know fewer fields.
     known = {each.name for each in fields(WorkerView)}
     worker = {name: value for name, value in json.loads(view).items() if name in known}
     worker["role"] = Role(worker["role"])
     tokenizer = mock_tokenizer()
-    config = config_of()
+    config, health = config_of(), Health()
+    fleet = fleet_of(config, FakeChooser([WorkerView(**worker)]), SessionShelf(), IpcContext(), tokenizer)
+    app = create_app(config, [fleet], health=health)
+    with listen("127.0.0.1", 0) as listener:
+        gc.collect()
+        gc.freeze()
+        sys.setswitchinterval(SWITCH_S)
+        listens(listener.getsockname()[1])
+        await http_server(app, config, health).serve(sockets=[listener])
 
-    async def serve() -> None:
-        health = Health()
-        fleet = fleet_of(config, FakeChooser([WorkerView(**worker)]), SessionShelf(), IpcContext(), tokenizer)
-        app = create_app(config, [fleet], health=health)
-        with listen("127.0.0.1", 0) as listener:
-            gc.collect()
-            gc.freeze()
-            sys.setswitchinterval(SWITCH_S)
-            print(listener.getsockname()[1], flush=True)
-            await http_server(app, config, health).serve(sockets=[listener])
 
-    uvloop.run(serve())
+def run_gateway(view: str) -> None:
+    uvloop.run(serve_gateway(view, partial(print, flush=True)))
 
 
 def start(*argv: str, checkout: Path | None = None) -> "subprocess.Popen[str]":
     environment = {**os.environ, CHECKOUT: str(checkout or ROOT)}
-    command = [sys.executable, __file__, *argv]
+    command = [sys.executable, str(Path(__file__).resolve()), *argv]
     return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=environment)
 
 
@@ -191,15 +211,21 @@ def run_case(case: Case, tokenizer: TextTokenizer, checkout: Path | None) -> Mea
             process.communicate()
 
 
+Runs = dict[str, dict[str, list[Measured]]]
+"""Of each side and case, one per round."""
+
+
 def run_load(options: argparse.Namespace) -> dict[str, object]:
     tokenizer = mock_tokenizer()
-    sides: dict[str, Path | None] = {"here": None} | ({} if options.base is None else {"base": options.base.resolve()})
     chosen = cases(options)
-    runs: dict[str, dict[str, list[Measured]]] = {side: {name: [] for name in chosen} for side in sides}
-    for _ in range(options.rounds):
-        for name, case in chosen.items():
-            for side, checkout in sides.items():
-                runs[side][name].append(run_case(case, tokenizer, checkout))
+    with ExitStack() as stack:
+        sides: dict[str, Path | None] = {"here": None}
+        sides |= {base: stack.enter_context(checkout_of(base)) for base in options.base}
+        runs: Runs = {side: {name: [] for name in chosen} for side in sides}
+        for _ in range(options.rounds):
+            for name, case in chosen.items():
+                for side, checkout in sides.items():
+                    runs[side][name].append(run_case(case, tokenizer, checkout))
     least = {
         side: {name: min(measured, key=lambda each: each.cpu_seconds) for name, measured in named.items()}
         for side, named in runs.items()
@@ -207,22 +233,49 @@ def run_load(options: argparse.Namespace) -> dict[str, object]:
     figures = {
         side: {name: {**asdict(each), **each.figures} for name, each in named.items()} for side, named in least.items()
     }
-    machine: dict[str, object] = {"machine": platform.machine(), "cores": os.cpu_count()}
-    return {**machine, **figures.pop("here"), **figures, **({} if options.base is None else {"ratios": ratios(runs)})}
+    machine: dict[str, object] = {"machine": platform.machine(), "cores": os.cpu_count(), "rounds": options.rounds}
+    return {**machine, **figures, "ratios": {base: ratios(runs["here"], runs[base]) for base in options.base}}
 
 
-def ratios(runs: dict[str, dict[str, list[Measured]]]) -> dict[str, float]:
-    pairs = {name: zip(here, runs["base"][name], strict=True) for name, here in runs["here"].items()}
+@contextmanager
+def checkout_of(base: str) -> Iterator[Path]:
+    """The folder `base`, or a copy of that commit of this repository, which is deleted afterwards."""
+    if Path(base).is_dir():
+        yield Path(base).resolve()
+        return
+    with tempfile.TemporaryDirectory(prefix="tandem-base-") as folder:
+        archive = subprocess.run(["git", "-C", str(ROOT), "archive", base], check=True, stdout=subprocess.PIPE)
+        subprocess.run(["tar", "-x", "-C", folder], check=True, input=archive.stdout)
+        project = tomllib.loads((Path(folder) / "pyproject.toml").read_text())["project"]
+        # Its distribution may have another name than the one that is installed.
+        metadata = Path(folder) / "services" / f"{project['name']}-0.dist-info" / "METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {project['name']}\nVersion: 0\n")
+        yield Path(folder)
+
+
+def ratios(here: dict[str, list[Measured]], base: dict[str, list[Measured]]) -> dict[str, dict[str, float]]:
+    """Of medians over all rounds."""
     return {
-        name: round(median(here.cpu_seconds / base.cpu_seconds for here, base in both), 3)
-        for name, both in pairs.items()
+        name: {
+            figure: round(median(of(each) for each in measured) / median(of(each) for each in base[name]), 3)
+            for figure, of in COMPARED.items()
+        }
+        for name, measured in here.items()
     }
+
+
+COMPARED: dict[str, Callable[[Measured], float]] = {
+    "cpu": lambda each: each.cpu_seconds,
+    "first_p50": lambda each: each.timings["first_p50_ms"],
+    "first_p99": lambda each: each.timings["first_p99_ms"],
+}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", type=names_of, help="cases, separated by commas")
-    parser.add_argument("--base", type=Path, help="another checkout, whose gateway is measured in turn")
+    parser.add_argument("--base", action="append", default=[], help="another checkout or commit, measured in turn")
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--requests", type=int, default=2000)
     parser.add_argument("--streams", type=int, default=64)

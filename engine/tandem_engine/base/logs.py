@@ -8,6 +8,9 @@ A separate thread writes, so that logging never waits for the reader:
     record ─▶ formatted where it was logged ─▶ at most `MAX_WAITING` lines ─▶ the thread ─▶ file descriptor
                                                full: dropped and counted       it cannot be written: dropped and counted
 
+The thread writes what has gathered in `GATHER_S`, at once from warnings on: woken for each line, it would compete with
+the event loop for the interpreter as often.
+
 A stopped reader (a collector that hangs, a paused terminal) fills the pipe, and a write then blocks forever; on a full
 disk it fails. In both cases serving continues, and the first line that can be written again has the number of missing
 lines [logs-never-block]. Waiting lines are written when the process ends, or lost after `FLUSH_S`.
@@ -16,12 +19,13 @@ lines [logs-never-block]. Waiting lines are written when the process ends, or lo
 import json
 import logging
 import os
-import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
 from enum import StrEnum
+from itertools import islice
 from typing import Any, TextIO
 
 MAX_WAITING = 4096
@@ -29,52 +33,90 @@ MAX_WAITING = 4096
 
 FLUSH_S = 1.0
 
+MAX_PER_WRITE = 64
+"""Lines. One write fails or succeeds with all of them."""
+
+
+GATHER_S = 0.01
+"""A line below WARNING waits so long for others."""
+
 
 class LogOutput(logging.Handler):
     """Writes to a file descriptor. Its thread starts with the first record, and again in a forked process."""
 
-    def __init__(self, descriptor: int) -> None:
+    def __init__(self, descriptor: int, *, shared: bool = False) -> None:
+        """`shared`: other processes write there too. Longer writes than PIPE_BUF could be mixed with theirs."""
         super().__init__()
         self._descriptor = descriptor
+        self._per_write = 1 if shared else MAX_PER_WRITE
         self._dropped = 0
+        self._told = 0
+        """Of those dropped."""
         self._owner = 0
-        self._lines: queue.Queue[str] = queue.Queue(MAX_WAITING)
+        self._begin_anew()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Never blocks. Called with the handler's lock held."""
         if self._owner != os.getpid():
             self._begin()
-        try:
-            self._lines.put_nowait(self.format(record))
-        except queue.Full:
+        if len(self._lines) >= MAX_WAITING:
             self._dropped += 1
+            return
+        try:
+            self._lines.append(self.format(record))
         except Exception:  # noqa: BLE001 - as the standard library's handlers: it is told, and is no failure of who logs
             self.handleError(record)
+            return
+        if not self._arrived.is_set():
+            self._arrived.set()
+        if record.levelno >= logging.WARNING:
+            self._at_once.set()
 
     def flush(self) -> None:
         """Wait until everything is written, at most `FLUSH_S`."""
         if self._owner == os.getpid():
-            with self._lines.all_tasks_done:
-                self._lines.all_tasks_done.wait_for(lambda: not self._lines.unfinished_tasks, FLUSH_S)
+            self._at_once.set()
+            with self._written:
+                self._written.wait_for(lambda: not self._lines, FLUSH_S)
+            self._at_once.clear()
+
+    def _begin_anew(self) -> None:
+        self._lines: deque[str] = deque()
+        """Not written yet. Only the thread removes them."""
+        self._arrived, self._at_once = threading.Event(), threading.Event()
+        self._written = threading.Condition()
 
     def _begin(self) -> None:
-        self._owner, self._lines = os.getpid(), queue.Queue(MAX_WAITING)
-        threading.Thread(target=self._write, args=(self._lines,), name="log", daemon=True).start()
+        self._owner = os.getpid()
+        self._begin_anew()
+        threading.Thread(target=self._write, name="log", daemon=True).start()
 
-    def _write(self, lines: "queue.Queue[str]") -> None:
-        told = 0
+    def _write(self) -> None:
         while True:
-            line = lines.get()
-            dropped = self._dropped
-            try:
-                text = f"{line}\n" if dropped == told else f"{self._missing(dropped - told)}\n{line}\n"
-                self._write_whole(text.encode("utf-8", "backslashreplace"))
-            except Exception:  # noqa: BLE001  # the boundary of the thread: without it no line is written any more
-                # Mostly a full disk, or a closed pipe. The next line is tried all the same.
-                self._dropped += 1
-            else:
-                told = dropped
-            lines.task_done()
+self._arrived.wait()
+            self._at_once.wait(GATHER_S)
+            # Before the lines are looked at: one that comes meanwhile sets them again.
+            self._arrived.clear()
+            self._at_once.clear()
+            while self._lines:
+                self._write_some()
+            with self._written:
+                self._written.notify_all()
+
+    def _write_some(self) -> None:
+        lines = [*islice(self._lines, self._per_write)]
+        dropped = self._dropped
+        missing = [] if dropped == self._told else [self._missing(dropped - self._told)]
+        text = "".join([f"{line}\n" for line in (*missing, *lines)])
+        try:
+            self._write_whole(text.encode("utf-8", "backslashreplace"))
+        except Exception:  # noqa: BLE001  # the boundary of the thread: without it no line is written any more
+            # Mostly a full disk, or a closed pipe. The next lines are tried all the same.
+            self._dropped += len(lines)
+        else:
+            self._told = dropped
+        for _ in lines:
+            self._lines.popleft()
 
     def _write_whole(self, data: bytes) -> None:
         while data:
@@ -117,6 +159,9 @@ def about_request(request_id: str, *, rid: str | None = None, trace_id: str | No
     return {name: value for name, value in known.items() if value is not None}
 
 
+_ENCODER = json.JSONEncoder(default=str)
+
+
 class JsonFormatter(logging.Formatter):
     """One JSON object per line."""
 
@@ -130,7 +175,7 @@ class JsonFormatter(logging.Formatter):
         }
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, default=str)
+        return _ENCODER.encode(line)
 
 
 class PlainFormatter(logging.Formatter):
@@ -145,18 +190,23 @@ class PlainFormatter(logging.Formatter):
         return line
 
 
-def configure_logging(log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None) -> None:
-    """Send all records to stderr without blocking the caller, or to `stream`. Call once, at process start."""
-    handler = _to_stderr() if stream is None else logging.StreamHandler(stream)
+def configure_logging(
+    log_format: LogFormat, *, level: int = logging.INFO, stream: TextIO | None = None, shared: bool = False
+) -> None:
+    """Send all records to stderr without blocking the caller, or to `stream`. Call once, at process start.
+
+    `shared`: other processes log to the same stderr.
+    """
+    handler = _to_stderr(shared=shared) if stream is None else logging.StreamHandler(stream)
     handler.setFormatter(JsonFormatter() if log_format is LogFormat.JSON else PlainFormatter())
     root = logging.getLogger()
     root.handlers[:] = [handler]
     root.setLevel(level)
 
 
-def _to_stderr() -> logging.Handler:
+def _to_stderr(*, shared: bool) -> logging.Handler:
     try:
-        return LogOutput(sys.stderr.fileno())
+        return LogOutput(sys.stderr.fileno(), shared=shared)
     except (OSError, ValueError):
         # Something else stands in for it, in a notebook or a test.
         return logging.StreamHandler(sys.stderr)

@@ -137,6 +137,10 @@ class AsyncDealerChannel(Generic[In, Out]):
             self._taken += 1
             return self._inbound.decode(data)
 
+    async def readable(self) -> None:
+        """Until something may be `waiting`. Nothing was a moment ago."""
+        await self._readable.wait()
+
     def waiting(self) -> Iterator[In]:
         """What has arrived and was not received yet. Never waits; raises like `receive`."""
         with suppress(zmq.Again):

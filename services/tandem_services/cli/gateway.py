@@ -1,7 +1,10 @@
 """`tandem gateway`: the OpenAI-compatible HTTP front of a deployment. Needs no torch."""
 
 import argparse
+import os
+import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -139,6 +142,15 @@ def _add_administration(group: argparse._ArgumentGroup) -> None:
     )
     add_console(group)
     group.add_argument(
+        "--processes",
+        type=process_count,
+        default=1,
+        metavar="N",
+        help="serve with N processes, at most 8, each on a core of its own; auto: one per CPU of the quota. With more "
+        "than one, add --admin-port (docs/gateway-processes.md) (default: 1)",
+    )
+    group.add_argument("--process-place", type=Path, help=argparse.SUPPRESS)
+    group.add_argument(
         "--explain-candidates",
         type=non_negative_int,
         default=100,
@@ -226,14 +238,36 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
     )
 
 
+def process_count(text: str) -> int:
+    """Raises `ArgumentTypeError`."""
+    from tandem_engine.base.cgroups import cpu_quota
+    from tandem_services.gateway.process_place import MOST_PROCESSES
+
+    if text == "auto":
+        cores = cpu_quota() or len(os.sched_getaffinity(0))
+        return max(1, min(MOST_PROCESSES, int(cores)))
+    if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
+        raise argparse.ArgumentTypeError(f"must be auto or a number from 1 to {MOST_PROCESSES}, got {text!r}")
+    return int(text)
+
+
+def _check_processes(args: argparse.Namespace) -> None:
+    if args.processes > 1 and args.admin_port is None:
+        raise ConfigError(
+            f"--processes {args.processes}: add --admin-port PORT, where all processes have their metrics"
+        )
+
+
 def check(args: argparse.Namespace) -> None:
     """Refuse what the gateway would not start with. Raises `ConfigError`."""
+    _check_processes(args)
     models_of(args)
     tracing_of(args)
 
 
 def check_flags(args: argparse.Namespace) -> None:
     """The same without a look at any file. Raises `ConfigError`."""
+    _check_processes(args)
     _model_config(argparse.Namespace(**{**vars(args), "redis_password_file": None}), _folder(args, _unchecked))
     tracing_of(args)
 
@@ -241,36 +275,42 @@ def check_flags(args: argparse.Namespace) -> None:
 def run(args: argparse.Namespace) -> int:
     from tandem_engine.base.logs import LogFormat
     from tandem_services.gateway.config import GatewayConfig, ModelsSource
-    from tandem_services.gateway.serve import serve
+    from tandem_services.gateway.process_place import read_place
+    from tandem_services.gateway.processes.supervisor import supervise
+    from tandem_services.gateway.serve import front_server, serve
 
     keep_files_private()
     allow_many_descriptors()
     require_threads(THREADS)
     models = models_of(args)
     fleet_model = next((model for model in models if model.path is None), None)
-    return serve(
-        GatewayConfig(
-            models=() if fleet_model is not None else models,
-            fleet_model=fleet_model,
-            models_file=None if args.models is None else ModelsSource(args.models, model_flags(args)),
-            independent_models=args.independent_models,
-            host=args.host,
-            port=args.port,
-            allowed_hosts=tuple(args.allowed_hosts),
-            strict_fields=args.strict_fields,
-            bodies_bytes=args.max_body_memory << 20,
-            bodies_bytes_per_client=args.max_body_memory_per_client << 20,
-            drain_notice_s=args.drain_notice,
-            drain_timeout_s=args.drain_timeout,
-            api_keys=args.api_keys,
-            admin_host=args.admin_host,
-            admin_port=args.admin_port,
-            tracing=tracing_of(args),
-            console=args.console,
-            log_format=LogFormat(args.log_format),
-            log_level=read_settings().log_level,
-        )
+    config = GatewayConfig(
+        models=() if fleet_model is not None else models,
+        fleet_model=fleet_model,
+        models_file=None if args.models is None else ModelsSource(args.models, model_flags(args)),
+        independent_models=args.independent_models,
+        host=args.host,
+        port=args.port,
+        allowed_hosts=tuple(args.allowed_hosts),
+        strict_fields=args.strict_fields,
+        bodies_bytes=args.max_body_memory << 20,
+        bodies_bytes_per_client=args.max_body_memory_per_client << 20,
+        drain_notice_s=args.drain_notice,
+        drain_timeout_s=args.drain_timeout,
+        api_keys=args.api_keys,
+        admin_host=args.admin_host,
+        admin_port=args.admin_port,
+        tracing=tracing_of(args),
+        console=args.console,
+        log_format=LogFormat(args.log_format),
+        log_level=read_settings().log_level,
+        place=None if args.process_place is None else read_place(args.process_place),
     )
+    if args.processes == 1 or config.place is not None:
+        return serve(config)
+    # The same command line with a place: each process reads flags, files and variables itself.
+    command = [sys.executable, "-m", "tandem_services.cli.main", *sys.argv[1:]]
+    return supervise(config, args.processes, command, partial(front_server, config))
 
 
 def from_zero(timeout_s: float | None) -> dict[str, Any]:

@@ -9,8 +9,9 @@ from tandem_services.common.errors import StartupError
 BACKLOG = 2048
 
 
-def listen(host: str, port: int, *, flags: str = "--host or --port") -> socket.socket:
-    """A listening socket; port 0 takes a free one.
+def listen(host: str, port: int, *, flags: str = "--host or --port", shared: bool = False) -> socket.socket:
+    """A listening socket; port 0 takes a free one. `shared`: one of several for the port, among which the kernel
+    distributes connections.
 
     `host`: an address of this machine; 0.0.0.0 for all of its IPv4 addresses; :: for those of both families, which
     are those of IPv4 where the kernel has no IPv6.
@@ -19,7 +20,7 @@ def listen(host: str, port: int, *, flags: str = "--host or --port") -> socket.s
     """
     try:
         address = Address(host, port)
-        listener = bound_socket(host, port)
+        listener = bound_socket(host, port, shared=shared)
     except AddressError as error:
         raise StartupError(f"cannot listen: {error}; choose another {flags}") from error
     except OSError as error:
@@ -30,7 +31,7 @@ def listen(host: str, port: int, *, flags: str = "--host or --port") -> socket.s
     return listener
 
 
-def bound_socket(host: str, port: int, *, reuse: bool = True) -> socket.socket:
+def bound_socket(host: str, port: int, *, reuse: bool = True, shared: bool = False) -> socket.socket:
     """A TCP socket bound to `host`, which is as for `listen`. Raises `OSError` or `AddressError`."""
     host = bare_host(host)
     if host in ("", EVERY_ADDRESS):
@@ -39,6 +40,8 @@ def bound_socket(host: str, port: int, *, reuse: bool = True) -> socket.socket:
     try:
         if reuse:
             bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         if host == EVERY_ADDRESS:
             # Both families, whatever the default of this machine (net.ipv6.bindv6only) is.
             bound.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)

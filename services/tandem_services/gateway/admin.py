@@ -67,6 +67,7 @@ from tandem_services.gateway.http.orders import require_order
 from tandem_services.gateway.models.adapters import HeldAdapters
 from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import ChoiceRecord
+from tandem_services.gateway.processes.others import EXPLAIN_PATH
 from tandem_services.router.decision import NoWorkersError, RouteQuery, WorkerView
 
 logger = logging.getLogger(__name__)
@@ -252,7 +253,7 @@ def _not_served(gateway: Gateway, model: str | None) -> str:
 
 CANARY = "/canary"
 
-OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY} | OPERATOR_PATHS
+OPEN_PATHS = PROBES | {"/metrics", "/version", CANARY, EXPLAIN_PATH} | OPERATOR_PATHS
 """Without an API key; what the operator sends has a guard of its own."""
 
 
@@ -289,6 +290,14 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
     async def list_models(request: Request) -> Response:
         return json_response(gateway.models.listing(identity_of(request.scope).caller))
 
+    async def explain_here(request: Request) -> Response:
+        """For another process of this gateway, of one tenant."""
+        asked = request.query_params
+        record = gateway.answering.journal.find(asked.get("request_id", ""), tenant=asked.get("tenant", ""))
+        if record is None:
+            raise not_found("No recent request of this process has this id.", "request_id")
+        return json_response(record)
+
     access = gateway.access
     if access is not None:
         # The key alone authorizes a request: no path of this port is for users.
@@ -302,6 +311,9 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
         *adapter_routes(gateway),
         *OperatorAdapterRoutes(gateway.models, gateway.order_access).routes(),
     ]
+    if gateway.place is not None:
+        # On a socket that only this user's processes can open; `front` passes no request on to it.
+        routes.append(Route(EXPLAIN_PATH, explain_here, methods=["GET"]))
     if console is not None:
         access = console.admit(access)
         # What the playground and the description of the API require, for the administrator who uses them.

@@ -73,6 +73,8 @@ from tandem_services.gateway.models.service import Fleet, ModelService, Shared, 
 from tandem_services.gateway.observe.explain import RequestJournal
 from tandem_services.gateway.observe.metrics import PREFIX, HttpMetrics
 from tandem_services.gateway.observe.tracing import Traces, pass_on
+from tandem_services.gateway.process_place import ProcessPlace
+from tandem_services.gateway.processes.others import explained_elsewhere
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
@@ -110,6 +112,8 @@ class Gateway:
     traces: Traces
     strict_fields: bool
     """Requests with unknown fields are rejected."""
+    place: ProcessPlace | None = None
+    """Among the processes of this gateway, if there are others."""
 
     def build_service(self, fleet: Fleet) -> ModelService:
         """One more model service, of `fleet`. Its caller starts it before adding it to `models`."""
@@ -160,7 +164,9 @@ def build_gateway(
     )
     known = fleets if config.api_keys is not None else [_unshared(fleet) for fleet in fleets]
     models = ModelCatalog([build_model_service(fleet, shared) for fleet in known])
-    bodies = BodyBudget(most=config.bodies_bytes, most_per_client=config.bodies_bytes_per_client)
+    place = config.place
+    most_bytes = config.bodies_bytes if place is None else place.share_of(config.bodies_bytes)
+    bodies = BodyBudget(most=most_bytes, most_per_client=min(most_bytes, config.bodies_bytes_per_client))
     metrics = HttpMetrics(families)
     metrics.watch_bodies(lambda: bodies.held)
     home = home or Home(fleets[0].context.keys, fleets[0].config.cluster)
@@ -181,13 +187,19 @@ def build_gateway(
         ),
         bodies=bodies,
         access=_access(config, registry, usage, secret, clock),
-        order_access=OrderAccess(token=token_for(home.keys), hosts=hosts),
+        order_access=OrderAccess(token=_order_token(home.keys, place), hosts=hosts),
         hosts=hosts,
         health=health,
         clock=clock,
         traces=_traces(models, registry, spans, clock),
         strict_fields=config.strict_fields,
+        place=place,
     )
+
+
+def _order_token(keys: KeyPair | None, place: ProcessPlace | None) -> str:
+    """The same in all processes of the gateway."""
+    return token_for(keys) if keys is not None or place is None else place.token
 
 
 def _unshared(fleet: Fleet) -> Fleet:
@@ -220,7 +232,7 @@ def _access(
     keys.start()
     return Access(
         keys=keys,
-        limits=TenantLimits(clock=clock, metrics=metrics, board=board),
+        limits=TenantLimits(clock=clock, metrics=metrics, board=board, place=config.place),
         metrics=metrics,
         cache_secret=cache_secret(secret),
         admin_paths=(METRICS_PATH, *ADAPTER_PATHS),
@@ -380,6 +392,8 @@ def _add_model_routes(app: FastAPI, gateway: Gateway) -> None:
     async def explain(request_id: str, request: Request) -> Response:
         tenant = identity_of(request.scope).caller.tenant.name
         record = gateway.answering.journal.find(request_id, tenant=tenant)
+        if record is None and gateway.place is not None:
+            record = await explained_elsewhere(gateway.place, request_id, tenant=tenant)
         if record is None:
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
         return json_response(record)

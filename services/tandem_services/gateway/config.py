@@ -11,6 +11,7 @@ from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.limits import BODIES_BYTES, BODIES_BYTES_PER_CLIENT
 from tandem_services.gateway.objectives import NO_OBJECTIVES, Objectives, SloMode
+from tandem_services.gateway.process_place import ProcessPlace
 from tandem_services.router.policies import PolicyNames
 
 
@@ -130,6 +131,8 @@ class GatewayConfig:
     drain_timeout_s: float = 120.0
     """After that, running requests have this long to finish."""
     keep_alive_s: int = 75
+    place: ProcessPlace | None = None
+    """Among the processes of this gateway; None: it is the only one."""
     tracing: TracingConfig | None = None
     """Where spans go; None: nowhere."""
     log_format: LogFormat = LogFormat.PLAIN

@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING, Any
 import uvicorn
 import uvloop
 from fastapi import FastAPI
-from starlette.applications import Starlette
+from starlette.types import ASGIApp
 
 from tandem_engine.base.addresses import Address, is_loopback, is_wildcard
 from tandem_engine.base.clock import MonotonicClock
@@ -40,7 +40,7 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import StartupError
 from tandem_services.common.health import Health
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.common.sockets import listen
+from tandem_services.common.sockets import BACKLOG, listen
 from tandem_services.common.tasks import ending_signals
 from tandem_services.common.tokens import TokenFile
 from tandem_services.common.tracing import require_opentelemetry
@@ -66,6 +66,8 @@ from tandem_services.gateway.http.interruption import Closing
 from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
 from tandem_services.gateway.models.independent import Entries, FileEntries, IndependentModels, OneEntry
+from tandem_services.gateway.process_place import ProcessPlace
+from tandem_services.gateway.processes.front import Front
 
 if TYPE_CHECKING:
     from tandem_services.common.span_export import SpanExport
@@ -112,21 +114,36 @@ TURN_S = 0.0005
 
 def serve(config: GatewayConfig) -> int:
     """Serve until a signal. Returns the exit status. Raises `StartupError`, `ConfigError`, `CheckpointError`."""
-    configure_logging(config.log_format, level=config.log_level)
+    configure_logging(config.log_format, level=config.log_level, shared=config.place is not None)
     if config.tracing is not None:
         require_opentelemetry()
     # Before there is an event loop that it could hold up.
     tokenizers = load_tokenizers(config.models)
     keys = {model.name: key_pair_of(model) for model in config.models}
     with ExitStack() as listeners:
-        api = listeners.enter_context(listen(config.host, config.port))
+        api = listeners.enter_context(_api_listener(config))
         admin = None
-        if config.admin_port is not None:
+        if config.place is not None:
+            admin = listeners.enter_context(_admin_socket(config.place))
+        elif config.admin_port is not None:
             flags = "--admin-host or --admin-port"
             admin = listeners.enter_context(listen(config.admin_host, config.admin_port, flags=flags))
         spans = listeners.enter_context(_spans(config))
         uvloop.run(_serve(config, tokenizers, keys, api, admin, spans))
     return 0
+
+
+def _api_listener(config: GatewayConfig) -> socket.socket:
+    return listen(config.host, config.port) if config.place is None else socket.socket(fileno=config.place.listener)
+
+
+def _admin_socket(place: ProcessPlace) -> socket.socket:
+    """In a folder that only this user can open. It has its name when it is served."""
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    place.new_socket.unlink(missing_ok=True)
+    listener.bind(str(place.new_socket))
+    listener.listen(BACKLOG)
+    return listener
 
 
 @contextmanager
@@ -235,7 +252,7 @@ def http_server(app: FastAPI, config: GatewayConfig, health: Health, closing: Cl
     )
 
 
-def _uvicorn_config(app: Starlette, config: GatewayConfig) -> uvicorn.Config:
+def _uvicorn_config(app: ASGIApp, config: GatewayConfig) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         http=GatewayConnection,
@@ -249,6 +266,11 @@ def _uvicorn_config(app: Starlette, config: GatewayConfig) -> uvicorn.Config:
     )
 
 
+def front_server(config: GatewayConfig, front: Front) -> "AdminServer":
+    """Of the administrators' port of several processes."""
+    return AdminServer(_uvicorn_config(front, config))
+
+
 class AdminServer(uvicorn.Server):
     """The server of the administrators' port. It handles no signals: it ends after the API's."""
 
@@ -258,9 +280,13 @@ class AdminServer(uvicorn.Server):
 
 
 @contextmanager
-def _token_file(gateway: Gateway, host: str, listener: socket.socket) -> Iterator[None]:
-    """The token for commands to the port of `listener` is in a file for as long as the block lasts."""
-    file = TokenFile(token=gateway.order_access.token, address=Address(host, listener.getsockname()[1]))
+def _token_file(gateway: Gateway, host: str, port: int) -> Iterator[None]:
+    """The token for commands to the port is in a file for as long as the block lasts."""
+    if gateway.place is not None and gateway.place.number:
+        # The first of the processes writes it for all.
+        yield
+        return
+    file = TokenFile(token=gateway.order_access.token, address=Address(host, port))
     file.write()
     try:
         yield
@@ -280,16 +306,19 @@ async def _admin_server(
     """Serves the administrators' port, if there is one, for as long as the block lasts."""
     if listener is None:
         # The routes of adapters are on the API's port.
-        with _token_file(gateway, config.host, api_listener):
+        with _token_file(gateway, config.host, api_listener.getsockname()[1]):
             yield
         return
     app = create_admin_app(gateway, drain=server.end_by_order, console=console)
     admin = AdminServer(_uvicorn_config(app, config))
     serving = asyncio.create_task(admin.serve(sockets=[listener]), name="admin")
+    if config.place is not None:
+        config.place.new_socket.rename(config.place.socket)
     fields = {"host": config.admin_host, "port": config.admin_port}
     logger.info("serving administrators' routes", extra={"fields": fields})
     try:
-        with _token_file(gateway, config.admin_host, listener):
+        port = config.admin_port if config.admin_port is not None else listener.getsockname()[1]
+        with _token_file(gateway, config.admin_host, port):
             yield
     finally:
         admin.should_exit = True

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.base.logs import MAX_WAITING, JsonFormatter, LogFormat, LogOutput, configure_logging
+from tandem_engine.base.logs import MAX_PER_WRITE, MAX_WAITING, JsonFormatter, LogFormat, LogOutput, configure_logging
 
 ROOT = Path(__file__).parents[3]
 PATIENCE_S = 60.0
@@ -45,6 +45,41 @@ def test_lines_arrive_in_order_and_a_flush_waits_for_them(make, tmp_path):
         logger.info("line %d", number)
     output.flush()
     assert [json.loads(line)["message"] for line in path.read_text().splitlines()] == [f"line {n}" for n in range(100)]
+
+
+def test_lines_that_come_together_are_one_write(make, tmp_path, monkeypatch):
+    writes = []
+    write = os.write
+    monkeypatch.setattr("os.write", lambda descriptor, data: writes.append(data) or write(descriptor, data))
+    logger, output = make(os.open(tmp_path / "log", os.O_WRONLY | os.O_CREAT))
+    for number in range(MAX_PER_WRITE):
+        logger.info("line %d", number)
+    output.flush()
+    assert b"".join(writes).count(b"\n") == MAX_PER_WRITE
+    assert len(writes) < MAX_PER_WRITE / 4
+
+
+def test_warnings_are_written_without_waiting_for_others(make, monkeypatch):
+    monkeypatch.setattr("tandem_engine.base.logs.GATHER_S", 1e6)
+    reader, writer = os.pipe()
+    logger, _ = make(writer)
+    logger.info("waits")
+    logger.warning("urgent")
+    with os.fdopen(reader) as pipe:
+        assert [json.loads(pipe.readline())["message"] for _ in range(2)] == ["waits", "urgent"]
+
+
+def test_line_just_before_the_end_of_a_process_is_written():
+    program = (
+        "import logging\n"
+        "from tandem_engine.base.logs import LogFormat, configure_logging\n"
+        "configure_logging(LogFormat.JSON)\n"
+        "logging.info('the last word')\n"
+    )
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "engine")}
+    command = [sys.executable, "-c", program]
+    ended = subprocess.run(command, env=environment, capture_output=True, timeout=PATIENCE_S, check=True)
+    assert json.loads(ended.stderr)["message"] == "the last word"
 
 
 def test_unread_log_pipe_drops_lines_and_counts_them(make):

@@ -8,7 +8,7 @@ a tenant gets at most its limit from each gateway; no request fails or waits bec
 import logging
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Protocol
 
 import msgspec
@@ -18,6 +18,7 @@ from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import BackgroundTasks, for_ever
+from tandem_services.gateway.process_place import ProcessPlace
 from tandem_services.router.keys import LEASE_OF_REQUEST_MS
 from tandem_services.router.usage_counters import Ask, Refused, Usage, UsageLimits, UsageWindows
 
@@ -205,6 +206,15 @@ class Taken:
     """Redis decided."""
 
 
+def _lacking(limits: UsageLimits, own: UsageLimits) -> Refused:
+    """The first limit of which a process has no share."""
+    if limits.requests and not own.requests:
+        return Refused.REQUESTS
+    if limits.tokens and not own.tokens:
+        return Refused.TOKENS
+    return Refused.CONCURRENCY if limits.concurrency and not own.concurrency else Refused.NOTHING
+
+
 @dataclass(kw_only=True, slots=True)
 class TenantLimits:
     """One per gateway; belongs to its event loop."""
@@ -212,6 +222,8 @@ class TenantLimits:
     clock: Clock
     metrics: AccessMetrics
     board: Board | None = None
+    place: ProcessPlace | None = None
+    """Among other processes of this gateway: without Redis each grants its share of a limit."""
     _windows: dict[str, UsageWindows] = field(default_factory=dict)
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
@@ -228,8 +240,23 @@ class TenantLimits:
                     windows.forget(self.clock.now())
                     windows.note(ask, self.clock.now())
                 return Taken(usage=usage, local_second=int(self.clock.now()), shared=True)
-        usage = windows.take(tenant.limits, ask, self.clock.now())
+        usage = self._take_alone(tenant.limits, windows, ask)
         return Taken(usage=usage, local_second=usage.second, shared=False)
+
+    def _take_alone(self, limits: UsageLimits, windows: UsageWindows, ask: Ask) -> Usage:
+        """Without Redis. Processes of one gateway grant together what a single one would."""
+        now = self.clock.now()
+        if self.place is None:
+            return windows.take(limits, ask, now)
+        share = self.place.share_of
+        own = UsageLimits(
+            requests=share(limits.requests), tokens=share(limits.tokens), concurrency=share(limits.concurrency)
+        )
+        lacking = _lacking(limits, own)
+        if lacking is Refused.NOTHING:
+            return windows.take(own, ask, now)
+        # The limit is smaller than the number of processes, and another one has it.
+        return replace(windows.take(UsageLimits(), Ask(), now), refused=lacking, retry_s=BUSY_RETRY_S)
 
     def settle(self, tenant: Tenant, taken: Taken, *, tokens: int, lease: str) -> None:
         """A request has ended that used `tokens` more than it had taken. Redis learns it a moment later."""

@@ -364,8 +364,8 @@ class Answer:
         async with EventStream(self._send, self._client.body, headers) as events:
             try:
                 with self._limit:
-                    await self._write_events(events)
-                await events.finish(self._format.closing(self._usage()))
+                    last = await self._write_events(events)
+                await events.finish(last + self._format.closing(self._usage()))
             except Exception as error:  # the status is out: the client learns in the stream
                 if not events.started or events.ended:
                     raise
@@ -377,11 +377,24 @@ class Answer:
                 for piece in batch:
                     choices[piece.index].add(piece)
 
-    async def _write_events(self, events: EventStream) -> None:
+    async def _write_events(self, events: EventStream) -> bytes:
+        """Returns those with which the last choice ends: they leave with the end of the stream."""
         writer = _DirectWriter(events, self._piece_events)
-        async with aclosing(self._generator.pieces(self._job, writer)) as batches:
-            async for batch in batches:
-                await events.write(await self._written(batch, partial(self._batch_events, batch)))
+        unfinished, last = len(self._job.plan.choices), b""
+        try:
+            async with aclosing(self._generator.pieces(self._job, writer)) as batches:
+                async for batch in batches:
+                    written = await self._written(batch, partial(self._batch_events, batch))
+                    unfinished -= sum(piece.finish is not None for piece in batch)
+                    if unfinished:
+                        await events.write(written)
+                    else:
+                        last += written
+        except BaseException:
+            # The choice has ended all the same.
+            await events.write(last)
+            raise
+        return last
 
     async def _written(self, parts: Sequence[WholeChoice] | Sequence[ChoicePiece], write: Callable[[], bytes]) -> bytes:
         """Texts of all tokens of a prompt, and of what else they could have been, are not for the event loop."""

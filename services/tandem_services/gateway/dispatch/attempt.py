@@ -7,8 +7,8 @@ The readers of the connections accept outputs at once and keep them until the ch
 delays no other request, and outputs that have accumulated leave in one piece.
 
 An ordinary output, of tokens alone, that comes while the choice waits goes to its `TokenSink` instead, on the reader's
-call stack: no task is woken for it. Both ways lead through the same objects, so that the choice may change between them
-after each output.
+call stack: no task is woken for it. Those of one choice that the reader finds together go there together (`pour`). Both
+ways lead through the same objects, so that the choice may change between them after each output.
 
 An attempt finishes, or fails with `AttemptFailedError` when another worker may succeed. A failure of the prefill worker
 counts only until the decode worker has sent its first output.
@@ -25,7 +25,7 @@ from tandem_engine.base.errors import SessionError, SessionLostError
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenOutput
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_services.common.errors import bad_request, conflict, timed_out
-from tandem_services.gateway.dispatch.engine_client import EngineConnection
+from tandem_services.gateway.dispatch.engine_client import EngineConnection, Pouring
 from tandem_services.gateway.dispatch.sessions import PARAM, session_lost
 from tandem_services.gateway.observe.explain import ChoiceRecord
 from tandem_services.gateway.output.token_sequence import Accepted, SequenceGapError, TokenSequence
@@ -101,8 +101,8 @@ class Side:
     def on_taken(self) -> None:
         self.taken = True
 
-    def on_output(self, output: TokenOutput) -> None:
-        self.attempt.arrived(self, output)
+    def on_output(self, output: TokenOutput) -> Pouring | None:
+        return self.attempt.arrived(self, output)
 
     def on_lost(self) -> None:
         self.attempt.arrived(self, None)
@@ -111,7 +111,7 @@ class Side:
 class Attempt:
     """Single consumer: only the task of the choice calls `next` and `close`."""
 
-    __slots__ = ("_arrivals", "_record", "_rid", "_sequence", "_sides", "_sink", "_wake", "began", "leaving")
+    __slots__ = ("_arrivals", "_kept", "_record", "_rid", "_sequence", "_sides", "_sink", "_wake", "began", "leaving")
 
     def __init__(
         self, rid: str, start: int, record: ChoiceRecord, *, began: float, awaits_prompt: bool = False
@@ -129,6 +129,8 @@ class Attempt:
         """Done with True: a sink has taken tokens that the choice has to look at."""
         self._sink: TokenSink | None = None
         """While the choice waits."""
+        self._kept: list[int] = []
+        """Tokens for it that have come together so far; empty whenever other code than the reader runs."""
 
     def submit(self, connection: EngineConnection, request: GenerateRequest, *, is_prefill: bool) -> None:
         """Send `request` to one worker. Raises `AttemptFailedError` when it cannot be sent."""
@@ -137,13 +139,35 @@ class Attempt:
             raise AttemptFailedError(FailureCause.UNREACHABLE, connection.worker.incarnation)
         self._sides.append(side)
 
-    def arrived(self, side: Side, output: TokenOutput | None) -> None:
-        """Called by a connection's reader; None means that the worker is lost."""
-        if self._sink is not None and output is not None and self._poured(self._sink, side, output):
-            return
+    def arrived(self, side: Side, output: TokenOutput | None) -> "Attempt | None":
+        """Called by a connection's reader; None means that the worker is lost. Returns itself to be told to `pour`."""
+        if output is not None and self._is_for_sink(output):
+            side.spoke = True
+            first = not self._kept
+            self._kept += output.token_ids
+            return self if first else None
+        self.pour()
         self._arrivals.append((side, output))
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(False)
+        return None
+
+    def pour(self) -> None:
+        """Into the sink, what was kept for it."""
+        if not self._kept:
+            return
+        wake, sink = self._wake, self._sink
+        assert wake is not None, "only a choice that waits has a sink"
+        assert sink is not None, "tokens are kept for one"
+        tokens, self._kept = self._kept, []
+        if wake.done():
+            # A later output has failed, and so does the choice.
+            return
+        try:
+            if not sink.take(Accepted(tokens, [], None)):
+                wake.set_result(True)
+        except Exception as error:  # noqa: BLE001  # raised where the choice waits
+            wake.set_exception(error)
 
     async def next(self, sink: TokenSink | None = None) -> Accepted:
         """At least one new token, or the finish. Raises `AttemptFailedError`, or `ApiError` for the client.
@@ -188,20 +212,16 @@ class Attempt:
         finally:
             self._sink = None
 
-    def _poured(self, sink: TokenSink, side: Side, output: TokenOutput) -> bool:
-        """Whether `output` went into `sink`: the choice waits for nothing but the next tokens, and these are they."""
-        wake = self._wake
-        if wake is None or wake.done():
+    def _is_for_sink(self, output: TokenOutput) -> bool:
+        """Whether the choice waits for nothing but the next tokens, and these are they. They then count as accepted."""
+        sink, wake = self._sink, self._wake
+        if sink is None or wake is None or wake.done():
             return False
         try:
-            if not (_is_ordinary(output) and sink.is_ready() and self._sequence.accept_next(output)):
-                return False
-            side.spoke = True
-            if not sink.take(Accepted([*output.token_ids], [], None)):
-                wake.set_result(True)
+            return _is_ordinary(output) and sink.is_ready() and self._sequence.accept_next(output)
         except Exception as error:  # noqa: BLE001  # raised where the choice waits
             wake.set_exception(error)
-        return True
+            return False
 
     async def _within_gap(self, wake: "asyncio.Future[bool]") -> bool:
         try:

@@ -39,7 +39,7 @@ from typing import Protocol
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import WireError
 from tandem_engine.ipc.async_channels import AsyncDealerChannel
-from tandem_engine.ipc.channels import IpcContext
+from tandem_engine.ipc.channels import MAX_PER_RECEIVE, IpcContext
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_services.common.engine_ping import ASK_EVERY_S, answers
@@ -135,6 +135,14 @@ MOST_DELIVERED = 256
 """Outputs, about two milliseconds' worth, after which the reader of a connection lets the event loop serve others."""
 
 
+class Pouring(Protocol):
+    """Keeps tokens that come together, so that they leave together."""
+
+    def pour(self) -> None:
+        """Pass on what is kept. Idempotent; must not block or raise."""
+        ...
+
+
 class Listener(Protocol):
     """Where the outputs of one rid go. Called on the event loop; must not block or raise."""
 
@@ -142,7 +150,9 @@ class Listener(Protocol):
         """The engine has the request in hand."""
         ...
 
-    def on_output(self, output: TokenOutput) -> None: ...
+    def on_output(self, output: TokenOutput) -> Pouring | None:
+        """What it returns is told when the messages that have come are all read."""
+        ...
 
     def on_lost(self) -> None:
         """The engine is dead. Called once, after the last output."""
@@ -192,6 +202,8 @@ class EngineConnection:
         self._unanswered = 0
         self._delivered = 0
         """Outputs since the last pause for others."""
+        self._pouring: list[Pouring] = []
+        """They keep tokens of the messages that are being read."""
         self._closed = False
         self._channel: AsyncDealerChannel[EngineReply, EngineRequest] = AsyncDealerChannel(
             context, worker.request_endpoint, inbound=EngineReply, outbound=EngineRequest
@@ -294,12 +306,29 @@ class EngineConnection:
     async def _read(self) -> None:
         try:
             while not self._closed:
-                self._hear(await self._channel.receive())
-                if self._delivered >= MOST_DELIVERED:
-                    self._delivered = 0
+                if self._hear_waiting():
+                    await self._channel.readable()
+                else:
                     await asyncio.sleep(0)
         except WireError as error:
             self._die_of(error)
+
+    def _hear_waiting(self) -> bool:
+        """Hear what has come. False: not all of it; others must have their turn, or the connection is closed."""
+        self._delivered = 0
+        try:
+            for number, reply in enumerate(self._channel.waiting(), 1):
+                self._hear(reply)
+                if self._closed or self._delivered >= MOST_DELIVERED or number >= MAX_PER_RECEIVE:
+                    return False
+        finally:
+            self._pour()
+        return True
+
+    def _pour(self) -> None:
+        pouring, self._pouring = self._pouring, []
+        for each in pouring:
+            each.pour()
 
     def _hear(self, reply: EngineReply) -> None:
         self._unanswered = 0
@@ -321,7 +350,9 @@ class EngineConnection:
             if listener is None:
                 continue
             try:
-                listener.on_output(output)
+                keeps = listener.on_output(output)
+                if keeps is not None:
+                    self._pouring.append(keeps)
             except Exception:
                 # One request has failed; the outputs of others are in the same batch.
                 logger.exception("output could not be passed on", extra={"fields": {"rid": output.rid}})
@@ -364,8 +395,7 @@ class EngineConnection:
         await self._channel.disconnected()
         # Tokens that came before the end are not made a second time elsewhere.
         try:
-            for reply in self._channel.waiting():
-                self._hear(reply)
+            while not self._hear_waiting():
                 if self._closed:
                     return
         except WireError as error:

@@ -36,6 +36,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from tandem_services.common.errors import ApiError, bad_request, unavailable
 from tandem_services.gateway.http.errors import UNEXPECTED, error_json
 from tandem_services.gateway.http.interruption import Client, introduce
+from tandem_services.gateway.http.response_bytes import ResponseBytes
 from tandem_services.gateway.limits import (
     HEAD_TIMEOUT_S,
     LINGER_S,
@@ -156,7 +157,7 @@ class GatewayConnection(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        client, scope = Client(_ChunkWriter(self.cycle)), cast("Scope", self.scope)
+        client, scope = Client(ResponseBytes(self.cycle)), cast("Scope", self.scope)
         introduce(scope, client)
         self._clients.append((self.cycle, client))
         self._in_head = False
@@ -285,29 +286,6 @@ class GatewayConnection(HttpToolsProtocol):
             # What still arrives of a body whose request was refused has had its answer.
             return not cycle.more_body
         return cycle.more_body and not cycle.response_started and not self.pipeline
-
-
-class _ChunkWriter:
-    """Writes chunks of one response past the application's messages. Implements `BodyWriter`."""
-
-    __slots__ = ("_cycle",)
-
-    def __init__(self, cycle: Any) -> None:
-        self._cycle = cycle
-
-    def is_ready(self) -> bool:
-        cycle = self._cycle
-        return (
-            cycle.response_started
-            and cycle.chunked_encoding is True
-            and not cycle.response_complete
-            and not cycle.disconnected
-            and not cycle.flow.write_paused
-            and not cycle.transport.is_closing()
-        )
-
-    def write(self, data: bytes) -> None:
-        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 def end_one(connections: set[Any], may_end: Callable[[GatewayConnection], bool]) -> bool:

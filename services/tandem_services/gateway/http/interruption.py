@@ -10,6 +10,7 @@ disconnect in one iteration of the event loop, the disconnect counts, because th
 """
 
 import asyncio
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol, Self
@@ -59,7 +60,19 @@ class _Cancelling:
 
 
 class BodyWriter(Protocol):
-    """Writes the body of a response that has begun, without a task."""
+    """Writes a response without a task."""
+
+    @property
+    def started(self) -> bool:
+        """Whether its head is written."""
+        ...
+
+    def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes, *, more: bool) -> bool:
+        """Write the head and the beginning of the body at once; all of it unless there is `more`.
+
+        False, and nothing written, when it cannot be written now.
+        """
+        ...
 
     def is_ready(self) -> bool:
         """Whether `write` can write now: the response has begun, and its client reads."""

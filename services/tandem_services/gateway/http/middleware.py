@@ -37,7 +37,7 @@ from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.http.errors import PATH as ANTHROPIC_PATH
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error, error_body, send_error, speaks_anthropic
-from tandem_services.gateway.http.interruption import ClientGoneError, shutting_down
+from tandem_services.gateway.http.interruption import BodyWriter, ClientGoneError, client_of, shutting_down
 from tandem_services.gateway.limits import (
     MAX_HEADER_BYTES,
     MAX_HEADER_FIELDS,
@@ -179,17 +179,18 @@ class RequestBoundary:
             await self._answer(scope, receive, watched)
         except Exception:
             logger.exception("request failed outside of its boundary")
-            if not started:
+            body = client_of(scope).body
+            if not started and (body is None or not body.started):
                 for message in _LAST_ANSWERS[speaks_anthropic(scope["path"])]:
                     await send(message)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = self._identify(scope, self._clock.now())
         scope[_SCOPE_KEY] = identity
-        answer = _Answer(send, scope, self._health)
+        direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
+        answer = _Answer(send, scope, self._health, None if direct is None else client_of(scope).body)
         try:
             _check_head(scope, self._hosts)
-            direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
             await (direct or self._app)(scope, receive, answer.send)
         except ClientGoneError:
             answer.status = CLIENT_CLOSED_REQUEST
@@ -266,20 +267,39 @@ def _is_refusal(scope: Scope, endpoint: str, status: int) -> bool:
 class _Answer:
     """Watches what is sent, and adds headers that every answer has."""
 
-    def __init__(self, send: Send, scope: Scope, health: Health) -> None:
+    def __init__(self, send: Send, scope: Scope, health: Health, writer: BodyWriter | None) -> None:
+        """`writer`: for an application that sends the beginning of the body right after the head."""
         self._send = send
         self._scope = scope
         self._health = health
+        self._writer = writer
+        self._head: Message | None = None
+        """Not sent yet: it leaves with the beginning of the body."""
         self.started = False
         self.status = 500
         self.refusal: ApiError | None = None
 
     def send(self, message: Message) -> Awaitable[None]:
-        if message["type"] != "http.response.start":
-            return self._send(message)
-        sending = self._send(self._begun(message))
-        self.started = True
-        return sending
+        if message["type"] == "http.response.start":
+            return self._start(self._begun(message))
+        if self._head is not None and self._writer is not None:
+            return self._begin(self._writer, self._head, message)
+        return self._send(message)
+
+    def _start(self, message: Message) -> Awaitable[None]:
+        if self._writer is None:
+            sending = self._send(message)
+            self.started = True
+            return sending
+        self._head = message
+        return _nothing()
+
+    async def _begin(self, writer: BodyWriter, head: Message, message: Message) -> None:
+        begun = writer.begin(head["status"], head["headers"], message["body"], more=message.get("more_body", False))
+        self.started, self._head = True, None
+        if not begun:
+            await self._send(head)
+            await self._send(message)
 
     def _begun(self, message: Message) -> Message:
         self.status = message["status"]
@@ -291,6 +311,10 @@ class _Answer:
             ids.append((b"request-id", request_id))
         ours = [*ids, *identity.caller.headers(), *closing]
         return {**message, "headers": [*message["headers"], *ours]}
+
+
+async def _nothing() -> None:
+    pass
 
 
 def _header(scope: Scope, wanted: bytes) -> str | None:

@@ -13,6 +13,9 @@ Waking a thread and the loop costs about as much as encoding a short text. An aw
 work and returns its results together, so the cost per call falls with load. Long work has its own threads, so that no
 short text waits for it. The queue is bounded: `run` rejects work beyond it. Work is skipped if its client has
 disconnected or its deadline has passed.
+
+Brief texts beyond the time of an iteration wait for the next ones, in the order of their arrival: of a burst, the first
+requests are with their workers while the last still wait.
 """
 
 import asyncio
@@ -228,6 +231,11 @@ class TokenizerThreads:
     def __post_init__(self) -> None:
         self._brief_s = 0.0
         """Of brief work in this iteration of the event loop."""
+        self._brief_mean_s = BRIEF_TEXTS_S
+        """Of one, lately."""
+        self._brief: deque[asyncio.Future[None]] = deque()
+        """Turns of brief work that waits for a later iteration, oldest first."""
+        self._iteration_due = False
         self._short = _Line(1, at_once=MOST_AT_ONCE, name="tokenizer")
         self._long = _Line(self.long_threads, at_once=1, name="tokenizer-long")
 
@@ -237,7 +245,8 @@ class TokenizerThreads:
         Raises `ApiError` 503 when too much waits already and it is `refusable`: not the last step of what others have
         computed. Cancelled, it gives up its place.
         """
-        if brief and characters <= BRIEF_TEXT_CHARACTERS and self._brief_s < BRIEF_TEXTS_S:
+        is_brief = brief and characters <= BRIEF_TEXT_CHARACTERS
+        if is_brief and not self._brief and self._brief_s < BRIEF_TEXTS_S:
             return self._run_here(work)
         # A single text is accepted whatever its length: the caller limits it.
         full = self.jobs >= self.most_jobs or self.characters + characters > self.most_characters
@@ -246,6 +255,9 @@ class TokenizerThreads:
         self.jobs += 1
         self.characters += characters
         try:
+            if is_brief:
+                await self._turn()
+                return self._run_here(work)
             line = self._short if characters <= SHORT_TEXT_CHARACTERS else self._long
             return await line.run(work)
         finally:
@@ -253,8 +265,7 @@ class TokenizerThreads:
             self.characters -= characters
 
     def _run_here(self, work: Callable[[], T]) -> T:
-        if not self._brief_s:
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
+        self._note_iteration()
         began = time.perf_counter()
         try:
             return work()
@@ -263,10 +274,32 @@ class TokenizerThreads:
         except BaseException as panic:
             raise _unconverted(panic) from panic
         finally:
-            self._brief_s += time.perf_counter() - began
+            took_s = time.perf_counter() - began
+            self._brief_s += took_s
+            self._brief_mean_s += (took_s - self._brief_mean_s) / MOST_AT_ONCE
+
+    async def _turn(self) -> None:
+        """Until brief work may run. A thread would wait for the interpreter of a busy loop, once or twice for each."""
+        turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._brief.append(turn)
+        self._note_iteration()
+        await turn
+
+    def _note_iteration(self) -> None:
+        if not self._iteration_due:
+            self._iteration_due = True
+            asyncio.get_running_loop().call_soon(self._begin_iteration)
 
     def _begin_iteration(self) -> None:
-        self._brief_s = 0.0
+        """Brief work that waits has its turn, as much of it as takes the time; the loop then serves others."""
+        self._iteration_due, self._brief_s = False, 0.0
+        most = int(BRIEF_TEXTS_S / max(self._brief_mean_s, BRIEF_TEXTS_S / MOST_AT_ONCE))
+        for _ in range(min(len(self._brief), max(1, most))):
+            turn = self._brief.popleft()
+            if not turn.done():
+                turn.set_result(None)
+        if self._brief:
+            self._note_iteration()
 
     def close(self) -> None:
         """Start no further work; no caller waits for it."""

@@ -82,6 +82,10 @@ ONCE_BROKEN = {
     "prompts:_Job.deliver",
     "engine_client:EngineConnection._read",
     "engine_client:EngineConnection._deliver",
+    "engine_client:EngineConnection._hear_waiting",
+    "engine_client:EngineConnection._pour",
+    "response_bytes:ResponseBytes.begin",
+    "response_bytes:_head",
     "attempt:Side.on_output",
     "caller:Caller.headers",
     "errors:speaks_anthropic",
@@ -95,8 +99,8 @@ ONCE_BROKEN = {
 """After an exception in one of these, clients got plain text, no response, or waited until they gave up."""
 
 WRITTEN_AT_ONCE = {
-    "attempt:Attempt._poured",
-    "connection:_ChunkWriter.write",
+    "attempt:Attempt.pour",
+    "response_bytes:ResponseBytes.write",
     "dispatcher:_Pouring.take",
     "generation:_ChoiceOutput.take",
     "sse:EventStream.is_ready",

@@ -20,6 +20,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, Side, TokenSink
+from tandem_services.gateway.dispatch.engine_client import Pouring
 from tandem_services.gateway.dispatch.generation import AT_ONCE, Generator, Job
 from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord
@@ -83,10 +84,12 @@ class Client:
     reads: asyncio.Event = field(default_factory=asyncio.Event)
     """As long as it does, the sink may write."""
     fails: Exception | None = None
+    ready: Callable[[], bool] | None = None
+    """Instead of what it would say."""
 
     @property
     def is_ready(self) -> Callable[[], bool]:
-        return lambda: self.reads.is_set() and bool(self.pieces)
+        return self.ready or (lambda: self.reads.is_set() and bool(self.pieces))
 
     def write(self, piece: ChoicePiece) -> None:
         if self.fails is not None:
@@ -105,6 +108,7 @@ class Stream:
     def __init__(self, tokenizer, sampling: SamplingParams, *, choices: int = 1) -> None:
         self.engines, self.client = [Engine() for _ in range(choices)], Client()
         self.engine = self.engines[0]
+        self.pouring: list[Pouring] = []
         self.client.reads.set()
         plan = GenerationPlan(
             model="m",
@@ -150,8 +154,20 @@ class Stream:
             await self.client.reads.wait()
             self.client.pieces += batch
 
-    def send(self, output: TokenOutput, *, by_prefill: bool = False, choice: int = 0) -> None:
-        self.engines[choice].sides[by_prefill].on_output(output)
+    def send(
+        self, output: TokenOutput, *, by_prefill: bool = False, choice: int = 0, more_follows: bool = False
+    ) -> None:
+        """`more_follows`: the reader has found further messages."""
+        keeps = self.engines[choice].sides[by_prefill].on_output(output)
+        if keeps is not None:
+            self.pouring.append(keeps)
+        if not more_follows:
+            self.pour()
+
+    def pour(self) -> None:
+        for each in self.pouring:
+            each.pour()
+        self.pouring.clear()
 
 
 async def turns(number: int = TURNS) -> None:
@@ -187,7 +203,8 @@ def cuts(ids: list[int], lengths: list[int]) -> Iterator[TokenOutput]:
     text=st.text(alphabet=LETTERS, min_size=1, max_size=24),
     lengths=st.lists(st.integers(1, 3), max_size=24),
     before=st.lists(
-        st.sampled_from(["turn", "stop reading", "read", "late", "again", "leaving", "prefill"]), max_size=40
+        st.sampled_from(["turn", "stop reading", "read", "late", "again", "leaving", "prefill", "together"]),
+        max_size=40,
     ),
     stop=st.sampled_from(STOPS),
 )
@@ -203,6 +220,7 @@ def test_sink_and_generator_write_each_token_once(tokenizer, text, lengths, befo
         for number, output in enumerate(outputs):
             action = before[number] if number < len(before) else ""
             if action == "turn":
+                stream.pour()
                 await turns()
             elif action == "leaving":
                 stream.send(TokenOutput(rid="r", index=output.index, leaving=True))
@@ -213,11 +231,13 @@ def test_sink_and_generator_write_each_token_once(tokenizer, text, lengths, befo
             if action == "late" and output.finish is None:
                 held.append(output)
                 continue
-            stream.send(output, by_prefill=action == "prefill" and output.finish is None)
+            by_prefill = action == "prefill" and output.finish is None
+            stream.send(output, by_prefill=by_prefill, more_follows=action == "together")
             if action == "again":
                 stream.send(output, by_prefill=True)
         for output in held:
             stream.send(output, by_prefill=True)
+        stream.pour()
         stream.client.reads.set()
         await stream.task
         return stream
@@ -255,6 +275,35 @@ async def test_ordinary_token_is_written_before_the_call_returns(tokenizer):
     stream.task.cancel()
 
 
+async def test_tokens_that_come_together_are_one_piece(tokenizer):
+    stream = await begun(tokenizer)
+    for index in range(1, 4):
+        stream.send(one(index), more_follows=index < 3)
+        assert stream.client.written == (index == 3)
+    assert stream.client.pieces[-1].tokens == 4
+    stream.task.cancel()
+
+
+async def test_finish_behind_kept_tokens_comes_after_them(tokenizer):
+    stream = await begun(tokenizer)
+    stream.send(one(1), more_follows=True)
+    stream.send(one(2), more_follows=True)
+    finish = Finish(reason=FinishReason.STOP)
+    stream.send(TokenOutput(rid="r", index=3, token_ids=(EOS,), finish=finish))
+    assert (stream.client.written, stream.client.pieces[-1].tokens) == (1, 3)
+    await stream.task
+    assert stream.client.pieces[-1].finish is not None
+
+
+async def test_loss_behind_kept_tokens_comes_after_them(tokenizer):
+    stream = await begun(tokenizer)
+    stream.send(one(1), more_follows=True)
+    stream.engine.sides[0].on_lost()
+    assert stream.client.written == 1
+    with pytest.raises(AttemptFailedError):
+        await stream.task
+
+
 async def test_token_behind_a_queued_one_is_queued(tokenizer):
     stream = await begun(tokenizer)
     stream.client.reads.clear()
@@ -286,6 +335,19 @@ async def test_error_of_the_sink_is_raised_in_the_task(tokenizer):
     stream.send(one(1))
     stream.send(one(2))
     with pytest.raises(RuntimeError, match="cannot write"):
+        await stream.task
+
+
+async def test_error_behind_kept_tokens_is_raised_in_the_task(tokenizer):
+    stream = await begun(tokenizer)
+    stream.send(one(1), more_follows=True)
+
+    def fail() -> bool:
+        raise RuntimeError("cannot tell")
+
+    stream.client.ready = fail
+    stream.send(one(2))
+    with pytest.raises(RuntimeError, match="cannot tell"):
         await stream.task
 
 

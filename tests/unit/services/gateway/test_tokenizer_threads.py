@@ -2,6 +2,8 @@
 
 import asyncio
 import threading
+from functools import partial
+from itertools import pairwise
 
 import pytest
 
@@ -158,13 +160,50 @@ async def test_brief_text_alone_is_tokenized_on_the_loop(gateway, tokenizing_in,
     assert set(tokenizing_in) == {expected}
 
 
-async def test_brief_work_beyond_its_time_is_for_the_threads(threads, monkeypatch):
+async def test_brief_work_beyond_its_time_waits_in_order(threads, monkeypatch):
+    """In the loop, which serves others between."""
     monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
-    asked = [asyncio.create_task(threads.run(threading.get_ident, characters=1, brief=True)) for _ in range(3)]
-    first, *others = await asyncio.gather(*asked)
-    assert first == threading.get_ident()
-    assert threading.get_ident() not in others
-    assert await threads.run(threading.get_ident, characters=1, brief=True) == threading.get_ident(), "a new iteration"
+    done: list[int] = []
+
+    def work(number: int) -> int:
+        done.append(number)
+        return threading.get_ident()
+
+    asked = [
+        asyncio.create_task(threads.run(partial(work, number), characters=1, brief=True))
+        for number in range(threads.most_jobs)
+    ]
+    seen = [len(done)]
+    while len(done) < len(asked):
+        await asyncio.sleep(0)
+        seen.append(len(done))
+    assert {await each for each in asked} == {threading.get_ident()}
+    assert done == [*range(len(asked))]
+    assert max(after - before for before, after in pairwise(seen)) <= 2, "others had their turns"
+    assert threads.jobs == 0
+
+
+async def test_brief_work_of_a_client_that_left_is_not_done(threads, monkeypatch):
+    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
+    done: list[int] = []
+    first, left, last = (
+        asyncio.create_task(threads.run(partial(done.append, number), characters=1, brief=True)) for number in range(3)
+    )
+    await first
+    left.cancel()
+    await last
+    assert done == [0, 2]
+    assert threads.jobs == 0
+
+
+async def test_brief_work_beyond_all_that_may_wait_is_refused(threads, monkeypatch):
+    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
+    asked = [
+        asyncio.create_task(threads.run(threading.get_ident, characters=1, brief=True))
+        for _ in range(threads.most_jobs + 2)
+    ]
+    answers = await asyncio.gather(*asked, return_exceptions=True)
+    assert [isinstance(answer, ApiError) for answer in answers] == [False] * (threads.most_jobs + 1) + [True]
 
 
 @pytest.mark.parametrize("brief", [False, True])
