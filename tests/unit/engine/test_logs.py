@@ -78,7 +78,7 @@ def test_record_about_a_request_has_its_known_fields():
     assert about_request("r", rid="r-0-1", trace_id="t") == {"request_id": "r", "rid": "r-0-1", "trace_id": "t"}
 
 
-def test_error_of_the_log_thread_costs_one_line(monkeypatch):
+def test_error_of_the_log_thread_costs_one_write(monkeypatch):
     reading, writing = os.pipe()
     output = LogOutput(writing)
     output.setFormatter(PlainFormatter())
@@ -92,6 +92,7 @@ def test_error_of_the_log_thread_costs_one_line(monkeypatch):
 
     monkeypatch.setattr(LogOutput, "_write_whole", failing)
     output.handle(line("first"))
+    output.flush()
     output.handle(line("second"))
     output.flush()
     os.close(writing)
