@@ -93,7 +93,7 @@ class LogOutput(logging.Handler):
 
     def _write(self) -> None:
         while True:
-self._arrived.wait()
+            self._arrived.wait()
             self._at_once.wait(GATHER_S)
             # Before the lines are looked at: one that comes meanwhile sets them again.
             self._arrived.clear()
