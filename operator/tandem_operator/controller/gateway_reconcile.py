@@ -168,14 +168,14 @@ class GatewayReconciler:
         created = seen.body["metadata"].get("creationTimestamp", "")
         try:
             cache = cache_of(self._store, seen)
-            claim = None if cache is None else cache.claim
+            claim = None if cache is None else cache.served
             service = served(seen.ref.name, seen.namespace, spec_of(seen), self._settings, cache=claim)
         except ValueError as error:
             return Referring(
                 name=seen.ref.name, created=created, service=None, reason="InvalidSpec", message=str(error)
             )
         one = Referring(name=seen.ref.name, created=created, service=service)
-        if cache is not None and cache.claim is None:
+        if cache is not None and cache.served is None:
             message = f"ModelCache {cache.name!r} has no whole commit yet; the service's ModelCached says why"
             return replace(one, reason="CachePending", message=message)
         problems = problems_of(service, self._settings.apis, self._settings.allow)

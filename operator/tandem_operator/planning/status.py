@@ -24,7 +24,7 @@ from tandem_operator.builders.arguments import CHECK, accepts, lists_of, unknown
 from tandem_operator.builders.naming import gateway_name, redis_name
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.conditions import condition
-from tandem_operator.planning.observed import DeploymentSeen, Observed, Ref
+from tandem_operator.planning.observed import CacheSeen, DeploymentSeen, Observed, Ref
 from tandem_operator.planning.rollout import Counts
 from tandem_operator.planning.slo import slo_conditions
 
@@ -54,10 +54,10 @@ _REFUSED = re.compile(rf"{CHECK}: ended with status 2\b")
 MAX_ERROR = 80
 
 
-def ready(conditions: Sequence[Condition]) -> Condition:
-    """`Ready`, with reason and sentence of the first that is in its way."""
-    cached = [MODEL_CACHED] if any(one.type == MODEL_CACHED for one in conditions) else []
-    missing = first_missing(conditions, [VALID, *cached, *NEEDED])
+def ready(conditions: Sequence[Condition], cache: CacheSeen | None) -> Condition:
+    """`Ready`, with reason and sentence of the first that is in its way. `cache`: as `Observed.cache`."""
+    waits = [MODEL_CACHED] if cache is not None and cache.served is None else []
+    missing = first_missing(conditions, [VALID, *waits, *NEEDED])
     return missing or condition(READY, True, "CanaryPassed", "a request passed through prefill and decode")
 
 
@@ -175,11 +175,13 @@ def model_cached(observed: Observed) -> Iterator[Condition]:
     cache = observed.cache
     if cache is None:
         return
+    place = cache.mounted
+    kept = f"; workers keep, and are scaled with, {place.path} of claim {place.claim_name!r}" if place else ""
     if not cache.exists:
-        message = f"spec.model.cacheRef.name: there is no ModelCache {cache.name!r} in this namespace; create it"
+        message = f"spec.model.cacheRef.name: there is no ModelCache {cache.name!r} in this namespace; create it{kept}"
         yield condition(MODEL_CACHED, False, "CacheMissing", message)
     elif cache.claim is None:
-        message = f"ModelCache {cache.name!r}: {cache.message or 'the operator has not seen it yet'}"
+        message = f"ModelCache {cache.name!r}: {cache.message or 'the operator has not seen it yet'}{kept}"
         yield condition(MODEL_CACHED, False, cache.reason or "CachePending", message)
     else:
         yield condition(MODEL_CACHED, True, "Cached", f"commit {cache.commit} of ModelCache {cache.name!r}")
