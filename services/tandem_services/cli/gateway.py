@@ -212,8 +212,8 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--replaced-workers",
         action="store_true",
-        help="something replaces lost workers, as Kubernetes does: for --worker-start-wait seconds from the loss of the "
-        "last one of a role, new choices wait for the next one although none reports its start",
+        help="something replaces lost workers, as Kubernetes does: for --worker-start-wait seconds after the last one "
+        "of a role was lost, new choices wait for the next one although none reports its start",
     )
     group.add_argument(
         "--drain-notice",
