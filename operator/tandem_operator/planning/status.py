@@ -21,6 +21,7 @@ from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import ROLES, Condition, RoleName
 from tandem_operator.builders.arguments import CHECK, accepts, lists_of, unknown_flags, worker_arguments
+from tandem_operator.builders.model_mount import FROM_WORKERS
 from tandem_operator.builders.naming import gateway_name, redis_name
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.conditions import condition
@@ -231,6 +232,23 @@ def _workers(observed: Observed, role: RoleName, wanted: int) -> Condition:
     return condition(kind, count > 0, "SomeReady" if count else reason, message)
 
 
+TOKENIZERS_FROM_WORKERS = 1
+"""First release whose gateways get the tokenizer from workers."""
+
+_EARLIER_GATEWAY = re.compile(rf"--model {FROM_WORKERS}: no such folder")
+"""What gateways of earlier releases end with."""
+
+_EARLIER = (
+    "gateways of this image get no tokenizers from workers, for it is of an earlier release; set "
+    "spec.gateway.tokenizer to model, or name a newer image in spec.images.services"
+)
+
+
+def _with_fix(failure: str) -> str:
+    """The failure of a pod, and what to change where that is known."""
+    return f"{failure}: {_EARLIER}" if _EARLIER_GATEWAY.search(failure) else failure
+
+
 def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     gateways = _gateways(service, observed)
     if gateways.status != "True":
@@ -238,11 +256,30 @@ def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     if not any(wanted.values()):
         return condition(ROUTER_READY, True, "ScaledToZero", "the first request brings workers up")
     canary = observed.canaries.get(GATEWAY_CANARY)
+    if (canary is None or not canary.passed) and _lacks_tokenizer(service, observed):
+        return condition(
+            ROUTER_READY, False, "TokenizerUnavailable", f"ModelGateway {gateway_of(service)!r}: {_EARLIER}"
+        )
     if canary is None:
         return condition(ROUTER_READY, False, "CanaryPending", "no canary request has gone through the gateway yet")
     if not canary.passed:
         return condition(ROUTER_READY, False, "CanaryFailed", canary.message)
     return condition(ROUTER_READY, True, "CanaryPassed")
+
+
+def _lacks_tokenizer(service: Served, observed: Observed) -> bool:
+    """Whether gateways of its ModelGateway are of a release that does not get tokenizers from workers."""
+    if service.has_gateways or service.spec.gateway.tokenizer == "model" or service.spec.model.path is not None:
+        return False
+    prefix = f"{gateway_name(gateway_of(service))}-"
+    found = [release for pod, release in observed.releases.items() if pod.startswith(prefix)]
+    return any(release < TOKENIZERS_FROM_WORKERS for release in found)
+
+
+def gateway_of(service: Served) -> str:
+    """Name of the ModelGateway that it refers to; empty without."""
+    reference = service.spec.gateway_ref
+    return "" if reference is None else reference.name
 
 
 def _gateways(service: Served, observed: Observed) -> Condition:
@@ -346,7 +383,7 @@ def degraded(observed: Observed, target: str) -> Condition:
     canary = observed.canaries.get(target)
     if canary is not None and not canary.passed:
         return condition(DEGRADED, True, "CanaryFailed", f"revision {target}: {canary.message}")
-    failure = next((f"{one.name}: {one.failure}" for one in observed.deployments if one.failure), "")
+    failure = next((f"{one.name}: {_with_fix(one.failure)}" for one in observed.deployments if one.failure), "")
     if failure:
         return condition(DEGRADED, True, "PodsFailing", failure)
     return condition(DEGRADED, False, "AllWell")
@@ -382,5 +419,5 @@ def available(kind: str, seen: DeploymentSeen | None, wanted: int, what: str) ->
     ready = seen.ready if seen is not None else 0
     if ready >= 1:
         return condition(kind, True, "Available", f"{ready} of {wanted} {what} pods are ready")
-    failure = f": {seen.failure}" if seen is not None and seen.failure else ""
+    failure = f": {_with_fix(seen.failure)}" if seen is not None and seen.failure else ""
     return condition(kind, False, "Starting", f"no {what} pod is ready{failure}")
