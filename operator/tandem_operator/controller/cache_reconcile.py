@@ -18,7 +18,13 @@ from tandem_operator.builders.model_cache import claim_name_of
 from tandem_operator.controller.applier import Applier, SecretLookup
 from tandem_operator.controller.error_reports import ErrorReports, ReconcileResult, rfc3339
 from tandem_operator.controller.events import EventRecorder, events_for_conditions
-from tandem_operator.controller.model_caches import directories_in_use, has_former_writers, jobs_of, progress_url
+from tandem_operator.controller.model_caches import (
+    directories_in_use,
+    directories_of_gateways,
+    has_former_writers,
+    jobs_of,
+    progress_url,
+)
 from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.store import Seen, ServiceKey, Store, cache_spec_of, generation_of, status_as
 from tandem_operator.planning.model_cache import (
@@ -140,7 +146,9 @@ class CacheReconciler:
         used = frozenset[str]()
         if len(before.commits) > 1:
             # Others than the one that services get.
-            used = directories_in_use(self._store.workloads(key.namespace), claim_name_of(key.name, spec))
+            claim = claim_name_of(key.name, spec)
+            used = directories_in_use(self._store.workloads(key.namespace), claim)
+            used |= directories_of_gateways(self._store.model_files(key.namespace), claim)
         return CacheObserved(
             now=rfc3339(self._now()),
             jobs=jobs_of(known, cache.uid),

@@ -10,7 +10,9 @@ from tandem_operator.api.model_cache import ModelCacheStatus
 from tandem_operator.api.sources import ClaimSource
 from tandem_operator.builders.model_cache import CONTAINER, PERMANENT_STATUS, PORT_NAME
 from tandem_operator.builders.model_mount import MODEL_VOLUME
+from tandem_operator.builders.models_file import MODELS_FILE
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
+from tandem_operator.builders.served import CLAIMS_FOLDER
 from tandem_operator.controller.store import (
     DEPLOYMENT,
     JOB,
@@ -25,6 +27,7 @@ from tandem_operator.controller.store import (
     status_of,
 )
 from tandem_operator.planning.model_cache import REFUSED, DownloadResult, JobSeen
+from tandem_operator.planning.model_gateway import Former
 from tandem_operator.planning.observed import CacheSeen
 from tandem_operator.planning.pod_failure import on_one_line, pod_failure
 from tandem_operator.planning.status import READY
@@ -86,6 +89,14 @@ def _commits(pod: dict[str, Any]) -> Iterator[ClaimSource]:
 def directories_in_use(workloads: Iterable[Seen], claim: str) -> frozenset[str]:
     """Directories within a claim that `workloads` mount."""
     return frozenset(place for one in workloads for pod in _templates(one) for place in _mounted(pod, claim))
+
+
+def directories_of_gateways(model_files: Iterable[Seen], claim: str) -> frozenset[str]:
+    """Directories within a claim from which gateways of ModelGateways read tokenizers: they mount all of it."""
+    prefix = f"{CLAIMS_FOLDER}/{claim}/"
+    texts = (seen.body.get("data", {}).get(MODELS_FILE, "") for seen in model_files)
+    models = (str(entry.get("model", "")) for text in texts for entry in Former.of(text, {}).entries.values())
+    return frozenset(model.removeprefix(prefix) for model in models if model.startswith(prefix))
 
 
 def _templates(workload: Seen) -> Iterator[dict[str, Any]]:

@@ -357,6 +357,11 @@ class Store:
         kinds = (DEPLOYMENT.name, LEADER_WORKER_SET.name, POD.name)
         return [one for one in self._by_uid.values() if one.namespace == namespace and one.ref.kind in kinds]
 
+    def model_files(self, namespace: str) -> list[Seen]:
+        """ConfigMaps of the ModelGateways of a namespace."""
+        found = (one for one in self._by_uid.values() if one.namespace == namespace)
+        return [one for one in found if one.ref.kind == CONFIG_MAP.name and one.gateway]
+
     def related(self, key: ServiceKey) -> list[ServiceKey]:
         """What else is to be reconciled after a change: services that refer to a ModelGateway or name a ModelCache; all
         ModelGateways and ModelCaches of a service's namespace, because it may have referred to another one before.

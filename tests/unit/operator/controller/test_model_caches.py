@@ -16,6 +16,7 @@ from tandem_operator.controller.cache_reconcile import CachePoller, CacheReconci
 from tandem_operator.controller.model_caches import (
     cache_of,
     directories_in_use,
+    directories_of_gateways,
     has_former_writers,
     jobs_of,
     progress_url,
@@ -23,6 +24,7 @@ from tandem_operator.controller.model_caches import (
 from tandem_operator.controller.model_gateways import namesakes
 from tandem_operator.controller.store import (
     CLAIM,
+    CONFIG_MAP,
     DEPLOYMENT,
     JOB,
     MODEL_CACHE,
@@ -36,6 +38,7 @@ from tandem_operator.controller.store import (
 from tandem_operator.planning.model_cache import ProgressReading
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.cache_progress import fetch_progress
+from tandem_testing.kube_gateways import behind, gateway_of, plan_of
 from tandem_testing.kube_objects import a_service, an_object
 
 KEY = ServiceKey("models", "qwen", "ModelCache")
@@ -197,6 +200,18 @@ def test_service_gets_the_newest_whole_commit():
     claim = cache_of(a_store(service, a_cache(status=status)), service).claim
     assert (claim.claim_name, claim.path) == ("qwen", status["path"])
     assert cache_of(a_store(a_service()), a_service()) is None
+
+
+def test_gateways_of_a_model_gateway_use_the_commit_of_their_models_file():
+    """They mount the whole claim, so that no template names the directory."""
+    one = behind(model={"cacheRef": {"name": "qwen"}}, gateway={"tokenizer": "model"})
+    front = gateway_of({"claims": ["qwen", "qwen-2"]})
+    manifest = next(each for each in plan_of(front, one).apply if each["kind"] == "ConfigMap")
+    labels = {"labels": manifest["metadata"]["labels"]}
+    store = a_store(an_object(CONFIG_MAP, manifest["metadata"]["name"], metadata=labels, data=manifest["data"]))
+    assert directories_of_gateways(store.model_files("models"), "qwen") == {one.service.spec.model.claim.path}
+    assert directories_of_gateways(store.model_files("models"), "qwen-2") == frozenset()
+    assert directories_of_gateways(store.model_files("other"), "qwen") == frozenset()
 
 
 def workers_of(service, commit, revision, created):
