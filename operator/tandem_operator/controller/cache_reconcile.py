@@ -26,7 +26,8 @@ from tandem_operator.controller.model_caches import (
     progress_url,
 )
 from tandem_operator.controller.observations import Parts
-from tandem_operator.controller.store import Seen, ServiceKey, Store, cache_spec_of, generation_of, status_as
+from tandem_operator.controller.roots import root_of
+from tandem_operator.controller.store import Seen, ServiceKey, Store, cache_spec_of
 from tandem_operator.planning.model_cache import (
     CacheObserved,
     CachePlan,
@@ -116,15 +117,11 @@ class CacheReconciler:
         return await self._reports.guard(key, self._reconcile)
 
     async def _reconcile(self, key: ServiceKey) -> ReconcileResult:
-        cache = self._store.service(key)
-        if cache is None:
-            self._applier.forget(key)
-            self._reports.forget(key)
+        root = root_of(self._store, key, ModelCacheStatus, self._forget)
+        if root is None:
             return ReconcileResult()
-        if cache.deleting:
-            return ReconcileResult()
+        cache, before, generation = root.seen, root.before, root.generation
         parts = Parts.of(cache.uid, self._store.parts(key))
-        before, generation = status_as(cache, ModelCacheStatus), generation_of(cache)
         try:
             spec = cache_spec_of(cache)
         except ValueError as error:
@@ -168,6 +165,10 @@ class CacheReconciler:
         wrote |= await self._applier.apply_plan(cache, parts, plan)
         await self._reports.post(cache, events_for_conditions(before.conditions, plan.status.conditions))
         return ReconcileResult(wrote)
+
+    def _forget(self, key: ServiceKey) -> None:
+        self._applier.forget(key)
+        self._reports.forget(key)
 
 
 def _waits(status: ModelCacheStatus) -> bool:

@@ -27,6 +27,7 @@ from tandem_operator.controller.model_caches import cache_of
 from tandem_operator.controller.model_gateways import namesakes
 from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.reconcile import WAITING_S, Reconciler
+from tandem_operator.controller.roots import root_of
 from tandem_operator.controller.store import (
     CONFIG_MAP,
     MODEL_CACHE,
@@ -36,9 +37,7 @@ from tandem_operator.controller.store import (
     ServiceKey,
     Store,
     gateway_spec_of,
-    generation_of,
     spec_of,
-    status_as,
 )
 from tandem_operator.planning.model_gateway import (
     Former,
@@ -100,15 +99,12 @@ class GatewayReconciler:
         return await self._reports.guard(key, self._reconcile)
 
     async def _reconcile(self, key: ServiceKey) -> ReconcileResult:
-        gateway = self._store.service(key)
-        if gateway is None:
-            self._forget(key)
+        root = root_of(self._store, key, ModelGatewayStatus, self._forget)
+        if root is None:
             return ReconcileResult()
-        if gateway.deleting:
-            return ReconcileResult()
+        gateway, before, generation = root.seen, root.before, root.generation
         former = await self._former(gateway)
         parts = Parts.of(gateway.uid, self._store.parts(key))
-        before, generation = status_as(gateway, ModelGatewayStatus), generation_of(gateway)
         try:
             spec = gateway_spec_of(gateway)
         except ValueError as error:
