@@ -4,7 +4,6 @@ import hashlib
 import importlib.util
 import io
 import shutil
-import subprocess
 import sys
 import tarfile
 from pathlib import Path
@@ -14,10 +13,10 @@ import pytest
 import yaml
 
 from tandem_testing.api_schemas import ROOT
+from tandem_testing.signing_keys import signing_key
 
 pytestmark = pytest.mark.skipif(shutil.which("gpg") is None, reason="gpg is not installed")
 
-UID = "Release test <release@example.org>"
 CHART = "demo-0.1.0.tgz"
 FILES = (CHART, "SHA256SUMS", "images.txt", "services.cdx.json")
 
@@ -35,35 +34,15 @@ def load_tool() -> Any:
 tool = load_tool()
 
 
-def a_key(home: Path) -> tuple[str, Path]:
-    """A new secret key in a home of its own: its fingerprint, and a keyring with its public part."""
-    home.mkdir(mode=0o700, parents=True)
-    gpg = ["gpg", "--homedir", str(home), "--batch"]
-    subprocess.run([*gpg, "--passphrase", "", "--quick-gen-key", UID, "rsa2048", "sign", "1d"], check=True)
-    listed = subprocess.run([*gpg, "--with-colons", "--list-keys"], check=True, capture_output=True, text=True).stdout
-    keyring = home / "public.gpg"
-    keyring.write_bytes(subprocess.run([*gpg, "--export"], check=True, capture_output=True).stdout)
-    return next(line.split(":")[9] for line in listed.splitlines() if line.startswith("fpr:")), keyring
-
-
 @pytest.fixture(scope="module")
-def homes(tmp_path_factory):
-    """Of gpg; short paths, because its agent listens on a socket there."""
-    folder = tmp_path_factory.mktemp("g")
-    yield folder
-    for home in folder.iterdir():
-        subprocess.run(["gpgconf", "--homedir", str(home), "--kill", "all"], check=True)
-
-
-@pytest.fixture(scope="module")
-def key(homes):
-    return a_key(homes / "a")
+def key(tmp_path_factory):
+    with signing_key(tmp_path_factory.mktemp("g") / "a") as made:
+        yield made
 
 
 @pytest.fixture
 def signed(key, tmp_path, monkeypatch) -> Path:
     """A folder as `make release` leaves it, and its signatures."""
-    fingerprint, keyring = key
     charts, images = tmp_path / "charts", tmp_path / "images"
     charts.mkdir()
     images.mkdir()
@@ -76,14 +55,14 @@ def signed(key, tmp_path, monkeypatch) -> Path:
     (charts / "SHA256SUMS").write_text(f"{digest}  {CHART}\n")
     (images / "images.txt").write_text("registry.example/services:0.1.0 sha256:ab\n")
     (images / "services.cdx.json").write_text("{}\n")
-    monkeypatch.setenv("GNUPGHOME", str(keyring.parent))
-    tool.sign(tmp_path, fingerprint)
+    monkeypatch.setenv("GNUPGHOME", str(key.home))
+    tool.sign(tmp_path, key.fingerprint)
     monkeypatch.delenv("GNUPGHOME")
     return tmp_path
 
 
 def test_every_artefact_is_signed_and_verified(signed, key):
-    assert sorted(path.name for path in tool.verify(signed, key[1])) == sorted(FILES)
+    assert sorted(path.name for path in tool.verify(signed, key.keyring)) == sorted(FILES)
     names = {path.name for path in signed.rglob("*") if path.is_file()}
     assert names == {*FILES, f"{CHART}.prov", "SHA256SUMS.asc", "images.txt.asc", "services.cdx.json.asc"}
 
@@ -105,7 +84,7 @@ def test_changed_artefact_is_refused_by_name(signed, key, name):
     with file.open("ab") as opened:
         opened.write(b" ")
     with pytest.raises(tool.SignatureError, match=name):
-        tool.verify(signed, key[1])
+        tool.verify(signed, key.keyring)
 
 
 @pytest.mark.parametrize("name", FILES)
@@ -113,7 +92,7 @@ def test_artefact_without_a_signature_is_refused(signed, key, name):
     (signature,) = signed.rglob(f"{name}.prov" if name == CHART else f"{name}.asc")
     signature.unlink()
     with pytest.raises(tool.SignatureError, match=rf"{name}.*is missing: the artefact is not signed"):
-        tool.verify(signed, key[1])
+        tool.verify(signed, key.keyring)
 
 
 def test_chart_under_the_signature_of_another_is_refused(signed, key):
@@ -122,19 +101,20 @@ def test_chart_under_the_signature_of_another_is_refused(signed, key):
     chart.rename(other)
     tool.provenance_of(chart).rename(tool.provenance_of(other))
     with pytest.raises(tool.SignatureError, match="is not the file that"):
-        tool.verify(signed, key[1])
+        tool.verify(signed, key.keyring)
 
 
-def test_signature_of_another_key_is_refused(signed, homes):
-    _, other = a_key(homes / "b")
-    with pytest.raises(tool.SignatureError, match="SHA256SUMS"):
-        tool.verify(signed, other)
+def test_signature_of_another_key_is_refused(signed, tmp_path_factory):
+    with (
+        signing_key(tmp_path_factory.mktemp("g") / "b") as other,
+        pytest.raises(tool.SignatureError, match="SHA256SUMS"),
+    ):
+        tool.verify(signed, other.keyring)
 
 
-def test_missing_key_and_empty_folder_are_named(signed, homes, monkeypatch):
-    empty = homes / "c"
-    empty.mkdir(mode=0o700)
-    monkeypatch.setenv("GNUPGHOME", str(empty))
+def test_missing_key_and_empty_folder_are_named(signed, key, tmp_path_factory, monkeypatch):
+    empty = tmp_path_factory.mktemp("e")
+    monkeypatch.setenv("GNUPGHOME", str(key.home))
     with pytest.raises(tool.SignatureError, match="gpg with key 'nobody'"):
         tool.sign(signed, "nobody")
     with pytest.raises(tool.SignatureError, match="run `make release` first"):

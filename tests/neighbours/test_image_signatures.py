@@ -9,13 +9,12 @@ import pytest
 
 from tandem_testing.helm_library import ROOT
 from tandem_testing.neighbours import NEEDS_NEIGHBOURS, registry
+from tandem_testing.signing_keys import UID, signing_key
 
 pytestmark = [
     *NEEDS_NEIGHBOURS,
     pytest.mark.skipif(os.geteuid() != 0, reason="buildah needs root here"),
 ]
-
-UID = "Release test <release@example.org>"
 
 
 def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProcess[str]:
@@ -25,22 +24,17 @@ def run(environment: dict[str, str], *command: str) -> subprocess.CompletedProce
 @pytest.fixture
 def home(tmp_path):
     """A user with a storage of images and a key of its own."""
-    for name in ("home", "gpg"):
-        (tmp_path / name).mkdir(mode=0o700)
+    (tmp_path / "home").mkdir()
     storage = tmp_path / "storage.conf"
     folders = f'graphroot = "{tmp_path}/storage"\nrunroot = "{tmp_path}/run"\n'
     storage.write_text(f'[storage]\ndriver = "vfs"\n{folders}')
-    environment = {
-        "PATH": os.environ["PATH"],
-        "HOME": str(tmp_path / "home"),
-        "GNUPGHOME": str(tmp_path / "gpg"),
-        "CONTAINERS_STORAGE_CONF": str(storage),
-    }
-    generate = ("--passphrase", "", "--quick-gen-key", UID, "rsa2048", "sign", "1d")
-    assert run(environment, "gpg", "--batch", *generate).returncode == 0
-    (tmp_path / "public.asc").write_text(run(environment, "gpg", "--armor", "--export").stdout)
-    yield environment
-    run(environment, "gpgconf", "--kill", "all")
+    with signing_key(tmp_path / "gpg") as key:
+        yield {
+            "PATH": os.environ["PATH"],
+            "HOME": str(tmp_path / "home"),
+            "GNUPGHOME": str(key.home),
+            "CONTAINERS_STORAGE_CONF": str(storage),
+        }
 
 
 def configure(home: Path, host: str, authority: Path, signatures: Path) -> None:
@@ -69,7 +63,7 @@ def test_signed_image_is_pulled_and_an_unsigned_one_is_not(home, tmp_path):
             [shown, digest] = done.stdout.split()
             assert (shown, digest[:7]) == (name, "sha256:")
             digests.append(f"{name.rpartition(':')[0]}@{digest}")
-        rule = {"type": "signedBy", "keyType": "GPGKeys", "keyPath": str(tmp_path / "public.asc")}
+        rule = {"type": "signedBy", "keyType": "GPGKeys", "keyPath": str(tmp_path / "gpg/public.gpg")}
         policy = tmp_path / "policy.json"
         # The digest names the image, whatever its tag is now.
         identity = {"signedIdentity": {"type": "matchRepository"}}
