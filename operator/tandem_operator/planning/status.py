@@ -256,10 +256,9 @@ def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     if not any(wanted.values()):
         return condition(ROUTER_READY, True, "ScaledToZero", "the first request brings workers up")
     canary = observed.canaries.get(GATEWAY_CANARY)
-    if (canary is None or not canary.passed) and _lacks_tokenizer(service, observed):
-        return condition(
-            ROUTER_READY, False, "TokenizerUnavailable", f"ModelGateway {gateway_of(service)!r}: {_EARLIER}"
-        )
+    earlier = _earlier_gateways(service, observed)
+    if earlier and (canary is None or not canary.passed):
+        return condition(ROUTER_READY, False, "TokenizerUnavailable", earlier)
     if canary is None:
         return condition(ROUTER_READY, False, "CanaryPending", "no canary request has gone through the gateway yet")
     if not canary.passed:
@@ -267,19 +266,15 @@ def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     return condition(ROUTER_READY, True, "CanaryPassed")
 
 
-def _lacks_tokenizer(service: Served, observed: Observed) -> bool:
-    """Whether gateways of its ModelGateway are of a release that does not get tokenizers from workers."""
-    if service.has_gateways or service.spec.gateway.tokenizer == "model" or service.spec.model.path is not None:
-        return False
-    prefix = f"{gateway_name(gateway_of(service))}-"
+def _earlier_gateways(service: Served, observed: Observed) -> str:
+    """What to change where gateways of its ModelGateway cannot get its tokenizer from workers; empty where they can."""
+    reference, spec = service.spec.gateway_ref, service.spec
+    if reference is None or spec.gateway.tokenizer == "model" or spec.model.path is not None:
+        return ""
+    prefix = f"{gateway_name(reference.name)}-"
     found = [release for pod, release in observed.releases.items() if pod.startswith(prefix)]
-    return any(release < TOKENIZERS_FROM_WORKERS for release in found)
-
-
-def gateway_of(service: Served) -> str:
-    """Name of the ModelGateway that it refers to; empty without."""
-    reference = service.spec.gateway_ref
-    return "" if reference is None else reference.name
+    earlier = any(release < TOKENIZERS_FROM_WORKERS for release in found)
+    return f"ModelGateway {reference.name!r}: {_EARLIER}" if earlier else ""
 
 
 def _gateways(service: Served, observed: Observed) -> Condition:

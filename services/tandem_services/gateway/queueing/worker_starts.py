@@ -95,7 +95,8 @@ class WorkerStarts:
         self._starts = {name: start for name, start in self._starts.items() if now - start.seen_at < self.limit_s}
         coming = _served_by(ROLES[each.role] for each in reported if each.role in ROLES and self._counts(each, now))
         lacking = self.lacking()
-        if lacking and (lacking <= coming or self._is_replaced(now)):
+        replaced = bool(lacking) and self._is_replaced(now)
+        if lacking and (lacking <= coming or replaced):
             self.seen_at = now
 
     def expected(self, *, within_s: float) -> bool:
