@@ -11,6 +11,8 @@ FAST := tests/test_layout.py tests/unit/operator \
 	$(addprefix tests/unit/engine/,disaggregation forward ipc memory messages parallel sampling scheduler) \
 	tests/unit/lab/bench tests/unit/lab/simulate $(addprefix tests/unit/services/,cli common router router_server worker) \
 	$(addprefix tests/unit/services/gateway/,access openapi queueing tool_parsers)
+# Of `make release`: fingerprint of the key of gpg that signs.
+KEY ?=
 CHAOS_ARGS ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
@@ -66,10 +68,11 @@ test-neighbours: setup ## Tests beside Prometheus, an OCI registry and definitio
 	@tools/neighbours/setup.sh
 	TANDEM_NEIGHBOURS=1 TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/neighbours $(ARGS)
 
-release: setup ## Charts and, as root with buildah, images with bills of materials, in results/release (docs/release.md)
+release: setup ## As root with buildah: charts, all images built twice, bills of materials, signed if KEY=… (docs/release.md)
 	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh
 	@$(BIN)/python tools/release/charts.py package results/release/charts
 	@PYTHON=$(BIN)/python tools/release/images.sh results/release/images --twice $(ARGS)
+	@if [ -n "$(KEY)" ]; then $(BIN)/python tools/release/sign.py sign results/release "$(KEY)"; fi
 
 gpu: ## Benchmarks and tests on a GPU, in parts that end by ARGS="--minutes N" (docs/gpu.md); without one it says so
 	@tools/gpu.sh $(ARGS)

@@ -6,6 +6,7 @@ The tests build on each other, in their order.
 import base64
 import io
 import json
+import time
 
 import httpx
 import openai
@@ -31,6 +32,8 @@ WORKERS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "worker"}
 PREFILL, DECODE = {**WORKERS, ROLE_LABEL: "prefill"}, {**WORKERS, ROLE_LABEL: "decode"}
 GATEWAYS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "gateway"}
 REDIS = {SERVICE_LABEL: NAME, "app.kubernetes.io/component": "redis"}
+UNSCHEDULED_S = 20.0
+"""Longer than a request waits for a worker of which nothing is known."""
 READY_S = 60.0
 """Apply → Ready, once images are there (issue: speed)."""
 ROLLED = {**SPEC, "engine": {**SPEC["engine"], "pageSize": 64}}
@@ -191,6 +194,26 @@ def test_every_pod_is_evicted(resource: Resource, pods: Pods, url: str, referenc
         with Load(url, NAME, references, clients=CLIENTS) as load:
             for selector, count in ((WORKERS, 2), (GATEWAYS, 2)):
                 pods.replace_each(selector, count)
+            more(load, 10)
+        entry["load"] = of_load(load.summary())
+    check(load)
+
+
+def test_successor_without_a_node_is_waited_for(
+    resource: Resource, pods: Pods, url: str, references: dict, diary: Diary
+):
+    """It reports nothing, like one that pulls its image: the gateways know that something replaces lost workers."""
+    (name,) = pods.ready(DECODE)
+    with diary.step(f"the decode worker evicted, its successor without a node for {UNSCHEDULED_S:.0f} s") as entry:
+        with Load(url, NAME, references, clients=CLIENTS) as load:
+            with pods.cordoned():
+                pods.evict(name)
+                pods.wait_gone(name)
+                answered = load.answered
+                time.sleep(UNSCHEDULED_S)
+                assert load.under_way == CLIENTS
+                assert load.answered <= answered + CLIENTS
+            resource.wait_for_workers(DECODE, 1)
             more(load, 10)
         entry["load"] = of_load(load.summary())
     check(load)

@@ -161,3 +161,34 @@ def test_deleted_cache_leaves_nothing_of_its_own(services, caches, running):
     services.wait_condition("ModelCached", "False", "CacheMissing")
     wait_equal(lambda: [one for one in caches.owned() if one != "persistentvolumeclaims"], [], PATIENCE_S, running.log)
     wait_equal(caches.owned, [], PATIENCE_S, lambda: str(caches.pods()))
+
+
+def test_service_of_a_deleted_cache_is_scaled(services, caches, storage, running):
+    """On a claim that remains: one that is being deleted lets in no new pod."""
+    claim = {
+        "apiVersion": "v1",
+        "kind": "PersistentVolumeClaim",
+        "metadata": {"name": "weights", "namespace": services.namespace},
+        "spec": {
+            "accessModes": ["ReadWriteMany"],
+            "storageClassName": storage["newClaim"]["storageClassName"],
+            "resources": {"requests": {"storage": "10Gi"}},
+        },
+    }
+    services.cluster.apply(claim).raise_for_status()
+    caches.apply(storage={"claim": {"claimName": "weights"}})
+    services.apply(**CACHED)
+    caches.download(A)
+    services.wait_ready()
+    before = services.get()["status"]["revision"]
+    services.cluster.api.delete(caches.path()).raise_for_status()
+    services.wait_condition("ModelCached", "False", "CacheMissing")
+    services.apply(**CACHED, decode={"replicas": 2})
+    name = f"chat-decode-{before}"
+    wait_equal(lambda: services.deployments()[name]["spec"]["replicas"], 2, PATIENCE_S, running.log)
+    services.wait_ready()
+    status = services.get()["status"]
+    assert status["revision"] == before
+    (cached,) = [one for one in status["conditions"] if one["type"] == "ModelCached"]
+    assert (cached["status"], "'qwen'" in cached["message"]) == ("False", True)
+    assert mounted(services) == {(f"tandem-cache/qwen/{A}", True)}

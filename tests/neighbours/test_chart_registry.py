@@ -2,6 +2,7 @@
 
 import hashlib
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -10,11 +11,13 @@ import pytest
 
 from tandem_testing.helm_library import ROOT
 from tandem_testing.neighbours import NEEDS_NEIGHBOURS, Registry, registry
+from tandem_testing.signing_keys import signing_key
 
 pytestmark = NEEDS_NEIGHBOURS
 
 MANIFEST = "application/vnd.oci.image.manifest.v1+json"
 CONTENT = "application/vnd.cncf.helm.chart.content.v1.tar+gzip"
+PROVENANCE = "application/vnd.cncf.helm.chart.provenance.v1.prov"
 
 
 def charts(*words: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -74,3 +77,18 @@ def test_archive_that_was_changed_is_not_pushed(packaged, served, tmp_path):
     assert done.returncode == 1
     assert "is not the file that SHA256SUMS names" in done.stderr
     assert served.api.get("/v2/_catalog").json()["repositories"] == []
+
+
+def test_signed_charts_are_pushed_with_their_provenance(packaged, served, tmp_path):
+    folder = tmp_path / "charts"
+    shutil.copytree(packaged, folder)
+    with signing_key(tmp_path / "gpg") as key:
+        words = [sys.executable, str(ROOT / "tools/release/sign.py"), "sign", str(folder), key.fingerprint]
+        subprocess.run(words, check=True, env={**os.environ, "GNUPGHOME": str(key.home)})
+    done = push(folder, served)
+    assert done.returncode == 0, done.stderr
+    for line in done.stdout.split():
+        reference = line.removeprefix(f"oci://{served.host}/")
+        layers = {one["mediaType"]: one["digest"] for one in manifest_of(served, reference)["layers"]}
+        signed = folder / f"{reference.removeprefix('charts/').replace(':', '-')}.tgz.prov"
+        assert layers[PROVENANCE] == f"sha256:{hashlib.sha256(signed.read_bytes()).hexdigest()}"

@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # Builds the images of a release with buildah, proves that a second build is equal, and writes a bill of materials of each.
 #
-# usage: images.sh FOLDER [--twice] [--push] [TARGET...]     targets of docker/Dockerfile; default: all but engine-cuda
+# usage: images.sh FOLDER [--twice] [--push] [--sign-by KEY] [TARGET...]
+#
+#   TARGET                     of docker/Dockerfile; default: all. engine-cuda needs 30 GB of disk and an index with CUDA wheels
 #
 #   FOLDER/images.txt          NAME IMAGE-ID and, with --push, the digest that the registry has
 #   FOLDER/TARGET.cdx.json     CycloneDX 1.6: packages of Debian and of Python
 #   --twice                    builds each image twice without a cache, and fails if the two differ
 #   --push                     pushes to $TANDEM_REGISTRY (docker/build.sh), with the credentials of `buildah login`
+#   --sign-by KEY              with --push: signs the images with this key of gpg (push.sh)
 #
 # Variables of docker/build.sh apply. Needs root or a user namespace (buildah unshare), and cyclonedx-python-lib in PYTHON
 # (.venv/bin/python).
@@ -21,19 +24,27 @@ die() {
 }
 
 python=$(realpath -s "${PYTHON:-.venv/bin/python}")
-twice=no push=no targets=() folder=
-for word; do
+twice=no push=no signing=() targets=() folder=
+while [ $# -gt 0 ]; do
+    word=$1
+    shift
     case $word in
     -h | --help) usage && exit 0 ;;
     --twice) twice=yes ;;
     --push) push=yes ;;
+    --sign-by)
+        [ $# -gt 0 ] || die '--sign-by: name a key'
+        signing=(--sign-by "$1")
+        shift
+        ;;
     -*) die "no option '$word': see --help" ;;
     *) if [ -z "$folder" ]; then folder=$word; else targets+=("$word"); fi ;;
     esac
 done
 [ -n "$folder" ] || die 'name a folder: see --help'
+[ ${#signing[@]} -eq 0 ] || [ "$push" = yes ] || die '--sign-by is about images in a registry: add --push'
 command -v buildah >/dev/null || die 'buildah is missing: apt-get install -y buildah'
-[ ${#targets[@]} -gt 0 ] || targets=(engine-cpu services operator redis)
+[ ${#targets[@]} -gt 0 ] || targets=(engine-cpu engine-cuda services operator redis)
 mkdir -p "$folder"
 folder=$(realpath "$folder")
 export TANDEM_CONTAINER_TOOL=buildah
@@ -59,9 +70,8 @@ for target in "${targets[@]}"; do
     fi
     digest=
     if [ "$push" = yes ]; then
-        buildah push --quiet --digestfile "$folder/digest" "$name"
-        digest=$(cat "$folder/digest")
-        rm "$folder/digest"
+        digest=$(tools/release/push.sh "${signing[@]}" "$name")
+        digest=${digest##* }
     fi
     container=$(buildah from --pull-never "$name")
     root=$(buildah mount "$container")

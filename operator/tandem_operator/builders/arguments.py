@@ -195,6 +195,7 @@ GATEWAY = FlagTable(
                 "--admin-port",
             ),
             *("--redis-url", "--redis-password-file", "--cluster", "--curve-keys", "--log-format", "--drain-notice"),
+            "--replaced-workers",
         }
     ),
     arguments=frozenset({"--explain-candidates", "--worker-start-wait"}),

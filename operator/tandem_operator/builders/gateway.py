@@ -199,7 +199,8 @@ def _template(service: Served, labels: dict[str, str]) -> Manifest:
         name="gateway",
         arguments=_arguments(service, mount),
         checked=bool(spec.gateway.args),
-        environment=[from_pod("TANDEM_HOST", "status.podIP")],
+        # As a variable, because images of earlier releases refuse flags that they do not know.
+        environment=[from_pod("TANDEM_HOST", "status.podIP"), value("TANDEM_REPLACED_WORKERS", "1")],
         ports=[container_port("http", PORT), container_port("admin", ADMIN_PORT)],
         resources=spec.gateway.resources,
         overrides=spec.gateway.pod,

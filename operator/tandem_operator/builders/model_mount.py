@@ -8,6 +8,7 @@ from tandem_operator.api.sources import ClaimSource, HuggingFaceSource, ImageSou
 from tandem_operator.builders.containers import TMP, Manifest, container_security, resources_of, scratch, value
 
 MOUNT = "/models"
+MODEL_VOLUME = "model"
 DOWNLOADED = f"{MOUNT}/model"
 MODEL_LIMIT = "1Ti"
 
@@ -59,16 +60,16 @@ def model_mount(source: ModelSource, *, image: str, weights: bool, cached: bool 
 def _claim(source: ClaimSource) -> ModelMount:
     return ModelMount(
         folder=f"{MOUNT}/{source.path}".rstrip("/"),
-        volumes=(claim_volume("model", source.claim_name, read_only=True),),
-        mounts=({"name": "model", "mountPath": MOUNT, "readOnly": True},),
+        volumes=(claim_volume(MODEL_VOLUME, source.claim_name, read_only=True),),
+        mounts=({"name": MODEL_VOLUME, "mountPath": MOUNT, "readOnly": True},),
     )
 
 
 def _commit(source: ClaimSource) -> ModelMount:
     return ModelMount(
         folder=MOUNT,
-        volumes=(claim_volume("model", source.claim_name, read_only=True),),
-        mounts=({"name": "model", "mountPath": MOUNT, "subPath": source.path, "readOnly": True},),
+        volumes=(claim_volume(MODEL_VOLUME, source.claim_name, read_only=True),),
+        mounts=({"name": MODEL_VOLUME, "mountPath": MOUNT, "subPath": source.path, "readOnly": True},),
     )
 
 
@@ -80,8 +81,8 @@ def claim_volume(name: str, claim: str, *, read_only: bool) -> Manifest:
 def _image(source: ImageSource) -> ModelMount:
     return ModelMount(
         folder=f"{MOUNT}/{source.path}".rstrip("/"),
-        volumes=(image_volume("model", source),),
-        mounts=({"name": "model", "mountPath": MOUNT, "readOnly": True},),
+        volumes=(image_volume(MODEL_VOLUME, source),),
+        mounts=({"name": MODEL_VOLUME, "mountPath": MOUNT, "readOnly": True},),
     )
 
 
@@ -94,9 +95,9 @@ def image_volume(name: str, source: ImageSource) -> Manifest:
 
 
 def _hugging_face(source: HuggingFaceSource, image: str, *, weights: bool) -> ModelMount:
-    store, mount = scratch("model", MOUNT, limit=str(source.size_limit or MODEL_LIMIT))
+    store, mount = scratch(MODEL_VOLUME, MOUNT, limit=str(source.size_limit or MODEL_LIMIT))
     if source.cache_claim is not None:
-        store = claim_volume("model", source.cache_claim, read_only=False)
+        store = claim_volume(MODEL_VOLUME, source.cache_claim, read_only=False)
     # Several pods may share a claim: one folder per revision, and the hub's client locks each file.
     folder = DOWNLOADED if source.cache_claim is None else f"{MOUNT}/{source.id}/{source.revision}"
     home, home_mount = scratch("hf-home", "/hf", limit=HUB_CACHE_LIMIT)

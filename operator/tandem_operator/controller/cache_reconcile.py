@@ -18,9 +18,16 @@ from tandem_operator.builders.model_cache import claim_name_of
 from tandem_operator.controller.applier import Applier, SecretLookup
 from tandem_operator.controller.error_reports import ErrorReports, ReconcileResult, rfc3339
 from tandem_operator.controller.events import EventRecorder, events_for_conditions
-from tandem_operator.controller.model_caches import directories_in_use, has_former_writers, jobs_of, progress_url
+from tandem_operator.controller.model_caches import (
+    directories_in_use,
+    directories_of_gateways,
+    has_former_writers,
+    jobs_of,
+    progress_url,
+)
 from tandem_operator.controller.observations import Parts
-from tandem_operator.controller.store import Seen, ServiceKey, Store, cache_spec_of, generation_of, status_as
+from tandem_operator.controller.roots import root_of
+from tandem_operator.controller.store import Seen, ServiceKey, Store, cache_spec_of
 from tandem_operator.planning.model_cache import (
     CacheObserved,
     CachePlan,
@@ -110,15 +117,11 @@ class CacheReconciler:
         return await self._reports.guard(key, self._reconcile)
 
     async def _reconcile(self, key: ServiceKey) -> ReconcileResult:
-        cache = self._store.service(key)
-        if cache is None:
-            self._applier.forget(key)
-            self._reports.forget(key)
+        root = root_of(self._store, key, ModelCacheStatus, self._forget)
+        if root is None:
             return ReconcileResult()
-        if cache.deleting:
-            return ReconcileResult()
+        cache, before, generation = root.seen, root.before, root.generation
         parts = Parts.of(cache.uid, self._store.parts(key))
-        before, generation = status_as(cache, ModelCacheStatus), generation_of(cache)
         try:
             spec = cache_spec_of(cache)
         except ValueError as error:
@@ -140,7 +143,9 @@ class CacheReconciler:
         used = frozenset[str]()
         if len(before.commits) > 1:
             # Others than the one that services get.
-            used = directories_in_use(self._store.workloads(key.namespace), claim_name_of(key.name, spec))
+            claim = claim_name_of(key.name, spec)
+            used = directories_in_use(self._store.workloads(key.namespace), claim)
+            used |= directories_of_gateways(self._store.model_files(key.namespace), claim)
         return CacheObserved(
             now=rfc3339(self._now()),
             jobs=jobs_of(known, cache.uid),
@@ -160,6 +165,10 @@ class CacheReconciler:
         wrote |= await self._applier.apply_plan(cache, parts, plan)
         await self._reports.post(cache, events_for_conditions(before.conditions, plan.status.conditions))
         return ReconcileResult(wrote)
+
+    def _forget(self, key: ServiceKey) -> None:
+        self._applier.forget(key)
+        self._reports.forget(key)
 
 
 def _waits(status: ModelCacheStatus) -> bool:

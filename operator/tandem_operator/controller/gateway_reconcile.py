@@ -27,6 +27,7 @@ from tandem_operator.controller.model_caches import cache_of
 from tandem_operator.controller.model_gateways import namesakes
 from tandem_operator.controller.observations import Parts
 from tandem_operator.controller.reconcile import WAITING_S, Reconciler
+from tandem_operator.controller.roots import root_of
 from tandem_operator.controller.store import (
     CONFIG_MAP,
     MODEL_CACHE,
@@ -36,9 +37,7 @@ from tandem_operator.controller.store import (
     ServiceKey,
     Store,
     gateway_spec_of,
-    generation_of,
     spec_of,
-    status_as,
 )
 from tandem_operator.planning.model_gateway import (
     Former,
@@ -100,15 +99,12 @@ class GatewayReconciler:
         return await self._reports.guard(key, self._reconcile)
 
     async def _reconcile(self, key: ServiceKey) -> ReconcileResult:
-        gateway = self._store.service(key)
-        if gateway is None:
-            self._forget(key)
+        root = root_of(self._store, key, ModelGatewayStatus, self._forget)
+        if root is None:
             return ReconcileResult()
-        if gateway.deleting:
-            return ReconcileResult()
+        gateway, before, generation = root.seen, root.before, root.generation
         former = await self._former(gateway)
         parts = Parts.of(gateway.uid, self._store.parts(key))
-        before, generation = status_as(gateway, ModelGatewayStatus), generation_of(gateway)
         try:
             spec = gateway_spec_of(gateway)
         except ValueError as error:
@@ -168,14 +164,14 @@ class GatewayReconciler:
         created = seen.body["metadata"].get("creationTimestamp", "")
         try:
             cache = cache_of(self._store, seen)
-            claim = None if cache is None else cache.claim
+            claim = None if cache is None else cache.served
             service = served(seen.ref.name, seen.namespace, spec_of(seen), self._settings, cache=claim)
         except ValueError as error:
             return Referring(
                 name=seen.ref.name, created=created, service=None, reason="InvalidSpec", message=str(error)
             )
         one = Referring(name=seen.ref.name, created=created, service=service)
-        if cache is not None and cache.claim is None:
+        if cache is not None and cache.served is None:
             message = f"ModelCache {cache.name!r} has no whole commit yet; the service's ModelCached says why"
             return replace(one, reason="CachePending", message=message)
         problems = problems_of(service, self._settings.apis, self._settings.allow)

@@ -9,8 +9,14 @@ from tandem_engine.base.addresses import Address
 from tandem_operator.api.model_cache import ModelCacheStatus
 from tandem_operator.api.sources import ClaimSource
 from tandem_operator.builders.model_cache import CONTAINER, PERMANENT_STATUS, PORT_NAME
+from tandem_operator.builders.model_mount import MODEL_VOLUME
+from tandem_operator.builders.models_file import MODELS_FILE
+from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
+from tandem_operator.builders.served import CLAIMS_FOLDER
 from tandem_operator.controller.store import (
+    DEPLOYMENT,
     JOB,
+    LEADER_WORKER_SET,
     MODEL_CACHE,
     POD,
     Seen,
@@ -18,8 +24,10 @@ from tandem_operator.controller.store import (
     Store,
     cache_name_of,
     status_as,
+    status_of,
 )
 from tandem_operator.planning.model_cache import REFUSED, DownloadResult, JobSeen
+from tandem_operator.planning.model_gateway import Former
 from tandem_operator.planning.observed import CacheSeen
 from tandem_operator.planning.pod_failure import on_one_line, pod_failure
 from tandem_operator.planning.status import READY
@@ -34,25 +42,61 @@ def cache_of(store: Store, service: Seen) -> CacheSeen | None:
     name = cache_name_of(service)
     if not name:
         return None
+    mounted = _commit_of_workers(store, service)
     seen = store.service(ServiceKey(service.namespace, name, MODEL_CACHE.name))
     if seen is None:
-        return CacheSeen(name=name)
+        return CacheSeen(name=name, mounted=mounted)
+    if seen.deleting:
+        return CacheSeen(name=name, exists=True, mounted=mounted, reason="CacheMissing", message="it is being deleted")
     status = status_as(seen, ModelCacheStatus)
     claim = ClaimSource(claim_name=status.claim_name, path=status.path) if status.path else None
     ready = next((one for one in status.conditions if one.type == READY), None)
     return CacheSeen(
         name=name,
         exists=True,
-        claim=None if seen.deleting else claim,
+        claim=claim,
+        mounted=mounted,
         commit=status.commit,
         reason=ready.reason if ready is not None else "",
         message=ready.message if ready is not None else "",
     )
 
 
+def _commit_of_workers(store: Store, service: Seen) -> ClaimSource | None:
+    """Directory that the workers of its revision mount; that of the newest workers where this revision has none."""
+    kinds, revision = (DEPLOYMENT.name, LEADER_WORKER_SET.name), status_of(service).revision
+    mine = [one for one in store.parts(service.key) if one.owner == service.uid and one.ref.kind in kinds]
+    workers = [one for one in mine if ROLE_LABEL in one.body["metadata"].get("labels", {}) and not one.deleting]
+
+    def rank(one: Seen) -> tuple[bool, str]:
+        metadata = one.body["metadata"]
+        return metadata["labels"].get(REVISION_LABEL) == revision, metadata.get("creationTimestamp", "")
+
+    newest_first = sorted(workers, key=rank, reverse=True)
+    return next((found for one in newest_first for pod in _templates(one) for found in _commits(pod)), None)
+
+
+def _commits(pod: dict[str, Any]) -> Iterator[ClaimSource]:
+    """The directory of a claim that a pod mounts as its model."""
+    volumes = [one for one in pod.get("volumes", ()) if one["name"] == MODEL_VOLUME and "persistentVolumeClaim" in one]
+    for volume in volumes:
+        claim = volume["persistentVolumeClaim"]["claimName"]
+        mounts = [mount for container in pod["containers"] for mount in container.get("volumeMounts", ())]
+        places = [mount["subPath"] for mount in mounts if mount["name"] == MODEL_VOLUME and "subPath" in mount]
+        yield from (ClaimSource(claim_name=claim, path=place) for place in places)
+
+
 def directories_in_use(workloads: Iterable[Seen], claim: str) -> frozenset[str]:
     """Directories within a claim that `workloads` mount."""
     return frozenset(place for one in workloads for pod in _templates(one) for place in _mounted(pod, claim))
+
+
+def directories_of_gateways(model_files: Iterable[Seen], claim: str) -> frozenset[str]:
+    """Directories within a claim from which gateways of ModelGateways read tokenizers: they mount all of it."""
+    prefix = f"{CLAIMS_FOLDER}/{claim}/"
+    texts = (seen.body.get("data", {}).get(MODELS_FILE, "") for seen in model_files)
+    models = (str(entry.get("model", "")) for text in texts for entry in Former.of(text, {}).entries.values())
+    return frozenset(model.removeprefix(prefix) for model in models if model.startswith(prefix))
 
 
 def _templates(workload: Seen) -> Iterator[dict[str, Any]]:

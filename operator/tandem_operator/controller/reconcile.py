@@ -212,7 +212,7 @@ class Reconciler:
         """Apply the spec; returns whether it waits for something that no watch reports."""
         generation = generation_of(service)
         cache = cache_of(self._store, service)
-        claim = None if cache is None else cache.claim
+        claim = None if cache is None else cache.served
         wanted = served(service.ref.name, service.namespace, spec, self._settings, cache=claim)
         observed = replace(await self._observe(wanted, service.key, parts), cache=cache)
         plan = make_plan(wanted, observed, before, generation, self._settings)

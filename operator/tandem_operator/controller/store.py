@@ -357,6 +357,11 @@ class Store:
         kinds = (DEPLOYMENT.name, LEADER_WORKER_SET.name, POD.name)
         return [one for one in self._by_uid.values() if one.namespace == namespace and one.ref.kind in kinds]
 
+    def model_files(self, namespace: str) -> list[Seen]:
+        """ConfigMaps of the ModelGateways of a namespace."""
+        found = (one for one in self._by_uid.values() if one.namespace == namespace)
+        return [one for one in found if one.ref.kind == CONFIG_MAP.name and one.gateway]
+
     def related(self, key: ServiceKey) -> list[ServiceKey]:
         """What else is to be reconciled after a change: services that refer to a ModelGateway or name a ModelCache; all
         ModelGateways and ModelCaches of a service's namespace, because it may have referred to another one before.
@@ -391,8 +396,15 @@ logger = logging.getLogger(__name__)
 def spec_of(service: Seen) -> ModelServiceSpec:
     """Raises `ValueError` with one sentence when it does not match this operator's schema: an older CRD let it
     pass, or a newer one [definitions-skew]."""
+    return _spec_as(service.body.get("spec"), ModelServiceSpec)
+
+
+Form = TypeVar("Form", bound=ModelServiceSpec | ModelGatewaySpec | ModelCacheSpec)
+
+
+def _spec_as(spec: object, form: type[Form]) -> Form:
     try:
-        return msgspec.convert(service.body.get("spec"), ModelServiceSpec)
+        return msgspec.convert(spec, form)
     except msgspec.ValidationError as error:
         raise ValueError(f"{_path(str(error))}; apply the CRDs of this operator's version and correct it") from None
 
@@ -416,10 +428,7 @@ def status_of(service: Seen) -> ModelServiceStatus:
 
 def gateway_spec_of(gateway: Seen) -> ModelGatewaySpec:
     """Raises `ValueError` as `spec_of`."""
-    try:
-        return msgspec.convert(gateway.body.get("spec", {}), ModelGatewaySpec)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{_path(str(error))}; apply the CRDs of this operator's version and correct it") from None
+    return _spec_as(gateway.body.get("spec", {}), ModelGatewaySpec)
 
 
 def gateway_name_of(service: Seen) -> str:
@@ -430,10 +439,7 @@ def gateway_name_of(service: Seen) -> str:
 
 def cache_spec_of(cache: Seen) -> ModelCacheSpec:
     """Raises `ValueError` as `spec_of`."""
-    try:
-        return msgspec.convert(cache.body.get("spec"), ModelCacheSpec)
-    except msgspec.ValidationError as error:
-        raise ValueError(f"{_path(str(error))}; apply the CRDs of this operator's version and correct it") from None
+    return _spec_as(cache.body.get("spec"), ModelCacheSpec)
 
 
 def cache_name_of(service: Seen) -> str:

@@ -88,10 +88,17 @@ class CacheSeen:
     exists: bool = False
     claim: ClaimSource | None = None
     """Directory of the commit to serve; None before there is one."""
+    mounted: ClaimSource | None = None
+    """Directory of the commit that the service's workers have; None before there are some."""
     commit: str = ""
     reason: str = ""
     """Why there is none, or that another one is on its way."""
     message: str = ""
+
+    @property
+    def served(self) -> ClaimSource | None:
+        """That of the ModelCache. Without one, workers keep what they have, and are scaled."""
+        return self.claim or self.mounted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -173,7 +173,7 @@ def make_plan(
     if observed.foreign:
         return Plan(status=_status(before, [name_taken(observed.foreign)], observed, generation))
     if service.spec.model.cache_ref is not None:
-        # It has no commit yet: with one, its claim is the model.
+        # Neither it nor workers have a commit yet: with one, its claim is the model.
         conditions = [condition(VALID, True, "SpecAccepted"), *model_cached(observed)]
         return Plan(status=_status(before, conditions, observed, generation))
     target = revision_of(service)
@@ -344,7 +344,9 @@ def _status(
     # Of an invalid spec nothing new is known about what runs.
     kept = [one for one in before.conditions if one.type not in found and one.type != READY]
     everything = [*conditions, *kept]
-    timed = settled([ready(everything), *everything], before.conditions, generation=generation, now=observed.now)
+    timed = settled(
+        [ready(everything, observed.cache), *everything], before.conditions, generation=generation, now=observed.now
+    )
     return ModelServiceStatus(
         observed_generation=generation,
         conditions=timed,

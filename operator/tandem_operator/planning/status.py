@@ -21,10 +21,11 @@ from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.types import ROLES, Condition, RoleName
 from tandem_operator.builders.arguments import CHECK, accepts, lists_of, unknown_flags, worker_arguments
+from tandem_operator.builders.model_mount import FROM_WORKERS
 from tandem_operator.builders.naming import gateway_name, redis_name
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.conditions import condition
-from tandem_operator.planning.observed import DeploymentSeen, Observed, Ref
+from tandem_operator.planning.observed import CacheSeen, DeploymentSeen, Observed, Ref
 from tandem_operator.planning.rollout import Counts
 from tandem_operator.planning.slo import slo_conditions
 
@@ -54,10 +55,10 @@ _REFUSED = re.compile(rf"{CHECK}: ended with status 2\b")
 MAX_ERROR = 80
 
 
-def ready(conditions: Sequence[Condition]) -> Condition:
-    """`Ready`, with reason and sentence of the first that is in its way."""
-    cached = [MODEL_CACHED] if any(one.type == MODEL_CACHED for one in conditions) else []
-    missing = first_missing(conditions, [VALID, *cached, *NEEDED])
+def ready(conditions: Sequence[Condition], cache: CacheSeen | None) -> Condition:
+    """`Ready`, with reason and sentence of the first that is in its way. `cache`: as `Observed.cache`."""
+    waits = [MODEL_CACHED] if cache is not None and cache.served is None else []
+    missing = first_missing(conditions, [VALID, *waits, *NEEDED])
     return missing or condition(READY, True, "CanaryPassed", "a request passed through prefill and decode")
 
 
@@ -175,11 +176,13 @@ def model_cached(observed: Observed) -> Iterator[Condition]:
     cache = observed.cache
     if cache is None:
         return
+    place = cache.mounted
+    kept = f"; workers keep, and are scaled with, {place.path} of claim {place.claim_name!r}" if place else ""
     if not cache.exists:
-        message = f"spec.model.cacheRef.name: there is no ModelCache {cache.name!r} in this namespace; create it"
+        message = f"spec.model.cacheRef.name: there is no ModelCache {cache.name!r} in this namespace; create it{kept}"
         yield condition(MODEL_CACHED, False, "CacheMissing", message)
     elif cache.claim is None:
-        message = f"ModelCache {cache.name!r}: {cache.message or 'the operator has not seen it yet'}"
+        message = f"ModelCache {cache.name!r}: {cache.message or 'the operator has not seen it yet'}{kept}"
         yield condition(MODEL_CACHED, False, cache.reason or "CachePending", message)
     else:
         yield condition(MODEL_CACHED, True, "Cached", f"commit {cache.commit} of ModelCache {cache.name!r}")
@@ -229,6 +232,23 @@ def _workers(observed: Observed, role: RoleName, wanted: int) -> Condition:
     return condition(kind, count > 0, "SomeReady" if count else reason, message)
 
 
+TOKENIZERS_FROM_WORKERS = 1
+"""First release whose gateways get the tokenizer from workers."""
+
+_EARLIER_GATEWAY = re.compile(rf"--model {FROM_WORKERS}: no such folder")
+"""What gateways of earlier releases end with."""
+
+_EARLIER = (
+    "gateways of this image get no tokenizers from workers, for it is of an earlier release; set "
+    "spec.gateway.tokenizer to model, or name a newer image in spec.images.services"
+)
+
+
+def _with_fix(failure: str) -> str:
+    """The failure of a pod, and what to change where that is known."""
+    return f"{failure}: {_EARLIER}" if _EARLIER_GATEWAY.search(failure) else failure
+
+
 def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     gateways = _gateways(service, observed)
     if gateways.status != "True":
@@ -236,11 +256,25 @@ def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
     if not any(wanted.values()):
         return condition(ROUTER_READY, True, "ScaledToZero", "the first request brings workers up")
     canary = observed.canaries.get(GATEWAY_CANARY)
+    earlier = _earlier_gateways(service, observed)
+    if earlier and (canary is None or not canary.passed):
+        return condition(ROUTER_READY, False, "TokenizerUnavailable", earlier)
     if canary is None:
         return condition(ROUTER_READY, False, "CanaryPending", "no canary request has gone through the gateway yet")
     if not canary.passed:
         return condition(ROUTER_READY, False, "CanaryFailed", canary.message)
     return condition(ROUTER_READY, True, "CanaryPassed")
+
+
+def _earlier_gateways(service: Served, observed: Observed) -> str:
+    """What to change where gateways of its ModelGateway cannot get its tokenizer from workers; empty where they can."""
+    reference, spec = service.spec.gateway_ref, service.spec
+    if reference is None or spec.gateway.tokenizer == "model" or spec.model.path is not None:
+        return ""
+    prefix = f"{gateway_name(reference.name)}-"
+    found = [release for pod, release in observed.releases.items() if pod.startswith(prefix)]
+    earlier = any(release < TOKENIZERS_FROM_WORKERS for release in found)
+    return f"ModelGateway {reference.name!r}: {_EARLIER}" if earlier else ""
 
 
 def _gateways(service: Served, observed: Observed) -> Condition:
@@ -344,7 +378,7 @@ def degraded(observed: Observed, target: str) -> Condition:
     canary = observed.canaries.get(target)
     if canary is not None and not canary.passed:
         return condition(DEGRADED, True, "CanaryFailed", f"revision {target}: {canary.message}")
-    failure = next((f"{one.name}: {one.failure}" for one in observed.deployments if one.failure), "")
+    failure = next((f"{one.name}: {_with_fix(one.failure)}" for one in observed.deployments if one.failure), "")
     if failure:
         return condition(DEGRADED, True, "PodsFailing", failure)
     return condition(DEGRADED, False, "AllWell")
@@ -380,5 +414,5 @@ def available(kind: str, seen: DeploymentSeen | None, wanted: int, what: str) ->
     ready = seen.ready if seen is not None else 0
     if ready >= 1:
         return condition(kind, True, "Available", f"{ready} of {wanted} {what} pods are ready")
-    failure = f": {seen.failure}" if seen is not None and seen.failure else ""
+    failure = f": {_with_fix(seen.failure)}" if seen is not None and seen.failure else ""
     return condition(kind, False, "Starting", f"no {what} pod is ready{failure}")

@@ -222,6 +222,12 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
         "starts of one worker count for as long in total (default: 120)",
     )
     group.add_argument(
+        "--replaced-workers",
+        action="store_true",
+        help="something replaces lost workers, as Kubernetes does: for --worker-start-wait seconds after the last one "
+        "of a role was lost, new choices wait for the next one although none reports its start",
+    )
+    group.add_argument(
         "--drain-notice",
         type=non_negative_float,
         default=1.0,
@@ -384,6 +390,7 @@ def _model_config(args: argparse.Namespace, folder: Path | None) -> "ModelConfig
         max_waiting=args.max_waiting_requests,
         room_s=args.queue_timeout,
         start_wait_s=args.worker_start_wait,
+        replaced_workers=args.replaced_workers,
         **from_zero(args.from_zero_timeout),
         prefill_fallback=args.prefill_fallback,
     )

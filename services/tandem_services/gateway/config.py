@@ -60,6 +60,8 @@ class ModelConfig:
     """A new choice waits this long for a worker when there is none, and none starts."""
     start_wait_s: float = 120.0
     """It waits this long, at most, for workers that start."""
+    replaced_workers: bool = False
+    """Something replaces lost workers: for `start_wait_s` from the loss of one, requests wait without its report."""
     from_zero: bool = False
     """The fleet may be scaled to zero: a gateway without any worker is ready all the same, and holds what comes."""
     room_s: float = 60.0

@@ -53,9 +53,9 @@ class HubRepo:
 
 
 class HubServer:
-    """Serves until `close`."""
+    """Serves until `close`, at an address of this machine."""
 
-    def __init__(self) -> None:
+    def __init__(self, host: str = "127.0.0.1") -> None:
         self.repos: dict[str, HubRepo] = {}
         self.requests: list[str] = []
         """Method and path of each."""
@@ -68,13 +68,14 @@ class HubServer:
         class Handler(_Handler):
             server_of = hub
 
-        self._server = _Server(("127.0.0.1", 0), Handler)
+        self._server = _Server((host, 0), Handler)
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,), daemon=True)
         self._thread.start()
 
     @property
     def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
+        host, port = self._server.server_address[:2]
+        return f"http://{host!s}:{port}"
 
     def add(self, repo: str, folder: Path) -> HubRepo:
         """A repository with the files of a checkpoint in `folder`."""
@@ -96,9 +97,9 @@ class HubServer:
 
 
 @contextmanager
-def hub_server() -> Iterator[HubServer]:
+def hub_server(host: str = "127.0.0.1") -> Iterator[HubServer]:
     """A hub for the duration of the block."""
-    hub = HubServer()
+    hub = HubServer(host)
     try:
         yield hub
     finally:

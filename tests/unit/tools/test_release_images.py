@@ -17,7 +17,12 @@ def images(*words: str, path: str | None = None) -> subprocess.CompletedProcess[
 
 @pytest.mark.parametrize(
     ("words", "said"),
-    [((), "name a folder: see --help"), (("out", "--thrice"), "no option '--thrice': see --help")],
+    [
+        ((), "name a folder: see --help"),
+        (("out", "--thrice"), "no option '--thrice': see --help"),
+        (("out", "--push", "--sign-by"), "--sign-by: name a key"),
+        (("out", "--sign-by", "release"), "--sign-by is about images in a registry: add --push"),
+    ],
 )
 def test_wrong_command_lines_are_refused(words, said):
     done = images(*words)

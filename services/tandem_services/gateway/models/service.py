@@ -264,6 +264,7 @@ def _admission(fleet: Fleet, shared: Shared) -> Admission:
         model=config.name,
         limit_s=config.start_wait_s,
         needs_prefill=not config.prefill_fallback,
+        replaced=config.replaced_workers,
     )
     binding = LateBinding(
         chooser=fleet.chooser,

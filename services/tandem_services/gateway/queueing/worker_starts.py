@@ -6,6 +6,8 @@
                until it serves: a worker that hangs or crashes again and again is not waited for after that. Whoever
                looks for the first time in `limit_s` cannot tell a crash from a worker that has served meanwhile: a
                new incarnation then counts afresh
+    replaced   where something replaces lost workers, such as a Deployment of Kubernetes, the first `limit_s` without a
+               worker of a role count, too: a pod that is scheduled or pulls its image reports nothing
 
 Reports are signed. One that is replayed counts for `limit_s` at most, too, and no request waits longer than that.
 """
@@ -66,10 +68,14 @@ class WorkerStarts:
     limit_s: float
     needs_prefill: bool = False
     """Decode workers compute no prompts: without a prefill worker no request is served."""
+    replaced: bool = False
+    """Something replaces lost workers."""
     seen_at: float = -inf
     """When all that is lacking was last expected."""
     _starts: dict[str, _Start] = field(default_factory=dict)
     """By worker ID."""
+    _lacking_since: float | None = None
+    """When this gateway first looked and a role was lacking; None since a worker of each was there."""
     _took_s: float | None = None
     """What the last start took."""
 
@@ -89,7 +95,8 @@ class WorkerStarts:
         self._starts = {name: start for name, start in self._starts.items() if now - start.seen_at < self.limit_s}
         coming = _served_by(ROLES[each.role] for each in reported if each.role in ROLES and self._counts(each, now))
         lacking = self.lacking()
-        if lacking and lacking <= coming:
+        replaced = bool(lacking) and self._is_replaced(now)
+        if lacking and (lacking <= coming or replaced):
             self.seen_at = now
 
     def expected(self, *, within_s: float) -> bool:
@@ -111,12 +118,20 @@ class WorkerStarts:
     def note_served(self, workers: Iterable[WorkerView]) -> None:
         """These serve. Call also while no request waits: the next start of a worker that has served counts afresh."""
         now = self.clock.now()
+        if self._lacking_since is not None and not self.lacking():
+            self._lacking_since = None
         for worker in workers:
             start = self._starts.get(worker.worker_id)
             if start is not None and start.latest.incarnation == worker.incarnation:
                 del self._starts[worker.worker_id]
                 if now - start.seen_at <= WATCHED_S:
                     self._took_s = start.elapsed_s(now)
+
+    def _is_replaced(self, now: float) -> bool:
+        """Call while a role is lacking."""
+        if self._lacking_since is None:
+            self._lacking_since = now
+        return self.replaced and now - self._lacking_since < self.limit_s
 
     def _follow(self, worker: StartingWorker, now: float) -> None:
         known = self._starts.get(worker.worker_id)

@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -71,6 +73,18 @@ class Pods:
         """Until the pod is no more."""
         path = f"{self.core}/pods/{name}"
         wait_for(lambda: self.cluster.api.get(path).status_code == 404, timeout_s, lambda: f"{name} is still there")
+
+    @contextmanager
+    def cordoned(self) -> Iterator[None]:
+        """No pod is given a node during the block, as by `kubectl cordon` of each of them."""
+        paths = [f"/api/v1/nodes/{one['metadata']['name']}" for one in self.cluster.get("/api/v1/nodes")["items"]]
+        try:
+            for path in paths:
+                self.cluster.merge(path, {"spec": {"unschedulable": True}}).raise_for_status()
+            yield
+        finally:
+            for path in paths:
+                self.cluster.merge(path, {"spec": {"unschedulable": None}}).raise_for_status()
 
     def service_url(self, name: str) -> str:
         """Of a Service, by its ClusterIP: DNS names are known to pods alone."""

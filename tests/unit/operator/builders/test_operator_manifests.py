@@ -300,6 +300,21 @@ def test_group_is_one_worker_with_pods_numbered_by_controller():
         assert not selector.items() <= leader["metadata"]["labels"].items()
 
 
+def test_gateways_are_told_that_lost_workers_are_replaced():
+    """By a variable: images of earlier releases refuse unknown flags, and only warn of unknown variables."""
+    shared = of_its_gateway(OperatorSettings())
+    own = manifests(ROOT / "examples/minimal.yaml")
+    deployments = [one for one in (*shared, *own) if one["kind"] == "Deployment"]
+    pods = [one["spec"]["template"]["spec"]["containers"][0] for one in deployments]
+    pods = [one for one in pods if one["name"] == "gateway"]
+    assert len(pods) == 2
+    for pod in pods:
+        assert {"name": "TANDEM_REPLACED_WORKERS", "value": "1"} in pod["env"]
+        assert not any("replaced" in word for word in pod["args"])
+    parsed = build_parser().parse_args(["gateway", "--redis-url", "redis://r", "--model", "/m", "--replaced-workers"])
+    assert parsed.replaced_workers
+
+
 def test_gateway_has_the_byte_budget_of_the_spec():
     def words(limits: dict[str, int]) -> list[str]:
         service = service_of({"model": {"path": "/m"}, "gateway": {"limits": limits}}, name="llama")

@@ -7,21 +7,38 @@ import httpx
 import pytest
 
 from tandem_operator.api.model_cache import ModelCacheStatus
+from tandem_operator.api.sources import ClaimSource
 from tandem_operator.builders.naming import cache_labels_of
+from tandem_operator.builders.served import served
+from tandem_operator.builders.worker import workers
 from tandem_operator.controller.applier import Applier
 from tandem_operator.controller.cache_reconcile import CachePoller, CacheReconciler
 from tandem_operator.controller.model_caches import (
     cache_of,
     directories_in_use,
+    directories_of_gateways,
     has_former_writers,
     jobs_of,
     progress_url,
 )
 from tandem_operator.controller.model_gateways import namesakes
-from tandem_operator.controller.store import CLAIM, DEPLOYMENT, JOB, MODEL_CACHE, POD, Seen, ServiceKey, Store
+from tandem_operator.controller.store import (
+    CLAIM,
+    CONFIG_MAP,
+    DEPLOYMENT,
+    JOB,
+    MODEL_CACHE,
+    MODEL_SERVICE,
+    POD,
+    Seen,
+    ServiceKey,
+    Store,
+    spec_of,
+)
 from tandem_operator.planning.model_cache import ProgressReading
 from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.cache_progress import fetch_progress
+from tandem_testing.kube_gateways import behind, gateway_of, plan_of
 from tandem_testing.kube_objects import a_service, an_object
 
 KEY = ServiceKey("models", "qwen", "ModelCache")
@@ -183,6 +200,55 @@ def test_service_gets_the_newest_whole_commit():
     claim = cache_of(a_store(service, a_cache(status=status)), service).claim
     assert (claim.claim_name, claim.path) == ("qwen", status["path"])
     assert cache_of(a_store(a_service()), a_service()) is None
+
+
+def test_gateways_of_a_model_gateway_use_the_commit_of_their_models_file():
+    """They mount the whole claim, so that no template names the directory."""
+    one = behind(model={"cacheRef": {"name": "qwen"}}, gateway={"tokenizer": "model"})
+    front = gateway_of({"claims": ["qwen", "qwen-2"]})
+    manifest = next(each for each in plan_of(front, one).apply if each["kind"] == "ConfigMap")
+    labels = {"labels": manifest["metadata"]["labels"]}
+    store = a_store(an_object(CONFIG_MAP, manifest["metadata"]["name"], metadata=labels, data=manifest["data"]))
+    assert directories_of_gateways(store.model_files("models"), "qwen") == {one.service.spec.model.claim.path}
+    assert directories_of_gateways(store.model_files("models"), "qwen-2") == frozenset()
+    assert directories_of_gateways(store.model_files("other"), "qwen") == frozenset()
+
+
+def workers_of(service, commit, revision, created):
+    """Deployments of workers as the operator writes them for a commit, known to the store."""
+    claim = ClaimSource(claim_name="qwen", path=f"tandem-cache/qwen/{commit}")
+    wanted = served("chat", "models", spec_of(service), OperatorSettings(), cache=claim)
+    written = [workers(wanted, role, revision, 1, standby=True) for role in ("prefill", "decode")]
+    return [
+        an_object(
+            DEPLOYMENT,
+            one["metadata"]["name"],
+            owner=service.uid,
+            metadata={"labels": one["metadata"]["labels"], "creationTimestamp": created},
+            spec=one["spec"],
+        )
+        for one in written
+    ]
+
+
+def test_commit_of_workers_is_known_without_the_cache():
+    service = a_user()
+    old = workers_of(service, "b" * 40, "r1", "2026-01-01T00:00:00Z")
+    new = workers_of(service, COMMIT, "r2", "2026-01-02T00:00:00Z")
+    seen = cache_of(a_store(service, *old, *new), service)
+    assert (seen.exists, seen.claim, seen.mounted.path) == (False, None, f"tandem-cache/qwen/{COMMIT}")
+    # A rollout back: those of the revision that the spec has now.
+    back = an_object(MODEL_SERVICE, "chat", spec=service.body["spec"], status={"revision": "r1"})
+    assert cache_of(a_store(back, *old, *new), back).mounted.path == f"tandem-cache/qwen/{'b' * 40}"
+    other = an_object(MODEL_SERVICE, "chat", spec=service.body["spec"], metadata={"uid": "another"})
+    assert cache_of(a_store(other, *old, *new), other).mounted is None
+
+
+def test_cache_that_is_being_deleted_offers_no_commit():
+    status = {"claimName": "qwen", "path": f"tandem-cache/qwen/{COMMIT}", "commit": COMMIT}
+    leaving = a_cache(status=status, metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"})
+    seen = cache_of(a_store(leaving, a_user()), a_user())
+    assert (seen.claim, seen.reason, seen.message) == (None, "CacheMissing", "it is being deleted")
 
 
 class Server:

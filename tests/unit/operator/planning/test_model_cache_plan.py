@@ -7,7 +7,9 @@ import pytest
 
 from tandem_operator.api.model_cache import ModelCacheSpec, ModelCacheStatus
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
+from tandem_operator.api.sources import ClaimSource
 from tandem_operator.builders.served import served
+from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.model_cache import (
     CacheObserved,
     CacheWanted,
@@ -18,6 +20,7 @@ from tandem_operator.planning.model_cache import (
 )
 from tandem_operator.planning.observed import CacheSeen, Observed, Ref
 from tandem_operator.planning.plan import make_plan
+from tandem_operator.planning.status import NEEDED, ready
 from tandem_operator.settings import OperatorSettings
 
 A, B = "a" * 40, "b" * 40
@@ -338,3 +341,35 @@ def test_service_waits_for_its_cache_without_pods(cache, reason):
     by_type = {one.type: (one.status, one.reason) for one in plan.status.conditions}
     assert by_type["ModelCached"] == ("False", reason)
     assert by_type["Ready"] == ("False", reason)
+
+
+def service_of_cache(cache, replicas=1):
+    """As a reconciliation makes it of a service that names the ModelCache."""
+    spec = {"model": {"cacheRef": {"name": "qwen"}}, "decode": {"replicas": replicas}}
+    return served("chat", "models", msgspec.convert(spec, ModelServiceSpec), OperatorSettings(), cache=cache.served)
+
+
+@pytest.mark.parametrize("exists", [False, True], ids=["missing", "pending"])
+def test_service_without_its_cache_keeps_and_scales_workers(exists):
+    mounted = ClaimSource(claim_name="qwen", path=f"tandem-cache/qwen/{A}")
+    before = CacheSeen(name="qwen", exists=True, claim=mounted, commit=A)
+    first = make_plan(
+        service_of_cache(before), Observed(now=NOW, cache=before), ModelServiceStatus(), 1, OperatorSettings()
+    )
+    after = CacheSeen(name="qwen", exists=exists, mounted=mounted)
+    plan = make_plan(service_of_cache(after, 3), Observed(now=NOW, cache=after), first.status, 2, OperatorSettings())
+    assert plan.status.revision == first.status.revision
+    wanted = {one["metadata"]["name"]: one["spec"]["replicas"] for one in plan.apply if one["kind"] == "Deployment"}
+    assert wanted[f"chat-decode-{plan.status.revision}"] == 3
+    cached = next(one for one in plan.status.conditions if one.type == "ModelCached")
+    assert (cached.status, cached.reason) == ("False", "CachePending" if exists else "CacheMissing")
+    assert "'qwen'" in cached.message
+    assert cached.message.endswith(f"workers keep, and are scaled with, {mounted.path} of claim 'qwen'")
+
+
+def test_ready_does_not_wait_for_a_cache_whose_commit_is_mounted():
+    true = [condition(kind, True, "Fine") for kind in NEEDED]
+    missing = condition("ModelCached", False, "CacheMissing")
+    kept = CacheSeen(name="qwen", mounted=ClaimSource(claim_name="qwen", path="x"))
+    assert ready([*true, missing], kept).status == "True"
+    assert ready([*true, missing], CacheSeen(name="qwen")).reason == "CacheMissing"

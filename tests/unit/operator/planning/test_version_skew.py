@@ -5,11 +5,13 @@ from dataclasses import replace
 import pytest
 
 from tandem_engine.base.release import RELEASE, WINDOW
-from tandem_operator.planning.observed import Observed
+from tandem_operator.planning.observed import Canary, DeploymentSeen, GatewaySeen, Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.planning.status import version_skew
 from tandem_operator.settings import OperatorSettings
+from tandem_operator.telemetry.samples import PodSampler
 from tandem_testing.kube_cluster import KubeCluster, service_of
+from tandem_testing.pod_builders import gateway, pod, worker
 
 FAR = RELEASE + WINDOW + 1
 
@@ -75,3 +77,59 @@ def test_rollout_of_too_new_image_is_skewed_until_reverted():
     status = status_of(service_of(images=images), **{f"chat-decode-{old}-x": RELEASE, "chat-gateway-z": RELEASE})
     assert next(one for one in status.conditions if one.type == "VersionSkew").status == "False"
     assert status.error == ""
+
+
+CLAIM = {"claim": {"claimName": "models", "path": "chat"}}
+OLD_GATEWAY = "gateway: ended with status 2: tandem: error: --model fleet: no such folder"
+"""With `--model fleet`, of the release before tokenizers came from workers."""
+
+
+def conditions_of(service, **seen):
+    status = make_plan(service, replace(observed(), **seen), KubeCluster().status, 1, OperatorSettings()).status
+    return {one.type: one for one in status.conditions}, status
+
+
+def test_pinned_gateway_image_without_tokenizers_names_the_fix():
+    service = service_of(model=CLAIM, images={"services": "registry/services:0.0.9"})
+    failing = DeploymentSeen(name="chat-gateway", replicas=2, pods=1, failure=OLD_GATEWAY)
+    conditions, status = conditions_of(service, deployments=(failing,))
+    for kind in ("RouterReady", "Degraded"):
+        assert "set spec.gateway.tokenizer to model" in conditions[kind].message
+    assert (conditions["RouterReady"].status, conditions["Degraded"].status) == ("False", "True")
+    assert status.error.startswith("PodsFailing: chat-gateway")
+    # Another failure is told as it is.
+    conditions, _ = conditions_of(service, deployments=(replace(failing, failure="gateway: ErrImagePull"),))
+    assert "tokenizer" not in conditions["RouterReady"].message
+
+
+@pytest.mark.parametrize(
+    ("release", "tokenizer", "reason"),
+    [
+        (0, None, "TokenizerUnavailable"),
+        (0, "model", "CanaryFailed"),
+        (RELEASE, None, "CanaryFailed"),
+    ],
+)
+def test_shared_gateways_of_an_earlier_release_name_the_fix(release, tokenizer, reason):
+    chosen = {} if tokenizer is None else {"gateway": {"tokenizer": tokenizer}}
+    service = service_of(model=CLAIM, gatewayRef={"name": "front"}, **chosen)
+    deployment = DeploymentSeen(name="front-gateway", replicas=1, ready=1, pods=1)
+    conditions, _ = conditions_of(
+        service,
+        gateway=GatewaySeen(deployment=deployment),
+        canaries={"": Canary(passed=False, message="no such model")},
+        releases={"front-gateway-x": release, "chat-decode-y": RELEASE},
+    )
+    assert conditions["RouterReady"].reason == reason
+
+
+def test_gateways_of_a_model_gateway_count_for_version_skew():
+    """They are polled with the service (`polled_pods`), under the names of their pods."""
+    pods = (pod("chat-prefill-a", "prefill"), pod("chat-decode-b"), pod("front-gateway-c", "gateway", revision=""))
+    figures = (worker("prefill", release=RELEASE), worker(release=RELEASE), replace(gateway(), release=FAR))
+    reading = PodSampler().take(100.0, pods, {one.uid: each for one, each in zip(pods, figures, strict=True)})
+    service = service_of(model=CLAIM, gatewayRef={"name": "front"})
+    conditions, status = conditions_of(service, releases=reading.releases)
+    assert conditions["VersionSkew"].status == "True"
+    assert f"front-gateway-c ({FAR})" in conditions["VersionSkew"].message
+    assert status.error.startswith("OutsideWindow: ")

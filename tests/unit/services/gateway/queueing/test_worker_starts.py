@@ -35,9 +35,11 @@ def report(name: str, role: str = "decode", *, number: int = 1, model: str = MOD
     )
 
 
-def starts_of(view: View, *, limit_s: float = 100.0, needs_prefill: bool = False) -> WorkerStarts:
+def starts_of(view: View, *, limit_s: float = 100.0, needs_prefill: bool = False, replaced: bool = False):
     clock = ServiceClock()
-    return WorkerStarts(fleet=view, clock=clock, model=MODEL, limit_s=limit_s, needs_prefill=needs_prefill)
+    return WorkerStarts(
+        fleet=view, clock=clock, model=MODEL, limit_s=limit_s, needs_prefill=needs_prefill, replaced=replaced
+    )
 
 
 @pytest.mark.parametrize(
@@ -157,3 +159,31 @@ def test_hanging_worker_is_not_waited_for_again_after_a_quiet_time():
         starts.clock.advance(150.0)
         waited = starts.expected(within_s=1.0)
     assert not waited
+
+
+def test_lost_worker_that_is_replaced_is_expected_without_report():
+    """Its pod pulls an image."""
+    starts = starts_of(View(), limit_s=60.0, replaced=True)
+    assert starts.expected(within_s=9.0)
+    starts.clock.advance(59.0)
+    assert starts.expected(within_s=9.0)
+    starts.clock.advance(10.5)
+    assert not starts.expected(within_s=9.0)
+    assert not starts_of(View()).expected(within_s=9.0)
+
+
+def test_next_loss_of_a_replaced_worker_counts_afresh():
+    view = View()
+    starts = starts_of(view, limit_s=60.0, replaced=True)
+    assert starts.expected(within_s=9.0)
+    starts.clock.advance(100.0)
+    assert not starts.expected(within_s=9.0)
+    view.there = [make_view("w", Role.DECODE)]
+    starts.note_served(view.there)
+    view.there = []
+    assert starts.expected(within_s=9.0)
+    starts.clock.advance(100.0)
+    # A prefill worker alone ends no lack of decode workers.
+    view.there = [make_view("p", Role.PREFILL)]
+    starts.note_served(view.there)
+    assert not starts.expected(within_s=9.0)
