@@ -14,7 +14,7 @@ import torch
 FLUSH_BYTES = 1 << 30
 """Many times what any device's last cache holds, so that the host has queued the call before they are read."""
 WARM_UP = 3
-LONGEST_S = 0.5
+MAX_S = 0.5
 """Of all repetitions of one call; a few are measured in any case."""
 FEWEST, MOST = 5, 100
 
@@ -45,7 +45,7 @@ class Stopwatch:
         for _ in range(WARM_UP):
             self._timed(call)
         one = max(self._timed(call), 1e-7)
-        rounds = max(FEWEST, min(MOST, int(LONGEST_S / one)))
+        rounds = max(FEWEST, min(MOST, int(MAX_S / one)))
         times = [self._timed(call) for _ in range(rounds)]
         first, median, third = statistics.quantiles(times, n=4)
         return Timing(median, (third - first) / max(median, 1e-9))

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 GRACE_S = 20.0
-LEAST_S = 1.0
+MIN_S = 1.0
 Clock = Callable[[], float]
 
 
@@ -32,7 +32,7 @@ class Deadline:
 
     def wait_s(self, most: float | None = None) -> float:
         """How long to wait for an answer, or for `most` seconds at most for something else."""
-        return max(LEAST_S, min(self.answer_s if most is None else most, self.left + GRACE_S))
+        return max(MIN_S, min(self.answer_s if most is None else most, self.left + GRACE_S))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -311,7 +311,7 @@ class Measurement:
     vocab_size: int
     bar: "tqdm[Never]"
     baseline: npt.NDArray[np.float32] = field(init=False)
-    """[places, vocab], log p: in a file that nobody else sees, for it is larger than many a model."""
+    """[places, vocab], log p: in a private file, for it is larger than many a model."""
 
     @property
     def places(self) -> int:

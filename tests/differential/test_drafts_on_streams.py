@@ -21,7 +21,7 @@ from tandem_engine.executor.cuda.runner import StreamRunner
 from tandem_engine.executor.cuda.streams import StreamFuture
 from tandem_engine.executor.memory_profile import Footprint, plan_pool
 from tandem_engine.executor.platform import Platform, RunnerParts
-from tandem_engine.memory.sizing import SMALLEST_POOL, MemoryPlan
+from tandem_engine.memory.sizing import MIN_POOL, MemoryPlan
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
@@ -223,7 +223,7 @@ def test_memory_plan_includes_graphs_of_draft_model(model, algorithm, layers, mo
     with engine_of(model, spec_of(model, algorithm), platform):
         assert [len(parts.model.attention) for parts in platform.weighed] == layers
         assert measured == [1000 * sum(layers)]
-        assert all(parts.pool.num_pages == SMALLEST_POOL for parts in platform.weighed)
+        assert all(parts.pool.num_pages == MIN_POOL for parts in platform.weighed)
 
 
 def test_draft_model_catches_up_and_guesses_by_graphs(model):

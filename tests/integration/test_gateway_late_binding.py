@@ -16,7 +16,7 @@ from tandem_services.common.redis_client import RedisAddress
 from tandem_services.common.sockets import listen
 from tandem_services.gateway.app import api_app, build_gateway
 from tandem_services.gateway.dispatch.generation import AT_ONCE
-from tandem_services.gateway.queueing.precedence import MOST_EARLY
+from tandem_services.gateway.queueing.precedence import MAX_EARLY
 from tandem_services.gateway.serve import http_server
 from tandem_services.router.decision import Choice, RouteQuery
 from tandem_services.router.router import Router, RouterConfig
@@ -101,7 +101,7 @@ async def test_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, tmp
             await fleet.close()
     assert {answer.status_code for answer in (calm, *answers)} == {200}
     # All sixteen would run at once if they waited at the worker.
-    assert max(most) <= 2 * ROOM + MOST_EARLY
+    assert max(most) <= 2 * ROOM + MAX_EARLY
     assert ended.index("calm") < 10
     assert {request.tenant for request in engine.received} == {"flood", "calm"}, "the worker computes them in turns"
     assert (calm.headers["x-ratelimit-remaining-requests"], second.status_code, third.status_code) == ("1", 200, 429)
@@ -159,7 +159,7 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
     assert sent["calm"] == 1
     # On arrival, and those next in line since.
     assert before <= FLOOD * AT_ONCE + 4 * ROOM
-    assert max(most) <= 2 * ROOM + MOST_EARLY
+    assert max(most) <= 2 * ROOM + MAX_EARLY
 
 
 def flood_of(shape: str, number: int) -> dict[str, object]:

@@ -100,7 +100,7 @@ async def test_flood_at_another_gateway_does_not_double_ones_p99(server):  # [fa
 
 
 async def test_flood_without_yielding_doubles_p99(server, monkeypatch):
-    monkeypatch.setattr(fair_queue.GivingWay, "gives_way", lambda *_: False)
+    monkeypatch.setattr(fair_queue.HeadYield, "yields", lambda *_: False)
     alone = await run(server, requests_of(calm()))
     beside = await run(server, requests_of(flood(), calm()))
     assert seconds_of(beside, "calm")[len(calm()) // 2] > 5 * p99(seconds_of(alone, "calm"))

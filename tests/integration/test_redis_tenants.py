@@ -11,7 +11,7 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.gateway.access.tenants import AccessMetrics, Tenant, TenantLimits
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary
-from tandem_services.router.shared_state import Charge, FairBoard, Report, Standing, UsageBoard, Wish, WishElsewhere
+from tandem_services.router.shared_state import Charge, FairBoard, QueueHead, RemoteHead, Report, Standing, UsageBoard
 from tandem_services.router.usage_counters import Ask, Refused, UsageLimits, UsageWindows
 from tandem_testing.router_builders import PATIENT_S, Fleet
 from tandem_testing.waiting import until
@@ -219,24 +219,24 @@ async def test_malformed_tenant_counters_are_dropped(fair, server):  # [redis-va
     for text in ("many", "99999999999999 7", "-1", "1 7"):
         server.command("SET", places, text)
         standing = await report(fair, wanted=3)
-        assert (standing.wishes, standing.places) == ((), 0)
+        assert (standing.heads, standing.places) == ((), 0)
 
 
 async def test_gateways_receive_queue_heads_of_others_only(fair):
     await sync(fair, a=(0, True), b=(70, True))
-    assert (await report(fair, "one", wish=Wish(priority=0, tenant="a"))).wishes == ()
-    heard = await report(fair, "two", wish=Wish(priority=-3, tenant="b"))
-    assert heard.wishes == (WishElsewhere(priority=0, value=0.0),)
-    assert (await report(fair, "one")).wishes == (WishElsewhere(priority=-3, value=70.0),)
+    assert (await report(fair, "one", head=QueueHead(priority=0, tenant="a"))).heads == ()
+    heard = await report(fair, "two", head=QueueHead(priority=-3, tenant="b"))
+    assert heard.heads == (RemoteHead(priority=0, value=0.0),)
+    assert (await report(fair, "one")).heads == (RemoteHead(priority=-3, value=70.0),)
     # "one" wishes no more.
-    assert (await report(fair, "two")).wishes == ()
+    assert (await report(fair, "two")).heads == ()
 
 
 @pytest.mark.parametrize("priority", [2**63 - 1, -(2**63), 2**53 + 1])
 async def test_reported_queue_head_keeps_exact_priority(fair, priority):
     """As a number it lost its unit, or could not be read at all."""
-    await report(fair, "one", wish=Wish(priority=priority, tenant="a"))
-    assert (await report(fair, "two")).wishes == (WishElsewhere(priority=priority, value=0.0),)
+    await report(fair, "one", head=QueueHead(priority=priority, tenant="a"))
+    assert (await report(fair, "two")).heads == (RemoteHead(priority=priority, value=0.0),)
 
 
 async def test_place_that_is_left_is_taken_once(fair):
@@ -249,17 +249,17 @@ async def test_place_that_is_left_is_taken_once(fair):
 async def test_old_queue_heads_and_offers_expire(server):
     async with Fleet.of(server, WISH_MS=0, PLACE_MS=0) as fleet:
         fair = FairBoard(library=fleet.index.library, keys=KEYS)
-        await report(fair, "one", wish=Wish(priority=0, tenant="a"), left=5)
+        await report(fair, "one", head=QueueHead(priority=0, tenant="a"), left=5)
         standing = await report(fair, "two", wanted=5)
-    assert (standing.wishes, standing.places) == ((), 0)
+    assert (standing.heads, standing.places) == ((), 0)
 
 
 async def test_empty_tenant_name_does_not_raise_the_counter_floor(fair):
     """Its name is empty. It stood nowhere, so that it was always ahead of itself at other gateways."""
     charges = [Charge(tenant="", cost=100, waits=True)]
-    wish = Wish(priority=0, tenant="")
+    wish = QueueHead(priority=0, tenant="")
     for sofar in (100, 200):
-        standing = await fair.sync(Report(gateway="one", charges=charges, wish=wish))
+        standing = await fair.sync(Report(gateway="one", charges=charges, head=wish))
         assert (standing.values, standing.floor) == ({"": sofar}, 0)
     told = await fair.sync(Report(gateway="two", charges=charges))
-    assert (told.values, told.wishes) == ({"": 300}, (WishElsewhere(priority=0, value=300),))
+    assert (told.values, told.heads) == ({"": 300}, (RemoteHead(priority=0, value=300),))

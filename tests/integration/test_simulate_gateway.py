@@ -25,7 +25,7 @@ from tandem_services.common.redis_client import RedisAddress
 from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import LateBinding
-from tandem_services.gateway.queueing.patience import AdmissionPolicy
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, RouteQuery, ScoreTerm, WorkerView

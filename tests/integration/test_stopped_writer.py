@@ -12,7 +12,7 @@ from tandem_engine.disaggregation.base import room_key
 from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.messages.control import PeerEnded
 from tandem_services.router.views.fleet_reader import FleetSnapshot
-from tandem_services.worker.peers import Lifelines
+from tandem_services.worker.peers import PeerExits
 from tandem_testing.disagg_nixl import Node, RemoteWriter, nixl_node, remote_writer
 from tandem_testing.waiting import until
 
@@ -70,14 +70,14 @@ async def test_pages_of_stopped_writer_are_held_until_it_exits(receiver):
     async def ended(message: PeerEnded) -> None:
         holds.ended(message.incarnation)
 
-    lifelines = Lifelines(fleet=registry, order=ended, clock=MonotonicClock(), recheck_s=0.05)
+    peer_exits = PeerExits(fleet=registry, order=ended, clock=MonotonicClock(), recheck_s=0.05)
     with remote_writer("p", receiver) as writer:
         holds.grant(ROOM, writer=writer.peer, pages=granted, valid_s=8.0)
         stopped_in_the_middle(writer, memory)
         holds.drain(ROOM, granted)
         holds.fence(writer.peer.incarnation)
-        (peer,) = lifelines.unfollowed(holds.fenced_writers())
-        following = asyncio.create_task(lifelines.follow(peer))
+        (peer,) = peer_exits.unfollowed(holds.fenced_writers())
+        following = asyncio.create_task(peer_exits.follow(peer))
         await until(lambda: registry.asked > 5, PATIENCE_S, "its end is looked for again and again")
         assert free == []
         memory.fill_(7)

@@ -16,8 +16,8 @@ from tandem_lab.simulate.gateway import QueueNotes
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.lanes import Lane
-from tandem_services.gateway.queueing.late_binding import LateBinding, Visitor
-from tandem_services.gateway.queueing.patience import AdmissionPolicy
+from tandem_services.gateway.queueing.late_binding import LateBinding, QueueEntry
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
@@ -103,8 +103,8 @@ class Gateway:
 
         lane = Lane(adapter=sent.adapter, ask_apart=apart)
         tenant = Tenant(name=sent.tenant, sha256=())
-        visitor = self.binding.visitor(ask, sent, tenant=tenant, priority=0, prompt_tokens=10, lane=lane)
-        sent.place = await self.binding.arrive(visitor)
+        entry = self.binding.entry(ask, sent, tenant=tenant, priority=0, prompt_tokens=10, lane=lane)
+        sent.place = await self.binding.arrive(entry)
         if sent.place is not None:
             self.running.append(sent)
 
@@ -122,7 +122,7 @@ class Gateway:
             self._check_first(found[0], waiting, before)
             self.running.append(found[0].choice)
 
-    def _check_first(self, admitted: Visitor, waiting: list[Visitor], before: dict[Visitor, float]) -> None:
+    def _check_first(self, admitted: QueueEntry, waiting: list[QueueEntry], before: dict[QueueEntry, float]) -> None:
         """Those before it in the queue that its worker serves would have had its place."""
         for other in waiting:
             if other is admitted or not other.lane.serves(admitted.choice.place.decode):
@@ -132,9 +132,9 @@ class Gateway:
             ), (admitted, other)
 
     def check_no_idle_place(self) -> None:
-        for visitor in self.binding.queue:
-            idle = [w for w in self.fleet.workers() if visitor.lane.serves(w) and self.fleet.free(w) > 0]
-            assert not idle, (visitor, idle)
+        for entry in self.binding.queue:
+            idle = [w for w in self.fleet.workers() if entry.lane.serves(w) and self.fleet.free(w) > 0]
+            assert not idle, (entry, idle)
 
     async def end(self, number: int) -> None:
         """One of those that run has ended."""
@@ -165,7 +165,7 @@ def test_requests_that_pass_others_take_no_place_of_theirs(fleet, events):
             await gateway.end(0)
             await gateway.admit_all()
         # What no worker has the adapter of is all that is left.
-        for visitor in gateway.binding.queue:
-            assert not any(map(visitor.lane.serves, places)), visitor
+        for entry in gateway.binding.queue:
+            assert not any(map(entry.lane.serves, places)), entry
 
     asyncio.run(play())

@@ -20,8 +20,8 @@ from tandem_lab.simulate.gateway import QueueNotes
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import LateBinding
-from tandem_services.gateway.queueing.patience import AdmissionPolicy
-from tandem_services.gateway.queueing.precedence import MOST_EARLY
+from tandem_services.gateway.queueing.precedence import MAX_EARLY
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
@@ -147,7 +147,7 @@ class Gateway:
         """The largest gap between two tenants that wait, after each change."""
         # As many of each tenant in turn, so that all wait from the start.
         for choice in self._arrivals():
-            visitor = self.binding.visitor(
+            entry = self.binding.entry(
                 lambda choice=choice: self.worker.ask(choice),
                 choice,
                 tenant=choice.tenant,
@@ -155,7 +155,7 @@ class Gateway:
                 prompt_tokens=choice.request.prompt_tokens,
             )
             self.waiting.append(choice)
-            choice.placed = await self.binding.arrive(visitor)
+            choice.placed = await self.binding.arrive(entry)
             self._begin()
         # Of who waits since now.
         self.got.clear()
@@ -216,7 +216,7 @@ def test_gap_of_two_waiting_tenants_is_of_choices(crowd):
     gaps = asyncio.run(gateway.gaps())
     # What ran when the last tenant came is charged to it or to those before it: twice the bound at most. Few choices of
     # tenants that are behind run before a place is free.
-    most = crowd.places + MOST_EARLY
+    most = crowd.places + MAX_EARLY
     assert max(gaps) <= 2 * crowd.bound * most / crowd.places + 1e-6
     assert gateway.most_running <= most, "no more choices are sent to a worker without room"
     assert len(gateway.notes.waits) == choices_of(crowd), "each choice is admitted by itself"

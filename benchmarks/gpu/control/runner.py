@@ -21,7 +21,7 @@ from gpu.control.parts import Part
 from gpu.control.state import PartState, State, Status
 from tandem_engine.base.linux import die_with_parent
 
-LEAST_S = 20.0
+MIN_S = 20.0
 """A part is not begun with less."""
 GRACE_S = 12.0
 """A part that plans its time ends so long before it would be ended."""
@@ -53,7 +53,7 @@ class Runner:
         for part in parts:
             if self._state.done(part.name):
                 continue
-            if self.left_s < LEAST_S:
+            if self.left_s < MIN_S:
                 self._is(part, Status.NO_TIME, why=f"{max(0.0, self.left_s):.0f} s were left")
                 continue
             self._is(part, Status.RUNNING)
@@ -81,7 +81,7 @@ class Runner:
                 return Status.CRASHED, f"its process ended with status {code} outside of its cases"
             if case is not None:
                 self._close(part, case, f"the process ended with status {code}")
-            if ends_at - time.monotonic() < LEAST_S:
+            if ends_at - time.monotonic() < MIN_S:
                 return Status.LEFT, "no time to start it again"
         return Status.CRASHED, f"its process crashed {MOST_CRASHES} times"
 

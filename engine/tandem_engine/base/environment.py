@@ -7,7 +7,7 @@ import threading
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-_lending = threading.Lock()
+_lock = threading.Lock()
 """To another thread a default that is lent would look like the user's, and be gone before a library has read it."""
 
 
@@ -30,7 +30,7 @@ class Environment:
 
 def read_environment() -> Environment:
     """Read the environment of this process, as its user has set it."""
-    with _lending:
+    with _lock:
         return Environment(
             log_level=os.environ.get("TANDEM_LOG_LEVEL", "info").lower(),
             ucx_tls=os.environ.get("UCX_TLS", "all"),
@@ -49,13 +49,13 @@ KERNEL_VARIABLES = (
 
 def kernel_environment() -> dict[str, str]:
     """Those of `KERNEL_VARIABLES` that are set: what kernels of a CPU are compiled for, and where they are kept."""
-    with _lending:
+    with _lock:
         return {name: os.environ[name] for name in KERNEL_VARIABLES if name in os.environ}
 
 
 def environment_with(changes: Mapping[str, str]) -> dict[str, str]:
     """For a process to be started: the environment of this one, but for `changes`."""
-    with _lending:
+    with _lock:
         return {**os.environ, **changes}
 
 
@@ -70,7 +70,7 @@ def defaults_while(defaults: Mapping[str, str]) -> Iterator[None]:
 
     One thread at a time: others wait, with `read_environment` too.
     """
-    with _lending:
+    with _lock:
         missing = {name: value for name, value in defaults.items() if name not in os.environ}
         os.environ.update(missing)
         try:

@@ -122,7 +122,7 @@ class TransportUnavailableError(EngineError):
 
 
 class RankLostError(EngineError):
-    """A rank of a tensor-parallel engine ended, failed or fell silent. The others cannot go on without it."""
+    """A rank of a tensor-parallel engine ended, failed or stopped answering. The others cannot continue without it."""
 
     code = "rank_lost"
 

@@ -74,7 +74,7 @@ logger = logging.getLogger(__name__)
 HUGE = 2 << 20
 """Bytes of a huge page of x86 and of most ARM machines."""
 
-MOST_BETWEEN = 1 << 16
+MAX_BETWEEN = 1 << 16
 """Bytes between two ranges that are moved with them."""
 
 PIECE = 64 << 20
@@ -98,7 +98,7 @@ def to_huge_pages(ranges: Iterable[Range], *, advance: Callable[[int], object] =
     Args:
         advance: told the bytes of every piece once it was tried; together those of `movable`.
 
-    Returns the bytes of pieces that were moved whole; what they hold stays. Whoever owns them must keep them meanwhile.
+    Returns the bytes of pieces that were moved whole; what they hold stays. Their owner must keep them until then.
     """
     moved = 0
     for address, size in _pieces(movable(ranges)):
@@ -114,7 +114,7 @@ def whole_pages(ranges: Iterable[Range]) -> list[Range]:
     """The huge pages within `ranges`. Those that nearly touch count as one: their neighbours are of the same heap."""
     joined: list[tuple[int, int]] = []
     for start, size in sorted(set(ranges)):
-        if joined and start - joined[-1][1] <= MOST_BETWEEN:
+        if joined and start - joined[-1][1] <= MAX_BETWEEN:
             first, end = joined.pop()
             joined.append((first, max(end, start + size)))
         else:

@@ -50,7 +50,7 @@ class LogOutput(logging.Handler):
         self._descriptor = descriptor
         self._per_write = 1 if shared else MAX_PER_WRITE
         self._dropped = 0
-        self._told = 0
+        self._notified = 0
         """Of those dropped."""
         self._owner = 0
         self._begin_anew()
@@ -64,7 +64,7 @@ class LogOutput(logging.Handler):
             return
         try:
             self._lines.append(self.format(record))
-        except Exception:  # noqa: BLE001 - as the standard library's handlers: it is told, and is no failure of who logs
+        except Exception:  # noqa: BLE001 - as the standard library's handlers: it is reported, and is no failure of who logs
             self.handleError(record)
             return
         if not self._arrived.is_set():
@@ -106,7 +106,7 @@ class LogOutput(logging.Handler):
     def _write_some(self) -> None:
         lines = [*islice(self._lines, self._per_write)]
         dropped = self._dropped
-        missing = [] if dropped == self._told else [self._missing(dropped - self._told)]
+        missing = [] if dropped == self._notified else [self._missing(dropped - self._notified)]
         text = "".join([f"{line}\n" for line in (*missing, *lines)])
         try:
             self._write_whole(text.encode("utf-8", "backslashreplace"))
@@ -114,7 +114,7 @@ class LogOutput(logging.Handler):
             # Mostly a full disk, or a closed pipe. The next lines are tried all the same.
             self._dropped += len(lines)
         else:
-            self._told = dropped
+            self._notified = dropped
         for _ in lines:
             self._lines.popleft()
 

@@ -61,7 +61,7 @@ def errors() -> dict[str, int]:
 def _note(name: str) -> None:
     _errors[name] += 1
     if _errors[name] == 1:
-        logger.exception("%s has failed, and requests go on without it; further errors are only counted", name)
+        logger.exception("%s has failed, and requests continue without it; further errors are only counted", name)
 
 
 def _nothing(*args: object, **kwargs: object) -> None:

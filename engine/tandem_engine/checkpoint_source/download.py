@@ -93,7 +93,7 @@ class Download:
 def first_failure(names: Sequence[str], work: Callable[[str], object]) -> tuple[str, Exception] | None:
     """`work` of each name, several at a time: the name and the error of the first that fails, None if all are done.
 
-    After a failure nothing further begins; what is under way goes on in daemon threads.
+    After a failure nothing further begins; downloads under way continue in daemon threads.
     """
     todo: queue.SimpleQueue[str] = queue.SimpleQueue()
     ended: queue.SimpleQueue[tuple[str, Exception | None]] = queue.SimpleQueue()

@@ -149,7 +149,7 @@ class Volume:
         shutil.rmtree(partial)
 
     def remove_partial(self) -> None:
-        """Remove commits under way; nobody continues them. Raises `OSError`."""
+        """Remove incomplete commits; no process continues them. Raises `OSError`."""
         for path in self.path.glob(".*.part"):
             if is_commit(path.name.removeprefix(".").removesuffix(".part")):
                 shutil.rmtree(path)

@@ -13,7 +13,7 @@ class WritePolicy(StrEnum):
     WRITE_THROUGH = "write_through"
     """When it enters the cache."""
     WRITE_THROUGH_SELECTIVE = "write_through_selective"
-    """When a later request is admitted with it in its prefix; what nobody comes back for is not copied."""
+    """When a later request is admitted with it in its prefix; a prefix that no later request uses is not copied."""
     WRITE_BACK = "write_back"
     """When the device evicts it."""
 

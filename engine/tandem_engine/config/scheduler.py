@@ -54,7 +54,7 @@ class SchedulerConfig:
     """While others decode, a prompt with more tokens left than this computes only so many in a step; 0 is off."""
     schedule_policy: SchedulePolicy = SchedulePolicy.FCFS
     policy_ageing_seconds: float = 30.0
-    """Nobody is passed over for ever: what waiting this long is worth is each policy's business."""
+    """No request is overtaken without end: each policy defines what this wait is worth."""
     priority_preemption_threshold: int = 10
     """How much greater a waiting request's priority must be to put a running one back (policy priority)."""
     scheduler_delay_factor: float = 0.0
@@ -74,7 +74,7 @@ class SchedulerConfig:
     session_ttl: float = 600.0
     """Seconds that an unused conversation is kept."""
     max_retractions: int = 16
-    """A request retracted more often than this fails instead of looping for ever [retraction-bounded]."""
+    """A request retracted more often than this fails instead of looping without end [retraction-bounded]."""
     preemption_mode: PreemptionMode = PreemptionMode.AUTO
     """Of retracted requests, if there is swap space at all."""
     force_retract_every: int = 0

@@ -6,7 +6,7 @@ from enum import StrEnum
 from tandem_engine.base.errors import ConfigError
 
 MAX_DRAFT_TOKENS = 15
-"""With the token before them, what the paged attention kernel takes as one run (`LONGEST_CHAIN`)."""
+"""With the token before them, what the paged attention kernel takes as one run (`MAX_CHAIN`)."""
 
 MAX_LOOKUP_TOKENS = 32
 

@@ -38,7 +38,7 @@ class DisaggConfig:
     drain_timeout: float = 5.0
     """After an abort decode waits this long for the writer's drain-ack before it quarantines the pages."""
     stall_timeout: float = 10.0
-    """A decode engine in which nothing has moved for this long lets go of the finished prompts that wait for its
+    """A decode engine in which nothing has moved for this long releases the finished prompts that wait for its
     memory: the way out when engines wait for each other in a circle."""
     prefix_fetch_timeout: float = 2.0
     """A request waits no longer than this for a prefix that another worker has, and less where that would not pay."""
@@ -59,7 +59,7 @@ class DisaggConfig:
 
     @property
     def question_period(self) -> float:
-        """Seconds between two questions about a grant whose end was not heard of."""
+        """Seconds between two questions about a grant whose end is unknown."""
         return self.renewal_period / 4
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.base.names import Room
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.messages.outputs import Finish
-from tandem_engine.scheduler.prefill_adder import KeptBack
+from tandem_engine.scheduler.prefill_adder import OvertakenReserve
 from tandem_engine.scheduler.request import Request
 
 
@@ -37,9 +37,9 @@ class StageHost(Protocol):
 
     def spare_pages(self) -> int: ...
 
-    def kept_back(self, req: Request) -> KeptBack: ...
+    def overtaken_reserve(self, req: Request) -> OvertakenReserve: ...
 
-    def give_way(self) -> bool: ...
+    def unpin_idle_session(self) -> bool: ...
 
     def next_outside(self, requests: Iterable[Request]) -> Request | None: ...
 

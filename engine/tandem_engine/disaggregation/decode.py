@@ -37,8 +37,8 @@ from tandem_engine.disaggregation.notifications import (
     HANDOFF,
     ask_for_ack,
     digests_of,
+    notify_ended,
     problem_with,
-    tell_ended,
     transfer_failed,
 )
 from tandem_engine.disaggregation.peers import PeerLink, obstacle
@@ -117,15 +117,15 @@ class DecodeStage:
         overdue = self._expire_holds()
         return expired or granted or overdue
 
-    def abort(self, rid: RequestId, wish: Finish) -> bool:
-        """End a request that is kept here with `wish`. False when it is not."""
+    def abort(self, rid: RequestId, finish: Finish) -> bool:
+        """End a request that is kept here with `finish`. False when it is not."""
         waiting = self.prealloc.of_request(rid)
         if waiting is not None:
-            self._give_up_waiting(waiting, wish)
+            self._give_up_waiting(waiting, finish)
             return True
         receiving = next((entry for entry in self._receiving.values() if entry.req.rid == rid), None)
         if receiving is not None:
-            self._give_up(receiving, wish, wish.error or "aborted")
+            self._give_up(receiving, finish, finish.error or "aborted")
             return True
         return False
 
@@ -137,7 +137,7 @@ class DecodeStage:
             return
         key = room_key(handoff.room, handoff.generation)
         if key not in self.holds and self.prealloc.in_room(key) is None:
-            self._tell(handoff.peer, key, "the receiver's request ended")
+            self._notify(handoff.peer, key, "the receiver's request ended")
 
     def live(self) -> Iterator[Request]:
         """Requests kept here."""
@@ -386,7 +386,7 @@ class DecodeStage:
         receiving.req.kv = None
         pages = self.host.memory.detach(receiving.kv, keep_row=hold.row is not None)
         self.holds.drain(hold.key, pages)
-        self._tell(hold.writer, hold.key, reason)
+        self._notify(hold.writer, hold.key, reason)
         self._end(receiving.req, finish)
 
     def _end(self, req: Request, finish: Finish | None) -> None:
@@ -397,8 +397,8 @@ class DecodeStage:
             self.counters.failed += 1
         self.host.finish(req, finish)
 
-    def _tell(self, peer: Peer, key: RoomKey, reason: str) -> None:
-        tell_ended(self.peers, peer, key, side=HandoffSide.RECEIVE, reason=reason)
+    def _notify(self, peer: Peer, key: RoomKey, reason: str) -> None:
+        notify_ended(self.peers, peer, key, side=HandoffSide.RECEIVE, reason=reason)
 
     def _from(self, sender: Peer, key: RoomKey) -> Receiving | None:
         """The transfer in room `key`, if `sender` is its writer."""

@@ -45,7 +45,7 @@ DRIFT = 2e-4
 
 
 class _Exchange(NamedTuple):
-    asked_at: float
+    requested_at: float
     """By our clock."""
     answered_at: float
     """By the peer's."""
@@ -57,11 +57,11 @@ class PeerClocks:
 
     _exchanges: dict[str, _Exchange] = field(default_factory=dict)
 
-    def learn(self, incarnation: str, *, asked_at: float, answered_at: float, now: float) -> None:
-        """Its reply, sent at `answered_at` by its clock, to our question of `asked_at`. Invalid times are ignored."""
-        sensible = asked_at <= now and math.isfinite(asked_at) and math.isfinite(answered_at)
-        if sensible and asked_at > self.earliest(incarnation, answered_at):
-            self._exchanges[incarnation] = _Exchange(asked_at, answered_at)
+    def learn(self, incarnation: str, *, requested_at: float, answered_at: float, now: float) -> None:
+        """Its reply, sent at `answered_at` by its clock, to our question of `requested_at`. Ignores invalid times."""
+        sensible = requested_at <= now and math.isfinite(requested_at) and math.isfinite(answered_at)
+        if sensible and requested_at > self.earliest(incarnation, answered_at):
+            self._exchanges[incarnation] = _Exchange(requested_at, answered_at)
 
     def earliest(self, incarnation: str, theirs: float) -> float:
         """Our time at or before which its clock was `theirs`; -inf without an estimate."""
@@ -69,7 +69,7 @@ class PeerClocks:
         if exchange is None or not math.isfinite(theirs):
             return -math.inf
         since = theirs - exchange.answered_at
-        return exchange.asked_at + since - abs(since) * DRIFT
+        return exchange.requested_at + since - abs(since) * DRIFT
 
     def forget(self, incarnation: str) -> None:
         """The peer is gone."""

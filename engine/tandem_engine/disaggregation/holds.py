@@ -29,7 +29,7 @@ from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.disaggregation.base import RoomKey
 from tandem_engine.messages.requests import Peer
 
-FENCED_AT_MOST_S = 600.0
+FENCED_AT_MAX_S = 600.0
 """Seconds after which a fenced writer's pages are reused although it is unknown whether its process has ended."""
 
 GiveBack = Callable[[Sequence[PageId]], None]
@@ -182,7 +182,7 @@ class HoldTable:
         for hold in self._with_pages():
             if hold.writer.incarnation == incarnation and hold.state is not HoldState.FENCED:
                 hold.state = HoldState.FENCED
-                hold.deadline = self.clock.now() + FENCED_AT_MOST_S
+                hold.deadline = self.clock.now() + FENCED_AT_MAX_S
 
     def ended(self, incarnation: str) -> int:
         """The writer's process has ended: free what waited for it. Returns the number of holds that were freed."""

@@ -65,7 +65,7 @@ class Pulse:
         self._next = now + self.period
         return True
 
-    def tell(self, rooms: Iterable[Open]) -> None:
+    def notify(self, rooms: Iterable[Open]) -> None:
         """Name `rooms` to their peers, one message to each unless there are very many."""
         by_peer: dict[str, tuple[Peer, list[OpenRoom]]] = {}
         for peer, room in rooms:
@@ -116,7 +116,7 @@ class SenderLeases:
     def beat(self) -> None:
         """Notify receivers which rooms are queued, computing, kept or being pushed."""
         if self.pulse.due():
-            self.pulse.tell(
+            self.pulse.notify(
                 Open(room.peer, _open_room(room.key, granted=room.grant is not None, written=room.written))
                 for room in self.rooms.values()
             )
@@ -190,7 +190,7 @@ class ReceiverLeases:
         )
 
     def beat(self) -> None:
-        """Tell writers which requests wait here for memory, unless there is no hope of any, and ask them about grants
+        """Notify writers which requests wait here for memory, unless there can be none, and ask them about grants
         that they have had for a while.
 
         Engines can wait in a circle: this one's memory is granted to prompts that a writer cannot compute,
@@ -203,14 +203,14 @@ class ReceiverLeases:
         waiting = len(self.prealloc) > 0
         still = self.standstill.seconds(self.host.launched + self.counters.moves, waiting=waiting)
         if waiting and still < self.config.stall_timeout:
-            self.pulse.tell(Open(entry.handoff.peer, _open_room(entry.key)) for entry in self.prealloc)
+            self.pulse.notify(Open(entry.handoff.peer, _open_room(entry.key)) for entry in self.prealloc)
 
     def _ask(self) -> None:
         """The end of a room may have been lost with a connection; its writer would never name it again."""
         if self.questions.due():
             old = self.host.clock.now() - self.questions.period
             holds = (hold for hold in self.unaccounted() if hold.granted_at <= old)
-            self.questions.tell(Open(hold.writer, _open_room(hold.key, granted=True)) for hold in holds)
+            self.questions.notify(Open(hold.writer, _open_room(hold.key, granted=True)) for hold in holds)
 
     def on_still_open(self, message: StillOpen) -> None:
         """A writer continues these rooms: wait for it, and renew its grants, or repeat them if it has none.

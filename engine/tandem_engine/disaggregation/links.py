@@ -48,7 +48,7 @@ FADE_BYTES = 64 << 20
 FADE_S = 2.0
 """After so many further bytes, or so long a time of writing, what was before counts a third."""
 
-LEAST_SHARE = 0.5
+MIN_SHARE = 0.5
 """Of a push's time that is put down to its bytes, however short it was against the latency."""
 
 
@@ -80,7 +80,7 @@ class LinkRate:
         """A push wrote `size` bytes in `seconds`, its latency included."""
         if size <= 0 or not seconds > 0.0:
             return
-        writing = max(seconds - self.latency_s, LEAST_SHARE * seconds)
+        writing = max(seconds - self.latency_s, MIN_SHARE * seconds)
         kept = math.exp(-size / FADE_BYTES - writing / FADE_S)
         self._bytes = kept * self._bytes + size
         self._seconds = kept * self._seconds + writing
@@ -139,7 +139,7 @@ class Links:
     prober: LinkProber = field(init=False)
     _links: dict[str, Link] = field(default_factory=dict)
     _transports: dict[str, LinkTransport] = field(default_factory=dict)
-    """To whoever has greeted, named or not; the oldest makes room for the next."""
+    """To each peer that has sent a Hello, named or not; the oldest makes room for the next."""
 
     @classmethod
     def build(
@@ -204,7 +204,7 @@ class Links:
             self._defer(link, RETRY_S)
 
     def on_peer(self, event: PeerEvent) -> bool:
-        """Take what a peer says about a self-test. False: it concerns others, or others too."""
+        """Take a peer's message about a self-test. False: it concerns others, or others too."""
         match event:
             case ProbeRequest():
                 self.targets.on_request(event)

@@ -8,7 +8,7 @@
 
 A receiver validates the record of a peer (`problem_with`) as strictly as a client's request.
 
-`LastWords` keeps the terminal messages of rooms that are over, in case they did not arrive.
+`FinalMessages` keeps the terminal messages of rooms that are over, in case they did not arrive.
     1. kept      when a room is handed over, closed or rejected: its `HandoffRecord` or `TransferAborted`
     2. repeated  unchanged whenever the receiver asks about the room: a repeated message changes nothing
                  [writes-repeat]
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 HANDOFF = "handoff"
 
 
-def tell_ended(
+def notify_ended(
     peers: PeerLink, peer: Peer, key: RoomKey, *, side: HandoffSide, reason: str, finished: bool = False
 ) -> TransferAborted:
     """This engine, which is `side` of room `key`, is done with it [abort-both-ways]. Returns the message."""
@@ -54,7 +54,7 @@ def ask_for_ack(hold: TransferHold, *, holds: HoldTable, peers: PeerLink, of: st
     """The ack of `hold` is overdue: its pages go into quarantine, and the writer is asked again.
 
     The question or the answer may have been lost with a connection, so this is done after every `drain_timeout`.
-    True the first time. A fenced writer is not asked: its pages are free after `FENCED_AT_MOST_S`.
+    True the first time. A fenced writer is not asked: its pages are free after `FENCED_AT_MAX_S`.
     `of`: what the hold is of, for the log and the writer.
     """
     if hold.state is HoldState.FENCED:
@@ -74,12 +74,12 @@ def ask_for_ack(hold: TransferHold, *, holds: HoldTable, peers: PeerLink, of: st
         )
     holds.quarantine(hold)
     reason = f"waiting for the drain ack of a {of}"
-    tell_ended(peers, hold.writer, hold.key, side=HandoffSide.RECEIVE, reason=reason)
+    notify_ended(peers, hold.writer, hold.key, side=HandoffSide.RECEIVE, reason=reason)
     return first
 
 
 def transfer_failed(reason: str) -> Finish:
-    """The transfer failed, the request did not: the gateway sends it elsewhere and the stream goes on."""
+    """The transfer failed, the request did not: the gateway sends it to another worker and the stream continues."""
     return Finish(
         reason=FinishReason.ERROR, error=f"KV transfer failed: {reason}", code=TransferError.code, retryable=True
     )
@@ -116,7 +116,7 @@ def digests_of(record: HandoffRecord | PrefixRecord) -> tuple[int, ...]:
 def problem_with(
     record: HandoffRecord, req: Request, *, granted: int, first_token: int, vocab_size: int, stateful: bool = False
 ) -> str | None:
-    """Why `req`, for which `granted` pages from `first_token` on were granted, cannot go on from `record`.
+    """Why `req`, for which `granted` pages from `first_token` on were granted, cannot continue from `record`.
 
     `stateful`: and a place for its state.
     """
@@ -150,45 +150,45 @@ def _problem_with_output(record: HandoffRecord, req: Request, vocab_size: int) -
     return None
 
 
-MOST_WORDS = 1024
+MAX_FINAL_MESSAGES = 1024
 """Kept at a time; beyond, the oldest goes, and its room is only known to be closed."""
 
 
-class _Said(NamedTuple):
+class _FinalMessage(NamedTuple):
     message: HandoffRecord | TransferAborted
     to: str
     until: float
 
 
 @dataclass(kw_only=True, slots=True)
-class LastWords:
+class FinalMessages:
     """Of one engine. Scheduler thread only."""
 
     clock: Clock
     keep_s: float
     """As long as a receiver waits without a sign of life."""
-    capacity: int = MOST_WORDS
-    _said: OrderedDict[RoomKey, _Said] = field(default_factory=OrderedDict)
+    capacity: int = MAX_FINAL_MESSAGES
+    _messages: OrderedDict[RoomKey, _FinalMessage] = field(default_factory=OrderedDict)
 
     def keep(self, key: RoomKey, peer: Peer, message: HandoffRecord | TransferAborted) -> None:
         """`message` is the end of the room, as far as `peer` is concerned."""
-        self._said.pop(key, None)
-        self._said[key] = _Said(message, peer.incarnation, self.clock.now() + self.keep_s)
-        if len(self._said) > self.capacity:
-            self._said.popitem(last=False)
+        self._messages.pop(key, None)
+        self._messages[key] = _FinalMessage(message, peer.incarnation, self.clock.now() + self.keep_s)
+        if len(self._messages) > self.capacity:
+            self._messages.popitem(last=False)
 
-    def said(self, key: RoomKey, peer: Peer) -> HandoffRecord | TransferAborted | None:
-        """The last word to `peer` in this room, if it is still known."""
-        said = self._said.get(key)
-        return said.message if said is not None and said.to == peer.incarnation else None
+    def sent_to(self, key: RoomKey, peer: Peer) -> HandoffRecord | TransferAborted | None:
+        """The final message to `peer` in this room, if it is still known."""
+        sent = self._messages.get(key)
+        return sent.message if sent is not None and sent.to == peer.incarnation else None
 
     def drop_expired(self) -> None:
         now = self.clock.now()
         # The oldest come first, and all are kept for the same time.
-        while self._said and next(iter(self._said.values())).until <= now:
-            self._said.popitem(last=False)
+        while self._messages and next(iter(self._messages.values())).until <= now:
+            self._messages.popitem(last=False)
 
     def drop_to(self, incarnation: str) -> None:
         """The receiver is dead."""
-        for key in [key for key, said in self._said.items() if said.to == incarnation]:
-            del self._said[key]
+        for key in [key for key, sent in self._messages.items() if sent.to == incarnation]:
+            del self._messages[key]

@@ -86,8 +86,8 @@ MAX_CHANNELS = 512
 """Open channels; the oldest makes room for the next. Processes have a limited number of sockets."""
 
 ENDINGS = (TransferAborted, DrainAck)
-"""Heard from whoever the other side of a room is, whatever KV it has by now: it may have loaded other weights since
-pages were granted, and unless both hear of the end those pages would stay in quarantine."""
+"""Accepted from the other side of a room, whatever KV it has by now: it may have loaded other weights since
+pages were granted, and unless both learn of the end those pages would stay in quarantine."""
 
 PeerInbound = RouterChannel[PeerMessage, PeerMessage]
 

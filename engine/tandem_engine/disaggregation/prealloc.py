@@ -98,7 +98,7 @@ class PreallocQueue:
         if waiting is None:
             return None
         kv = self._reserve(waiting, len(under_way))
-        while kv is None and self.host.give_way():
+        while kv is None and self.host.unpin_idle_session():
             kv = self._reserve(waiting, len(under_way))
         if kv is None:
             return None
@@ -107,7 +107,7 @@ class PreallocQueue:
 
     def _reserve(self, waiting: Waiting, under_way: int) -> RequestKv | None:
         memory, tokens, space = self.host.memory, waiting.tokens, waiting.req.space
-        kept = self.host.kept_back(waiting.req)
+        kept = self.host.overtaken_reserve(waiting.req)
         if memory.rows.available <= kept.rows or under_way >= self.host.spare_requests():
             return None
         # At least one token is always received, or there would be nothing to wait for.

@@ -28,10 +28,10 @@ from tandem_engine.base.names import RequestId
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.base import RoomKey, StageHost, TransferCounters, room_key
 from tandem_engine.disaggregation.grants import AckDue, ClosedRooms, DrainBook, EarlyGrants, Grant, PeerClocks
-from tandem_engine.disaggregation.notifications import LastWords, record_of, tell_ended
+from tandem_engine.disaggregation.notifications import FinalMessages, notify_ended, record_of
 from tandem_engine.disaggregation.outgoing_transfer import SendRoom
 from tandem_engine.disaggregation.peers import PeerLink
-from tandem_engine.disaggregation.transport import SLOWEST_RATE, KvTransport, Push, PushDone, PushFailed
+from tandem_engine.disaggregation.transport import MIN_RATE, KvTransport, Push, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.outputs import Finish, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
@@ -89,7 +89,7 @@ class PrefillStage:
     early: EarlyGrants
     drains: DrainBook
     closed: ClosedRooms
-    said: LastWords
+    final_messages: FinalMessages
     clocks: PeerClocks
     counters: TransferCounters
     _rooms: dict[RoomKey, SendRoom] = field(default_factory=dict)
@@ -148,7 +148,7 @@ class PrefillStage:
     def tick(self) -> bool:
         """Let time pass: hand over what is complete, give up what is overdue. True if anything moved."""
         self.early.drop_expired()
-        self.said.drop_expired()
+        self.final_messages.drop_expired()
         now = self.host.clock.now()
         self.hand_over_complete()
         for room in [*self._rooms.values()]:
@@ -169,12 +169,12 @@ class PrefillStage:
             if room.complete and room.keep_until is not None:
                 self._hand_over(room)
 
-    def abort(self, rid: RequestId, wish: Finish) -> bool:
-        """End a request that is kept here with `wish`. False when it is not."""
+    def abort(self, rid: RequestId, finish: Finish) -> bool:
+        """End a request that is kept here with `finish`. False when it is not."""
         req = self._kept.pop(rid, None)
         if req is None:
             return False
-        self.host.finish(req, wish)
+        self.host.finish(req, finish)
         return True
 
     def aborted(self, req: Request) -> None:
@@ -210,7 +210,7 @@ class PrefillStage:
         grant = Grant.received(message, self.host.clock, self.clocks)
         room = self._rooms.get(grant.key)
         if grant.key in self.closed:
-            self._tell(grant.receiver, grant.key, "the room is closed")
+            self._notify(grant.receiver, grant.key, "the room is closed")
         elif room is None:
             self.early.keep(grant)
         elif room.grant is None:
@@ -237,11 +237,11 @@ class PrefillStage:
 
     def account(self, key: RoomKey, peer: Peer) -> None:
         """A receiver lacks word of a room that it has granted: say again how it ended, if it has."""
-        said = self.said.said(key, peer)
-        if said is not None:
-            self.peers.send(peer, said)
+        sent = self.final_messages.sent_to(key, peer)
+        if sent is not None:
+            self.peers.send(peer, sent)
         elif key in self.closed:
-            self._tell(peer, key, "the room is closed")
+            self._notify(peer, key, "the room is closed")
 
     def on_abort(self, message: TransferAborted) -> None:
         """The receiver is done with the room: push no more, and ack once nothing is outstanding."""
@@ -258,7 +258,7 @@ class PrefillStage:
         for room in [room for room in self._rooms.values() if room.peer.incarnation == incarnation]:
             self._fail(room, f"decode worker {incarnation} is gone")
         self.early.drop_from(incarnation)
-        self.said.drop_to(incarnation)
+        self.final_messages.drop_to(incarnation)
         self.drains.drop(incarnation)
 
     # Pushing.
@@ -324,7 +324,7 @@ class PrefillStage:
             self.counters.exposed_s += exposed
             self._note_sent(room, grant, exposed)
             self._forget(room)
-            self.said.keep(room.key, room.peer, record)
+            self.final_messages.keep(room.key, room.peer, record)
         else:
             self._fail(room, "the decode worker does not take messages")
 
@@ -346,14 +346,14 @@ class PrefillStage:
             return "the grant expired"
         if room.grant is None and room.keep_until is not None and now >= room.keep_until:
             return "no grant came"
-        if room.outstanding and now >= room.moved_at + self._patience(room):
+        if room.outstanding and now >= room.moved_at + self._timeout_of(room):
             return "pages that are being sent do not get through"
         return None
 
-    def _patience(self, room: SendRoom) -> float:
+    def _timeout_of(self, room: SendRoom) -> float:
         """Seconds in which one of the pushes under way ends, on a link that is slow or shared."""
         sizes = (key.count * (self.state_bytes if key.group == STATES else self.page_bytes) for key in room.outstanding)
-        return self.config.grant_timeout + max(sizes) / SLOWEST_RATE
+        return self.config.grant_timeout + max(sizes) / MIN_RATE
 
     def _fail(self, room: SendRoom, reason: str) -> None:
         self.counters.failed += 1
@@ -385,10 +385,10 @@ class PrefillStage:
 
     def _end(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> None:
         """Send to `peer`, and keep the message for repetition."""
-        self.said.keep(key, peer, self._tell(peer, key, reason, finished=finished))
+        self.final_messages.keep(key, peer, self._notify(peer, key, reason, finished=finished))
 
-    def _tell(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> TransferAborted:
-        return tell_ended(self.peers, peer, key, side=HandoffSide.SEND, reason=reason, finished=finished)
+    def _notify(self, peer: Peer, key: RoomKey, reason: str, *, finished: bool = False) -> TransferAborted:
+        return notify_ended(self.peers, peer, key, side=HandoffSide.SEND, reason=reason, finished=finished)
 
     def _room_of(self, req: Request) -> SendRoom | None:
         handoff = _sends(req)

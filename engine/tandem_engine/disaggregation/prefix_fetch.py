@@ -1,6 +1,6 @@
 """Prefix fetches: the requester, which is about to compute a prompt and lacks a prefix that another engine has cached.
 
-    requester (PrefixFetcher)                          source (PrefixLender)
+    requester (PrefixFetcher)                          source (PrefixSource)
 
     pages, a hold, PrefixAsk with the grant   ──────▶  longest cached prefix of the tokens, locked
                                               ◀══════  pages by NIXL WRITE
@@ -39,10 +39,10 @@ from tandem_engine.base.names import PageId, ReqPoolIdx
 from tandem_engine.config import DisaggConfig
 from tandem_engine.disaggregation.base import PrefixCounters, RoomKey, StageHost, room_key
 from tandem_engine.disaggregation.holds import HoldTable, TransferHold
-from tandem_engine.disaggregation.notifications import ask_for_ack, digests_of, problem_with_groups, tell_ended
+from tandem_engine.disaggregation.notifications import ask_for_ack, digests_of, notify_ended, problem_with_groups
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, obstacle
 from tandem_engine.disaggregation.prefill import PrefillStage
-from tandem_engine.disaggregation.prefix_source import PrefixLender
+from tandem_engine.disaggregation.prefix_source import PrefixSource
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Digests,
@@ -53,7 +53,7 @@ from tandem_engine.disaggregation.transport import (
 )
 from tandem_engine.memory.allocator import Writer
 from tandem_engine.memory.kv_memory import Touched
-from tandem_engine.memory.pinned_prefix import BorrowedPrefix, fetches_prefixes
+from tandem_engine.memory.pinned_prefix import PinnedPrefix, fetches_prefixes
 from tandem_engine.messages.kv_events import CacheSpace, pack_tokens
 from tandem_engine.messages.outputs import FetchReport
 from tandem_engine.messages.requests import HandoffSide, Peer, PrefixFetch
@@ -87,7 +87,7 @@ class Fetch:
     space: CacheSpace
     tokens: tuple[int, ...]
     """All of the prefix, whole pages, the part that was here included."""
-    here: BorrowedPrefix
+    here: PinnedPrefix
     """What was cached here when it began."""
     until: float
     """Monotonic time."""
@@ -262,10 +262,10 @@ class PrefixFetcher:
     def _begin(self, req: Request, wanted: PrefixFetch, tokens: tuple[int, ...]) -> Fetch | None:
         if not self._may_ask(wanted.peer) or not fetches_prefixes(self.host.memory):
             return None
-        spare = self.host.spare_pages() - self.host.kept_back(req).pages
-        here = BorrowedPrefix.of(self.host.memory, tokens, space=req.space, spare_pages=max(0, spare))
+        spare = self.host.spare_pages() - self.host.overtaken_reserve(req).pages
+        here = PinnedPrefix.of(self.host.memory, tokens, space=req.space, spare_pages=max(0, spare))
         # Locking what was evictable has made it less.
-        spare = self.host.spare_pages() - self.host.kept_back(req).pages
+        spare = self.host.spare_pages() - self.host.overtaken_reserve(req).pages
         memory = self.host.memory
         whole = self._fetchable(min(len(tokens), here.tokens + max(0, spare) * memory.page_size))
         missing = whole // memory.page_size - len(here.pages)
@@ -276,9 +276,9 @@ class PrefixFetcher:
             here.give_back()
             return None
         key = room_key(f"prefix:{self.peers.me.incarnation}:{next(self._serial)}", GENERATION)
-        patience = min(wanted.within_s, self.config.prefix_fetch_timeout)
+        timeout = min(wanted.within_s, self.config.prefix_fetch_timeout)
         row = None if landing is None else ReqPoolIdx(landing[0])
-        hold = self.holds.grant(key, writer=wanted.peer, pages=tuple(pages), valid_s=patience, row=row)
+        hold = self.holds.grant(key, writer=wanted.peer, pages=tuple(pages), valid_s=timeout, row=row)
         fetch = Fetch(
             hold=hold,
             space=req.space,
@@ -361,7 +361,7 @@ class PrefixFetcher:
         self.holds.drain(fetch.hold.key, fetch.hold.pages)
         fetch.here.give_back()
         self._close(fetch, pages=0)
-        tell_ended(self.peers, fetch.hold.writer, fetch.hold.key, side=HandoffSide.RECEIVE, reason=reason)
+        notify_ended(self.peers, fetch.hold.writer, fetch.hold.key, side=HandoffSide.RECEIVE, reason=reason)
 
     def _close(self, fetch: Fetch, *, pages: int) -> None:
         del self._fetches[fetch.hold.key]
@@ -394,7 +394,7 @@ class Prefixes:
     """Dispatches messages and events to the end that they concern."""
 
     fetcher: PrefixFetcher
-    lender: PrefixLender
+    source: PrefixSource
     counters: PrefixCounters
 
     @classmethod
@@ -417,7 +417,7 @@ class Prefixes:
             holds=holds,
             counters=counters,
         )
-        lender = PrefixLender(
+        source = PrefixSource(
             host=host,
             transport=stage.transport,
             peers=stage.peers,
@@ -428,13 +428,13 @@ class Prefixes:
             counters=counters,
             role=config.role,
         )
-        return cls(fetcher=fetcher, lender=lender, counters=counters)
+        return cls(fetcher=fetcher, source=source, counters=counters)
 
     def on_peer(self, event: PeerEvent) -> bool:
         """Process a peer's message about a fetch. False: it concerns others, or others too."""
         match event:
             case PrefixAsk():
-                self.lender.on_ask(event)
+                self.source.on_ask(event)
             case PrefixRecord():
                 self.fetcher.on_record(event)
             case DrainAck():
@@ -442,44 +442,44 @@ class Prefixes:
             case TransferAborted(side=HandoffSide.SEND):
                 return self.fetcher.on_abort(event)
             case _:
-                self._overhear(event)
+                self._observe_event(event)
                 return False
         return True
 
-    def _overhear(self, event: PeerEvent) -> None:
+    def _observe_event(self, event: PeerEvent) -> None:
         """What concerns others as well."""
         match event:
             case StillOpen(side=HandoffSide.SEND):
                 self.fetcher.on_still_open(event)
             case GrantsRenewed():
-                self.lender.on_renewed(event)
+                self.source.on_renewed(event)
             case TransferAborted():
-                self.lender.on_abort(event)
+                self.source.on_abort(event)
 
     def on_transport(self, event: TransportEvent) -> bool:
         """Take what the transport reports about a fetch. False: it concerns others, or others too."""
         match event:
             case PushDone():
-                self.lender.on_push_done(event)
+                self.source.on_push_done(event)
             case PushFailed():
-                self.lender.on_push_failed(event)
+                self.source.on_push_failed(event)
             case Digests():
                 return self.fetcher.on_digests(event)
         return False
 
     def tick(self) -> None:
         """Let time pass."""
-        self.lender.tick()
+        self.source.tick()
         self.fetcher.tick()
 
     def peer_gone(self, incarnation: str) -> None:
         """The peer is fenced. Idempotent."""
-        self.lender.peer_gone(incarnation)
+        self.source.peer_gone(incarnation)
         self.fetcher.peer_gone(incarnation)
 
     def forget_kv(self) -> None:
         """The prefix cache is about to be emptied."""
-        self.lender.forget_kv()
+        self.source.forget_kv()
         self.fetcher.forget_kv()
 
     def held_pages(self) -> Iterator[PageId]:
@@ -488,4 +488,4 @@ class Prefixes:
 
     def holds_for_a_while(self) -> bool:
         """Whether pages are on their way, in either direction."""
-        return self.fetcher.holds.open_transfers() > 0 or bool(self.lender.loans)
+        return self.fetcher.holds.open_transfers() > 0 or bool(self.source.transfers)

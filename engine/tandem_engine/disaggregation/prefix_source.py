@@ -25,10 +25,10 @@ from msgspec import UNSET
 from tandem_engine.config import Role
 from tandem_engine.disaggregation.base import PrefixCounters, RoomKey, StageHost, room_key
 from tandem_engine.disaggregation.grants import ClosedRooms, DrainBook, Grant, PeerClocks, renewed_until
-from tandem_engine.disaggregation.notifications import tell_ended
+from tandem_engine.disaggregation.notifications import notify_ended
 from tandem_engine.disaggregation.peers import PeerLink
 from tandem_engine.disaggregation.transport import KvTransport, Push, PushDone, PushFailed, PushKey
-from tandem_engine.memory.pinned_prefix import BorrowedPrefix
+from tandem_engine.memory.pinned_prefix import PinnedPrefix
 from tandem_engine.messages.kv_events import DIGEST_BYTES, CacheSpace, unpack_tokens
 from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import (
@@ -42,16 +42,16 @@ from tandem_engine.messages.transfer import (
 
 logger = logging.getLogger(__name__)
 
-MAX_LOANS = 32
+MAX_PREFIX_TRANSFERS = 32
 """At a time. Further requesters compute the prefix themselves."""
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Loan:
+class PrefixTransfer:
     """A prefix on its way to `grant.receiver`."""
 
     grant: Grant
-    prefix: BorrowedPrefix
+    prefix: PinnedPrefix
     pages: int
     """Of the grant, that will be written."""
     outstanding: set[PushKey] = field(default_factory=set)
@@ -101,7 +101,7 @@ class Loan:
 
 
 @dataclass(kw_only=True, slots=True)
-class PrefixLender:
+class PrefixSource:
     """Prefixes that one engine serves to others. Scheduler thread only."""
 
     host: StageHost
@@ -115,31 +115,31 @@ class PrefixLender:
     counters: PrefixCounters
     role: Role
     """A decode worker serves engines that compute for it, and continues with its own copy."""
-    _loans: dict[RoomKey, Loan] = field(default_factory=dict)
+    _transfers: dict[RoomKey, PrefixTransfer] = field(default_factory=dict)
 
     @property
-    def loans(self) -> Mapping[RoomKey, Loan]:
+    def transfers(self) -> Mapping[RoomKey, PrefixTransfer]:
         """Those that are not over."""
-        return self._loans
+        return self._transfers
 
     def on_ask(self, message: PrefixAsk) -> None:
         """Serve what is cached here, or reply that nothing is."""
         grant = Grant.received(message.grant, self.host.clock, self.clocks)
-        if grant.key in self.closed or grant.key in self._loans:
+        if grant.key in self.closed or grant.key in self._transfers:
             self.counters.ignored += 1
             return
         problem = self._problem_with(message, grant)
         if problem is not None:
             self._refuse(grant, problem)
             return
-        loan = self._lend(message, grant)
-        if not loan.pages:
-            self._end(loan)
-            self._record(loan)
+        transfer = self._serve(message, grant)
+        if not transfer.pages:
+            self._end(transfer)
+            self._record(transfer)
             return
-        self._loans[grant.key] = loan
+        self._transfers[grant.key] = transfer
         grant.confirm_if_doubtful(self.peers, self.host.clock.now())
-        self._push(loan)
+        self._push(transfer)
 
     def on_renewed(self, message: GrantsRenewed) -> None:
         """An asker still waits."""
@@ -147,59 +147,61 @@ class PrefixLender:
         if expires is None:
             return
         for named in message.rooms:
-            loan = self._loans.get(room_key(named.room, named.generation))
-            if loan is not None and loan.receiver.incarnation == message.sender.incarnation:
-                loan.grant = loan.grant.renewed(expires)
-                if not loan.pushed:
-                    self._push(loan)
+            transfer = self._transfers.get(room_key(named.room, named.generation))
+            if transfer is not None and transfer.receiver.incarnation == message.sender.incarnation:
+                transfer.grant = transfer.grant.renewed(expires)
+                if not transfer.pushed:
+                    self._push(transfer)
 
     def on_push_done(self, event: PushDone) -> None:
         """Bytes are out. `PrefillStage` updates the drain book, as for any other push."""
-        loan = self._loans.get(room_key(event.key.room, event.key.generation))
-        if loan is None:
+        transfer = self._transfers.get(room_key(event.key.room, event.key.generation))
+        if transfer is None:
             return
-        loan.proved(event.key, event.digests)
-        if not loan.outstanding:
-            self._over(loan, moved=self.role is not Role.DECODE)
-            self._record(loan)
+        transfer.proved(event.key, event.digests)
+        if not transfer.outstanding:
+            self._over(transfer, moved=self.role is not Role.DECODE)
+            self._record(transfer)
             self.counters.lent += 1
-            self.counters.lent_pages += loan.pages
+            self.counters.lent_pages += transfer.pages
 
     def on_push_failed(self, event: PushFailed) -> None:
         """A push will write no more, and so will the others that have not started."""
-        loan = self._loans.get(room_key(event.key.room, event.key.generation))
-        if loan is not None:
-            loan.outstanding.discard(event.key)
-            self._give_up(loan, event.reason)
+        transfer = self._transfers.get(room_key(event.key.room, event.key.generation))
+        if transfer is not None:
+            transfer.outstanding.discard(event.key)
+            self._give_up(transfer, event.reason)
 
     def on_abort(self, message: TransferAborted) -> None:
         """The asker has stopped waiting. The ack is given by `PrefillStage`, once nothing is outstanding."""
-        loan = self._loans.get(room_key(message.room, message.generation))
-        if loan is not None and loan.receiver.incarnation == message.sender.incarnation:
-            self._over(loan)
+        transfer = self._transfers.get(room_key(message.room, message.generation))
+        if transfer is not None and transfer.receiver.incarnation == message.sender.incarnation:
+            self._over(transfer)
 
     def tick(self) -> None:
         """Let time pass: push what has become readable, end what has expired."""
         now = self.host.clock.now()
-        for loan in [*self._loans.values()]:
-            if now >= loan.grant.ends:
-                self._give_up(loan, "the grant expired")
-            elif not loan.pushed:
-                self._push(loan)
+        for transfer in [*self._transfers.values()]:
+            if now >= transfer.grant.ends:
+                self._give_up(transfer, "the grant expired")
+            elif not transfer.pushed:
+                self._push(transfer)
 
     def peer_gone(self, incarnation: str) -> None:
         """The requester is fenced: it will not read what is sent to it [dead-peer-released]."""
-        for loan in [loan for loan in self._loans.values() if loan.receiver.incarnation == incarnation]:
-            self._over(loan)
+        for transfer in [
+            transfer for transfer in self._transfers.values() if transfer.receiver.incarnation == incarnation
+        ]:
+            self._over(transfer)
 
     def forget_kv(self) -> None:
         """The prefixes being served are about to be replaced by KV of other weights."""
-        for loan in [*self._loans.values()]:
-            self._give_up(loan, "the cache is being emptied")
+        for transfer in [*self._transfers.values()]:
+            self._give_up(transfer, "the cache is being emptied")
 
     def _problem_with(self, message: PrefixAsk, grant: Grant) -> str | None:
-        if len(self._loans) >= MAX_LOANS:
-            return f"{MAX_LOANS} prefixes are being sent already"
+        if len(self._transfers) >= MAX_PREFIX_TRANSFERS:
+            return f"{MAX_PREFIX_TRANSFERS} prefixes are being sent already"
         try:
             tokens = len(unpack_tokens(message.tokens))
         except ValueError:
@@ -216,57 +218,61 @@ class PrefixLender:
             stateful=self.host.memory.stateful,
         )
 
-    def _lend(self, message: PrefixAsk, grant: Grant) -> Loan:
+    def _serve(self, message: PrefixAsk, grant: Grant) -> PrefixTransfer:
         memory, spare = self.host.memory, max(0, self.host.spare_pages())
         tokens = unpack_tokens(message.tokens)
         # Requests cannot have locked pages, so the prefix is no longer than what they can spare.
         tokens = tokens[: grant.first_token + spare * memory.page_size]
         space = CacheSpace(message.salt, message.adapter)
-        prefix = BorrowedPrefix.of(memory, tokens, space=space, spare_pages=spare, with_state=True)
-        return Loan(
+        prefix = PinnedPrefix.of(memory, tokens, space=space, spare_pages=spare, with_state=True)
+        return PrefixTransfer(
             grant=grant,
             prefix=prefix,
             pages=max(0, len(prefix.pages) - grant.first_token // memory.page_size),
         )
 
-    def _push(self, loan: Loan) -> None:
-        if self.host.clock.now() >= loan.grant.expires or not loan.prefix.readable:
+    def _push(self, transfer: PrefixTransfer) -> None:
+        if self.host.clock.now() >= transfer.grant.expires or not transfer.prefix.readable:
             return
-        loan.pushed = True
-        for push in loan.pushes(self.host.memory.page_size, self.max_pages):
-            loan.outstanding.add(push.key)
+        transfer.pushed = True
+        for push in transfer.pushes(self.host.memory.page_size, self.max_pages):
+            transfer.outstanding.add(push.key)
             self.drains.started(push.key, push.peer)
             self.transport.push(push)
 
-    def _record(self, loan: Loan) -> None:
+    def _record(self, transfer: PrefixTransfer) -> None:
         self.peers.send(
-            loan.receiver,
+            transfer.receiver,
             PrefixRecord(
-                room=loan.grant.key.room,
-                generation=loan.grant.key.generation,
+                room=transfer.grant.key.room,
+                generation=transfer.grant.key.generation,
                 sender=self.peers.me,
-                pages=loan.pages,
-                digests=loan.all_digests(),
-                adapter=loan.grant.adapter,
+                pages=transfer.pages,
+                digests=transfer.all_digests(),
+                adapter=transfer.grant.adapter,
                 ranks=self.transport.hello().num_ranks,
-                groups=(GroupDigests(group=STATES, digests=loan.state_digests),) if loan.state_digests else UNSET,
+                groups=(GroupDigests(group=STATES, digests=transfer.state_digests),)
+                if transfer.state_digests
+                else UNSET,
             ),
         )
 
-    def _give_up(self, loan: Loan, reason: str) -> None:
-        logger.warning("prefix %r: sending to %s failed: %s", str(loan.grant.key), loan.receiver.incarnation, reason)
-        self._over(loan)
-        self._refuse(loan.grant, reason)
+    def _give_up(self, transfer: PrefixTransfer, reason: str) -> None:
+        logger.warning(
+            "prefix %r: sending to %s failed: %s", str(transfer.grant.key), transfer.receiver.incarnation, reason
+        )
+        self._over(transfer)
+        self._refuse(transfer.grant, reason)
 
-    def _over(self, loan: Loan, *, moved: bool = False) -> None:
-        del self._loans[loan.grant.key]
-        self._end(loan, moved=moved)
+    def _over(self, transfer: PrefixTransfer, *, moved: bool = False) -> None:
+        del self._transfers[transfer.grant.key]
+        self._end(transfer, moved=moved)
 
-    def _end(self, loan: Loan, *, moved: bool = False) -> None:
+    def _end(self, transfer: PrefixTransfer, *, moved: bool = False) -> None:
         """Pages may be freed while a push still reads them: no record will vouch for what it writes."""
-        self.closed.add(loan.grant.key)
-        loan.prefix.give_back(spent=moved)
+        self.closed.add(transfer.grant.key)
+        transfer.prefix.give_back(spent=moved)
 
     def _refuse(self, grant: Grant, reason: str) -> None:
         self.closed.add(grant.key)
-        tell_ended(self.peers, grant.receiver, grant.key, side=HandoffSide.SEND, reason=reason)
+        notify_ended(self.peers, grant.receiver, grant.key, side=HandoffSide.SEND, reason=reason)

@@ -21,7 +21,7 @@ from tandem_engine.disaggregation.grants import ClosedRooms, DrainBook, EarlyGra
 from tandem_engine.disaggregation.holds import HoldTable
 from tandem_engine.disaggregation.leases import ReceiverLeases, SenderLeases
 from tandem_engine.disaggregation.links import Links
-from tandem_engine.disaggregation.notifications import LastWords
+from tandem_engine.disaggregation.notifications import FinalMessages
 from tandem_engine.disaggregation.peers import PeerEvent, PeerLink, Superseded
 from tandem_engine.disaggregation.prealloc import PreallocQueue
 from tandem_engine.disaggregation.prefill import PrefillStage, portions_of
@@ -93,7 +93,7 @@ class HandoffStage:
             early=EarlyGrants(clock=host.clock),
             drains=DrainBook(),
             closed=ClosedRooms(),
-            said=LastWords(clock=host.clock, keep_s=config.grant_timeout),
+            final_messages=FinalMessages(clock=host.clock, keep_s=config.grant_timeout),
             clocks=PeerClocks(),
             counters=counters,
         )
@@ -153,8 +153,8 @@ class HandoffStage:
         self.transport.expect(sum(table.open_transfers() for table in self._hold_tables()))
         return bool(events or outcomes or handed_over or moved)
 
-    def meanwhile(self) -> bool:
-        """Hand over what has been written. The request's memory is given back by the next `poll`, which also hears of
+    def run_during_forward(self) -> bool:
+        """Hand over what has been written. The request's memory is given back by the next `poll`, which also learns of
         everything else. With several ranks all of it waits for that: they look at their transports together."""
         if not self.transport.alone or not self.prefill.nearly_out:
             return False
@@ -182,8 +182,8 @@ class HandoffStage:
         self.decode.aborted(req)
         self.prefill.aborted(req)
 
-    def abort(self, rid: RequestId, wish: Finish) -> bool:
-        return self.decode.abort(rid, wish) or self.prefill.abort(rid, wish)
+    def abort(self, rid: RequestId, finish: Finish) -> bool:
+        return self.decode.abort(rid, finish) or self.prefill.abort(rid, finish)
 
     def live(self) -> Iterator[Request]:
         return chain(self.decode.live(), self.prefill.live())
@@ -246,7 +246,7 @@ class HandoffStage:
         if isinstance(event, GrantsRenewed):
             self.prefill.clocks.learn(
                 event.sender.incarnation,
-                asked_at=event.said_at,
+                requested_at=event.said_at,
                 answered_at=event.answered_at,
                 now=self.prefill.host.clock.now(),
             )
@@ -303,7 +303,7 @@ class HandoffStage:
 
     def _receiver_of(self, key: PushKey) -> str | None:
         name = room_key(key.room, key.generation)
-        room, loan = self.prefill.rooms.get(name), self.prefixes.lender.loans.get(name)
+        room, transfer = self.prefill.rooms.get(name), self.prefixes.source.transfers.get(name)
         if room is not None:
             return room.peer.incarnation
-        return None if loan is None else loan.receiver.incarnation
+        return None if transfer is None else transfer.receiver.incarnation

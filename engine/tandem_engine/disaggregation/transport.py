@@ -55,7 +55,7 @@ class PagePool(Protocol):
         ...
 
 
-SLOWEST_RATE = 10e6
+MIN_RATE = 10e6
 """Bytes per second. Whatever waits for bytes to arrive waits for at least as long as they take at this rate."""
 
 
@@ -236,7 +236,7 @@ class KvTransport(Protocol):
         ...
 
     @property
-    def mishaps(self) -> int:
+    def errors(self) -> int:
         """Unexpected errors of this rank since start. Each has failed what it concerned; of those that repeat
         themselves, the log has one a second."""
         ...

@@ -1,6 +1,6 @@
 """Adapters that are loaded while an engine serves.
 
-    1. load     a thread of each rank reads, checks and digests the folder, while steps go on
+    1. load     a thread of each rank reads, checks and digests the folder, while steps continue
     2. agree    several ranks compare their progress once a turn: a load has ended when all ranks have
     3. add      between two steps, on the scheduler's thread (`AdapterTable`)
 

@@ -6,7 +6,7 @@
 
 A full memory gets room from adapters that no request has, the least recently used first. Where all are used, each has a
 turn of `turn_s` seconds: after that it makes way for an adapter that has waited as long, oldest first. The adapter with
-the fewest requests that compute goes. What still computes after `MOST_TURNS` further turns is put back into the queue,
+the fewest requests that compute goes. What still computes after `MAX_TURNS` further turns is put back into the queue,
 so no adapter waits for longer than that, whatever the length of outputs. Pinned adapters make no way.
 """
 
@@ -30,7 +30,7 @@ from tandem_engine.scheduler.gates.adapters import Loaded, MakesWay, Usage
 
 logger = logging.getLogger(__name__)
 
-MOST_TURNS = 4
+MAX_TURNS = 4
 
 
 @dataclass(kw_only=True, slots=True)
@@ -244,7 +244,7 @@ class LoadingShelf:
     def _overdue(self, now: float) -> list[Loaded | MakesWay]:
         """Those that have been computing for too long although they are to make way."""
         self._left = {digest: since for digest, since in self._left.items() if digest in self.table.leaving}
-        late = [digest for digest, since in self._left.items() if now - since >= MOST_TURNS * self.config.turn_s]
+        late = [digest for digest, since in self._left.items() if now - since >= MAX_TURNS * self.config.turn_s]
         for digest in late:
             self._left[digest] = now
         return [MakesWay(digest, at_once=True) for digest in late]

@@ -46,7 +46,7 @@ from tandem_engine.memory.page_copies import CopyQueue
 from tandem_engine.memory.pool import KvPool, kv_dtype
 from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
 from tandem_engine.memory.radix_cache import RadixCache
-from tandem_engine.memory.sizing import SMALLEST_POOL
+from tandem_engine.memory.sizing import MIN_POOL
 from tandem_engine.memory.state_anchors import StateAnchors
 from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.memory.window_pages import WindowPages, usable_blocks
@@ -138,10 +138,10 @@ def sized_pools(
     def graph_bytes() -> int:
         if not config.graphs.enabled:
             return 0
-        own = platform.graph_bytes(lambda: parts_over(SMALLEST_POOL, graphs=True))
+        own = platform.graph_bytes(lambda: parts_over(MIN_POOL, graphs=True))
         if draft is None:
             return own
-        return own + draft_graph_bytes(draft, make_target(loaded, config, pools_of(SMALLEST_POOL), platform))
+        return own + draft_graph_bytes(draft, make_target(loaded, config, pools_of(MIN_POOL), platform))
 
     footprint = Footprint(
         weight_bytes=loaded.weight_bytes,
@@ -348,7 +348,7 @@ def make_speculation(
         stopwatch=stopwatch,
         timer=TurnTimer(clock=clock, catches_up=proposer.writes_kv),
         agree=lambda drafts: agreement.share(drafts, StepDrafts),
-        told=not agreement.alone,
+        lockstep=not agreement.alone,
     )
 
 

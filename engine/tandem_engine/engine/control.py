@@ -177,7 +177,7 @@ class Operations:
         try:
             self.profiler.poll(self.engine.scheduler.launched)
         except EngineError as error:
-            # Nobody waits for this answer: the order was answered when the trace began.
+            # No caller waits for this answer: the order was answered when the trace began.
             logger.error("%s", error)
 
     def _refuse(self, nonce: int, error: EngineError) -> None:

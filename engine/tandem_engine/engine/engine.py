@@ -319,11 +319,11 @@ class Engine:
     def reload(self, path: str | None = None) -> Future[Reloaded]:
         """Load the weights in `path`, or the served folder again, beside those that serve; then `replace_model`.
 
-        It goes on with `step`. The future raises `CheckpointError` or `ConfigError` when the new weights cannot
+        It continues with `step`. The future raises `CheckpointError` or `ConfigError` when the new weights cannot
         serve on every rank; the old ones do then.
 
         Raises:
-            BusyError: a reload is going on.
+            BusyError: a reload is in progress.
             ConfigError: there is a host cache or swap space.
         """
         self.require_replaceable()
@@ -351,7 +351,7 @@ class Engine:
 
         A load reads the folder next to the steps, see `AdapterTable.add`: requests that run with a former adapter of
         its name end with that one, and one that no request has makes way for it. For an unload see
-        `AdapterTable.remove`: requests that have begun go on with it. The future raises `EngineError`.
+        `AdapterTable.remove`: requests that have begun continue with it. The future raises `EngineError`.
         """
         answer = self._adapter_orders.expect()
         self._inputs.submit(order)

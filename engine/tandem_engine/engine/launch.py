@@ -242,20 +242,20 @@ def run_rank(standard_input: BinaryIO) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     order = msgspec.json.decode(standard_input.readline(), type=RankOrder)
-    lifeline = threading.Thread(
-        target=_leave_with_rank_0, args=(standard_input, Path(order.folder)), name="lifeline", daemon=True
+    parent_watch = threading.Thread(
+        target=_leave_with_rank_0, args=(standard_input, Path(order.folder)), name="parent_watch", daemon=True
     )
-    lifeline.start()
+    parent_watch.start()
     try:
         _follow_rank(order)
     except EngineError as error:
-        # Where rank 0 is gone, which its closed connections show first, there is nobody to tell.
-        lifeline.join(ORPHAN_S)
-        order.last_words.write_text(str(error), "utf-8")
+        # Where rank 0 is gone, which its closed connections show first, no process reads the error.
+        parent_watch.join(ORPHAN_S)
+        order.error_file.write_text(str(error), "utf-8")
         return REFUSED
     except Exception as error:
         log.exception("rank %d stopped by an unexpected error", order.rank)
-        order.last_words.write_text(f"{type(error).__name__}: {error}", "utf-8")
+        order.error_file.write_text(f"{type(error).__name__}: {error}", "utf-8")
         return UNEXPECTED_ERROR
     return 0
 

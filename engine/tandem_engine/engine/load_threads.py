@@ -1,7 +1,7 @@
 """Loads that run one after the other on a thread, beside the steps of an engine.
 
 A file system that does not answer keeps a thread in a read that nothing can end. Such a load fails, and the next one
-runs on another thread. A load hangs when its thread has used no CPU time for `hung_s`: one from a slow disk goes on.
+runs on another thread. A load hangs when its thread has used no CPU time for `hung_s`: one from a slow disk continues.
 """
 
 import os

@@ -210,8 +210,8 @@ NUMERICS_REVISION = 0
 def compat_hash(geometry: KvGeometry, kv_heads: int, peer_group: str = "", *, states: str | None = None) -> str:
     """Digest of everything two workers must share before one writes into the other's pages.
 
-    Not of how many ranks share the model's `kv_heads`: each head goes to whoever holds it there. `states`: those of the
-    model, where ranks divide them by heads.
+    Not of how many ranks share the model's `kv_heads`: each head goes to the rank that holds it there. `states`: those
+    of the model, where ranks divide them by heads.
     """
     states = geometry.states if states is None else states
     whole = msgspec.structs.replace(geometry, num_kv_heads=kv_heads, tp_size=1, states=states)

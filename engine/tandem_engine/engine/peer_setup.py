@@ -129,7 +129,7 @@ class PeerSide:
         return [] if self.transport is None else [self.transport.fileno()]
 
     def rename(self, compat_hash: str) -> None:
-        """Tell the parts that speak to peers what KV they have now."""
+        """Notify the parts that speak to peers of the KV that they have now."""
         for peers in (self.socket, self.ranked):
             if peers is not None:
                 peers.me = msgspec.structs.replace(peers.me, compat_hash=compat_hash)

@@ -55,7 +55,7 @@ class ProcessConfig:
     control: str | None
     """Endpoint of the worker service; None runs without one."""
     report_ended: bool = False
-    """Tell it when traced requests were computed."""
+    """Report when traced requests were computed."""
     curve_keys: Path | None
 
 
@@ -74,7 +74,7 @@ def serve(config: ProcessConfig) -> int:
             control.drain(seconds=LAST_WORDS_S)
         return CANNOT_START
     except Exception:
-        # A bug: what it left behind cannot be trusted, so the worker service starts the engine anew.
+        # A bug: its state cannot be trusted, so the worker service restarts the engine.
         logger.exception("engine stopped by an unexpected error")
         return UNEXPECTED_ERROR
     finally:
@@ -147,7 +147,7 @@ def _loop(config: ProcessConfig, engine: Engine, requests: Requests, outbox: Out
         operations=Operations(
             engine=engine,
             profiler=engine.profiler(Path(traces) if traces else None),
-            answer=reports.tell,
+            answer=reports.send,
             changed=reports.announce,
         ),
         reports=reports,

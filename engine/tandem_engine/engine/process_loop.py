@@ -101,7 +101,7 @@ class Reports:
     _events_lost: bool = False
     """An error has kept events from being sent: all are sent again."""
 
-    def tell(self, message: EngineToWorker) -> None:
+    def send(self, message: EngineToWorker) -> None:
         """Send `message`, or drop it."""
         if self.control is not None and not self.control.send(message):
             logger.warning("worker service does not read; dropped %s", type(message).__name__)
@@ -116,7 +116,7 @@ class Reports:
             adapter_memory=self.engine.adapter_memory,
         )
         self._adapter_changes = self.engine.adapter_changes
-        self.tell(self.ready)
+        self.send(self.ready)
 
     def publish(self) -> None:
         """Once a turn: everything that is new."""
@@ -137,7 +137,7 @@ class Reports:
         now = time.monotonic()
         if now >= self._stats_at:
             self._stats_at = now + STATS_PERIOD
-            self.tell(self.engine.stats())
+            self.send(self.engine.stats())
             self.watchdog.progressed()
 
     def replay_cache(self) -> None:
@@ -147,7 +147,7 @@ class Reports:
     def audit(self, nonce: int) -> None:
         """Answer an `Audit`."""
         report = self.engine.audit()
-        self.tell(
+        self.send(
             AuditReport(
                 nonce=nonce,
                 problems=report.problems,
@@ -160,12 +160,12 @@ class Reports:
         )
 
     def _pass_on_departure(self) -> None:
-        """A node of this engine is to leave: whoever knows the fleet has requests move before it does."""
+        """A node of this engine is to leave: the process that knows the fleet migrates requests first."""
         reason = self.engine.departure.reason
         if reason is not None and not self._drain_wanted:
             self._drain_wanted = True
             logger.info("requesting drain: %s", reason)
-            self.tell(DrainWanted(reason=reason))
+            self.send(DrainWanted(reason=reason))
 
     @recording
     def _report_ended(self) -> None:
@@ -186,7 +186,7 @@ class Reports:
         for start in range(0, len(events), MAX_EVENTS_PER_BATCH):
             self._event_sequence += 1
             chunk = tuple(events[start : start + MAX_EVENTS_PER_BATCH])
-            self.tell(KvEventBatch(sequence=self._event_sequence, events=chunk))
+            self.send(KvEventBatch(sequence=self._event_sequence, events=chunk))
         self._events_lost = False
 
 
@@ -212,7 +212,7 @@ class GatewayReleases:
         return OutputBatch(outputs=(TokenOutput(rid=message.rid, index=len(message.resume_ids), finish=finish),))
 
 
-LONGEST_SLEEP = 0.05
+MAX_SLEEP = 0.05
 """Bounds how late a deadline or a lease is noticed; everything else is announced by a socket or the transport."""
 
 RANKS_SLEEP = 0.002
@@ -273,7 +273,7 @@ class EngineLoop:
         self.reports.publish()
         self._at_rest.turn(worked=worked, now=time.monotonic())
         if not (received or worked):
-            self.poller.wait(RANKS_SLEEP if self.engine.awaits_ranks else LONGEST_SLEEP)
+            self.poller.wait(RANKS_SLEEP if self.engine.awaits_ranks else MAX_SLEEP)
 
     def _receive(self) -> bool:
         any_message = False
@@ -327,7 +327,7 @@ class EngineLoop:
             case MeetPeers():
                 self.engine.meet_peers(order.peers)
             case Drain():
-                # Whoever is paused could never finish.
+                # A paused request could never finish.
                 self.engine.resume()
                 self.engine.drain()
             case Shutdown():

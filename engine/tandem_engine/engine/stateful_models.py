@@ -15,7 +15,7 @@ from typing import NamedTuple
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.memory.group_pools import TYPICAL_TOKENS, Demand
-from tandem_engine.memory.sizing import GIB, SMALLEST_POOL, MemoryPlan
+from tandem_engine.memory.sizing import GIB, MIN_POOL, MemoryPlan
 from tandem_engine.memory.state_pool import PartedSpec, StatePool, StateSpec
 from tandem_engine.model.layers.delta import bytes_until_verified
 
@@ -89,9 +89,9 @@ def state_shares(plan: MemoryPlan, spec: StateSpec | PartedSpec, demand: Demand,
     # As many of the usual length as have room, and pages for one of the context length.
     rows = min(wanted, max(1, left // usual), max(1, (left - longest) // states))
     pages = (left - rows * states) // plan.page_bytes
-    if pages < SMALLEST_POOL:
+    if pages < MIN_POOL:
         raise ConfigError(
-            f"one request needs {_gib(SMALLEST_POOL * plan.page_bytes + spec.slot_bytes + states)} for KV pages and "
+            f"one request needs {_gib(MIN_POOL * plan.page_bytes + spec.slot_bytes + states)} for KV pages and "
             f"states, and the memory for KV is {_gib(plan.kv_bytes)}: raise --kv-cache-gib or --mem-fraction-static"
         )
     if rows < running:

@@ -73,7 +73,7 @@ def engine_stats(
         handed_over_total=0 if transfers is None else transfers.handed_over,
         transfer_exposed_s=0.0 if transfers is None else transfers.exposed_s,
         digest_mismatches_total=0 if transfers is None else transfers.digest_mismatches,
-        transfer_mishaps_total=0 if handoff is None else handoff.transport.mishaps,
+        transfer_mishaps_total=0 if handoff is None else handoff.transport.errors,
         overlap_hidden_s=stats.overlap_hidden_s,
         schedule_s=stats.schedule_s,
         plan_s=stats.plan_s,

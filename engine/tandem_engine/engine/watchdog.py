@@ -25,10 +25,10 @@ from tandem_engine.scheduler.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-LONGEST_S = 1e8
+MAX_S = 1e8
 """What a timer of the kernel can be set to; about three years."""
 
-MOST_LISTED = 32
+MAX_LISTED = 32
 """Requests of each queue that a dump names."""
 
 
@@ -40,7 +40,7 @@ class Watchdog:
 
         Raises `ConfigError` when the file cannot be written, which must not be learned during a hang.
         """
-        self._timeout = min(timeout, LONGEST_S)
+        self._timeout = min(timeout, MAX_S)
         self._describe = describe
         self.path = None if folder is None else folder / f"hang-{name}.txt"
         self._file = sys.stderr if self.path is None else _open(self.path)
@@ -101,6 +101,6 @@ def describe_scheduler(scheduler: Scheduler) -> str:
         lines += [
             f"  {req.rid}: {req.prompt_len} prompt and {len(req.output_ids)} output tokens, "
             f"{req.launched_len} launched, {req.steps_in_flight} steps in flight, pending finish {req.to_finish}"
-            for req in requests[:MOST_LISTED]
+            for req in requests[:MAX_LISTED]
         ]
     return "\n".join(lines)

@@ -77,7 +77,7 @@ class ForwardThread:
         self._tasks: SimpleQueue[Task[Any] | None] = SimpleQueue()
         self._closing = False
         sys.setswitchinterval(min(TURN_S, sys.getswitchinterval()))
-        # Nobody should wait at exit for a forward whose owner did not.
+        # The interpreter should not wait at exit for a forward whose owner did not.
         self._thread = threading.Thread(target=self._serve, args=(threads, cpus), name="forward", daemon=True)
         self._thread.start()
 

@@ -298,9 +298,9 @@ def platform_for(device: str) -> Platform:
 def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> GraphBackend:
     """Kernels; torch for latents that are too large for them."""
     # Only an engine on a device needs Triton.
-    from tandem_engine.kernels.triton.latent_attention import LARGEST_RANK
+    from tandem_engine.kernels.triton.latent_attention import MAX_RANK
     from tandem_engine.model.attention.triton import TritonBackend
 
-    if pool.value_width is not None and pool.value_width > LARGEST_RANK:
+    if pool.value_width is not None and pool.value_width > MAX_RANK:
         return TorchReferenceBackend(pool, specs=specs)
     return TritonBackend(pool, num_heads=num_heads, specs=specs, dtype=dtype)

@@ -24,7 +24,7 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.state_pool import DraftedRuns, StatePool, StepStates
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.weights import AdapterWeights
-from tandem_engine.model.attention.backend import Attend, AttentionBackend, ToldPlan, TurningPlan
+from tandem_engine.model.attention.backend import Attend, AttentionBackend, NotifyingPlan, TurningPlan
 from tandem_engine.model.base import DraftHead, LayerInputs, StepModel
 from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.layers.delta import StatefulAttend, keep_accepted
@@ -115,14 +115,14 @@ Wrote = Callable[[int], None]
 """Called with a layer once its KV is written, or queued to be."""
 
 
-def telling(plan: Attend, wrote: Wrote) -> Attend:
+def notifying(plan: Attend, wrote: Wrote) -> Attend:
     """`plan`, with a callback after each layer. It rotates heads itself if `plan` does."""
-    return TellingPlan(plan, wrote) if isinstance(plan, TurningPlan) else ToldPlan(plan=plan, wrote=wrote)
+    return NotifyingTurningPlan(plan, wrote) if isinstance(plan, TurningPlan) else NotifyingPlan(plan=plan, wrote=wrote)
 
 
 @dataclass(frozen=True, slots=True)
-class TellingPlan(TurningPlan):
-    """See `telling`."""
+class NotifyingTurningPlan(TurningPlan):
+    """See `notifying`."""
 
     plan: TurningPlan
     wrote: Wrote
@@ -190,7 +190,7 @@ class ModelRunner:
         scores = prompt_scores(hidden[rows:scored], batch.prompt_positions, self.model.logits)
         pooled = sum_pooled(hidden[scored:], batch.pooled)
         facts = agree_on_step(self._group, sampled.token_ids, time.perf_counter() - started)
-        token_ids, unsound = _without_marks(facts.token_ids)
+        token_ids, corrupted = _without_marks(facts.token_ids)
         if rows and not batch.draft_lens:
             # With drafts the last token of a sequence is not known, and not read, before the step is settled.
             self._future_map.publish(batch.rows[batch.sample_index], token_ids)
@@ -201,7 +201,7 @@ class ModelRunner:
             logprobs=sampled.logprobs,
             prompt_scores=scores,
             pooled=pooled,
-            unsound=unsound,
+            corrupted=corrupted,
             compute_s=facts.compute_s,
         )
 
@@ -238,7 +238,7 @@ class ModelRunner:
         input_ids = self._future_map.resolve(batch.input_ids, token_rows(batch))
         attend: Attend = self.backend.plan(batch)
         if batch.kv_progress is not None:
-            attend = telling(attend, batch.kv_progress.wrote)
+            attend = notifying(attend, batch.kv_progress.wrote)
         wanted = wanted_tokens(batch)
         adapters = None if batch.adapters is None else StepAdapters(rows=batch.adapters, slots=self._adapters)
         attend = with_states(attend, self._states, batch)
@@ -263,5 +263,5 @@ def _without_marks(token_ids: Tensor) -> tuple[Tensor, tuple[int, ...]]:
     """Tokens [R] with 0 for those that mean nothing, and where they are. Later steps may be on their way already."""
     if len(token_ids) == 0 or int(token_ids.min()) >= 0:
         return token_ids, ()
-    unsound = token_ids < 0
-    return token_ids.masked_fill(unsound, 0), tuple(unsound.nonzero().squeeze(1).tolist())
+    corrupted = token_ids < 0
+    return token_ids.masked_fill(corrupted, 0), tuple(corrupted.nonzero().squeeze(1).tolist())

@@ -77,7 +77,7 @@ PROMPT_TOKENS = 256
 REPEATS = 2
 """The best of so many is reported; the run that checks the logits has warmed caches before."""
 
-LEAST_SHARE = 0.25
+MIN_SHARE = 0.25
 """Of the prompt's time that is put down to its tokens, however little longer than a decode step it took."""
 
 
@@ -126,7 +126,7 @@ def self_test(
     finally:
         for page, values in zip(kept, before, strict=True):
             runner.pool.page_view(page).copy_(values)
-    computing = max(prefill_s - decode_s, LEAST_SHARE * prefill_s)
+    computing = max(prefill_s - decode_s, MIN_SHARE * prefill_s)
     return SelfTestReport(prompt_tokens=length, prefill_tokens_per_s=length / computing, decode_step_s=decode_s)
 
 

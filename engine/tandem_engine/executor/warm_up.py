@@ -32,7 +32,7 @@ from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.memory.window_pages import WindowPages
 
 LISTED_ROWS = 1024
-"""Rows that one kernel lists the work of (`kernels.triton.work_list.LEAST_WIDTH`); each doubling takes another."""
+"""Rows that one kernel lists the work of (`kernels.triton.work_list.MIN_WIDTH`); each doubling takes another."""
 
 MASK_BITS = 32
 """Tokens of a word of a grammar's mask."""

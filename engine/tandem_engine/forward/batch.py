@@ -137,12 +137,12 @@ class GuessedIds:
 ALL_ALLOWED = -1
 """A word whose 32 tokens are all allowed."""
 
-LONGEST_WAIT = 60.0
+MAX_WAIT = 60.0
 """Seconds after which masks will not come any more: a bug, answered by a failed step instead of a hung engine."""
 
 
 class MasksLateError(Exception):
-    """Nobody released the masks of a step."""
+    """The masks of a step were not released."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -176,8 +176,8 @@ class TokenMasks:
 
     def wait(self) -> torch.Tensor:
         """The bitmask, once it is final."""
-        if not self._released.wait(LONGEST_WAIT):
-            raise MasksLateError(f"the token masks of a step were not filled within {LONGEST_WAIT:g} s")
+        if not self._released.wait(MAX_WAIT):
+            raise MasksLateError(f"the token masks of a step were not filled within {MAX_WAIT:g} s")
         return self.bitmask
 
 
@@ -210,7 +210,7 @@ class SamplingBatch:
     """Per row −1 for none, n ≥ 0 for the sampled token and the top n; () if no request has logprobs."""
     logprob_ids: torch.Tensor | None = None
     """[R, K] tokens whose logprobs rows of `logprobs` want instead of the top ones, −1 behind a row's last (in all
-    of a row that wants the top ones); None when nobody names any."""
+    of a row that wants the top ones); None when no row names any."""
     all_greedy: bool = False
     edits: LogitEdits | None = None
     """Penalties, biases and forbidden tokens, by sequence: see `over_runs`. None if no request has any."""
@@ -301,7 +301,7 @@ class ForwardBatch:
     eager: bool = False
     """Its operations are launched one by one, even where a graph of a device has room for it."""
     on_host: "ForwardBatch | None" = None
-    """The same step as host tensors, when these are on a device: whoever looks at those waits for the device
+    """The same step as host tensors, when these are on a device: a reader of those waits for the device
     [no-device-wait]."""
 
     @property
@@ -354,7 +354,7 @@ class ForwardResult:
     """One for each of `ForwardBatch.prompt_positions`."""
     pooled: tuple[PooledSum, ...] = ()
     """One for each of `ForwardBatch.pooled`."""
-    unsound: tuple[int, ...] = ()
+    corrupted: tuple[int, ...] = ()
     """Which of the S sequences had NaN or +infinity for the best logit: their tokens mean nothing. Between
     sampling and verification of drafts: which of the R rows."""
     compute_s: float = 0.0

@@ -8,7 +8,7 @@
     step N settles              ◀─────  `ended`, which wakes     ───────▶  writes the rest
 
 Layers are written in order, for all tokens of the step at once. A step that raises, or is never run, is void: what
-its pages hold means nothing, and whoever sent some of it sends those pages again.
+its pages hold means nothing, and a peer that sent some of it sends those pages again.
 
 On a CPU `wrote` is called between two layers and is right at once. On a device it is called when the layer's work
 is queued, with an event recorded behind it, and only the event is believed.

@@ -28,7 +28,7 @@ from tandem_engine.forward.future_map import token_rows
 from tandem_engine.forward.logit_edits import History, LogitEdits, TokenSets
 from tandem_engine.forward.prompt_shape import PromptShape, as_prompt
 
-LONGEST_CATCH_UP = 4
+MAX_CATCH_UP = 4
 """Tokens of one sequence, each of which reads its KV. Mostly they are the last draft, if right, and one behind it."""
 
 NO_NUMBERS = torch.empty(0)
@@ -97,7 +97,7 @@ def can_be_decodes(batch: ForwardBatch) -> bool:
     if batch.eager or batch.prompt_positions or batch.pooled or batch.kv_progress is not None:
         return False
     if batch.mode is ForwardMode.DRAFT_EXTEND:
-        return int(batch.extend_lens.max()) <= LONGEST_CATCH_UP
+        return int(batch.extend_lens.max()) <= MAX_CATCH_UP
     return len(batch.sample_index) + sum(batch.draft_lens) == batch.num_tokens
 
 

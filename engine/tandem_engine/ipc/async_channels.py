@@ -37,7 +37,7 @@ class SocketReadable:
         """Until there may be something to read. Nothing may have been there a moment ago."""
         if self._loop is None:
             self._loop = asyncio.get_running_loop()
-            self._loop.add_reader(self._descriptor, self._told)
+            self._loop.add_reader(self._descriptor, self._notified)
         waiter = self._waiter = self._loop.create_future()
         try:
             await waiter
@@ -56,7 +56,7 @@ class SocketReadable:
         if self._waiter is not None:
             self._waiter.cancel()
 
-    def _told(self) -> None:
+    def _notified(self) -> None:
         if self._waiter is None:
             self._socket.get(zmq.EVENTS)
         self._wake()
@@ -94,7 +94,7 @@ class AsyncDealerChannel(Generic[In, Out]):
     """Asyncio client end; a gateway has one per engine.
 
     `disconnected` completes when the engine's socket goes away (FIN or RST milliseconds after SIGKILL,
-    heartbeat time-out after SIGSTOP) or nobody listens there any more, which is the fastest sign of a dead
+    heartbeat time-out after SIGSTOP) or no process listens there any more, which is the fastest sign of a dead
     worker: one that is registered has bound its socket before.
 
     What streams over it comes through here message by message, so it waits for its socket itself: pyzmq's asyncio

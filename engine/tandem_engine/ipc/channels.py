@@ -5,7 +5,7 @@ Topology
     peer      engine DEALER  ──▶ engine ROUTER      PeerMessage, one way per socket
     control   engine PAIR    ──▶ worker PAIR        EngineToWorker up, WorkerToEngine down (ipc://)
 
-Engines are synchronous and poll; gateways and worker services use the asyncio twins (`async_channels`). All
+Engines are synchronous and poll; gateways and worker services use the asyncio versions (`async_channels`). All
 sockets are non-blocking and bounded: a send that would block is dropped and reported by the return value, because
 a peer that does not read must never stop the scheduler.
 
@@ -201,7 +201,7 @@ class RouterChannel(Generic[In, Out]):
         return True
 
     def drain(self, seconds: float) -> None:
-        """Close, letting queued messages leave for up to `seconds`: for the last words of a process."""
+        """Close, letting queued messages leave for up to `seconds`: for the final messages of a process."""
         self.socket.close(linger=int(seconds * 1000))
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ class PairChannel(Generic[In, Out]):
         return True
 
     def drain(self, seconds: float) -> None:
-        """Close, letting queued messages leave for up to `seconds`: for the last words of a process."""
+        """Close, letting queued messages leave for up to `seconds`: for the final messages of a process."""
         self.socket.close(linger=int(seconds * 1000))
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""CURVE keys: whoever holds the pair belongs to the deployment."""
+"""CURVE keys: a process that holds the pair belongs to the deployment."""
 
 import json
 import logging
@@ -28,7 +28,7 @@ class KeyPair:
 
     @staticmethod
     def load(path: Path) -> "KeyPair":
-        """Raises `ConfigError` when the file is absent or not a key file; warns when everybody can read it."""
+        """Raises `ConfigError` when the file is absent or not a key file; warns when other users can read it."""
         try:
             if path.stat().st_mode & stat.S_IROTH:
                 logger.warning("%s is world-readable; run chmod o-r", path)

@@ -253,7 +253,7 @@ class Answer:
     def _outputs(self) -> list[CompletionOutput]:
         completions = [*self.completions.values()]
         if self.params.generated > self.params.n:
-            # While they grow nobody knows which will be kept.
+            # While they grow it is unknown which will be kept.
             completions = mean_ranked(completions, self.params.n) if self.finished else []
             for index, completion in enumerate(completions):
                 completion.index = index

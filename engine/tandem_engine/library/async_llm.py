@@ -55,12 +55,12 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
-LONGEST_SLEEP = 0.05
+MAX_SLEEP = 0.05
 """Seconds between looks at deadlines while requests wait, as when generation is paused."""
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class Submission:
     """A caller's function to run on the engine's thread."""
 
     function: Callable[[Engine], None]
@@ -80,7 +80,7 @@ class EngineThread:
         """
         self._launch = launch
         self._on_failure = on_failure
-        self._asked: queue.SimpleQueue[Asked] = queue.SimpleQueue()
+        self._submissions: queue.SimpleQueue[Submission] = queue.SimpleQueue()
         self._stopping = False
         self._ended: EngineStoppedError | None = None
         self._ready: Future[None] = Future()
@@ -95,7 +95,7 @@ class EngineThread:
         """
         if self._ended is not None:
             raise self._ended
-        self._put(Asked(function, refuse=lambda error: None))  # noqa: ARG005
+        self._put(Submission(function, refuse=lambda error: None))  # noqa: ARG005
 
     def call(self, function: Callable[[Engine], T]) -> "Future[T]":
         """Have `function` called between two steps; what it returns or raises is the future's.
@@ -110,19 +110,19 @@ class EngineThread:
             except Exception as error:  # noqa: BLE001 - the boundary: the caller's `result()` raises it
                 answer.set_exception(error)
 
-        self._put(Asked(run, refuse=answer.set_exception))
+        self._put(Submission(run, refuse=answer.set_exception))
         return answer
 
     def close(self) -> None:
         """End after the current step and wait for it. Idempotent."""
         self._stopping = True
         # Wakes a thread that sleeps.
-        self._put(Asked(lambda engine: None, refuse=lambda error: None))  # noqa: ARG005
+        self._put(Submission(lambda engine: None, refuse=lambda error: None))  # noqa: ARG005
         self._thread.join()
 
-    def _put(self, asked: Asked) -> None:
-        self._asked.put(asked)
-        # The thread may have ended since anybody looked, and would not come back for this.
+    def _put(self, submission: Submission) -> None:
+        self._submissions.put(submission)
+        # The thread may have ended since the last check, and would not run this.
         if self._ended is not None:
             self._refuse_all(self._ended)
 
@@ -146,18 +146,18 @@ class EngineThread:
 
     def _turn_until_stopped(self, engine: Engine) -> None:
         while not self._stopping:
-            while not self._asked.empty():
-                self._asked.get().function(engine)
+            while not self._submissions.empty():
+                self._submissions.get().function(engine)
             if not engine.step():
                 self._sleep(engine)
 
     def _sleep(self, engine: Engine) -> None:
-        """Until somebody asks; not for long while requests wait, for they have deadlines, or weights load."""
+        """Until a caller submits something; not for long while weights load, or requests with deadlines wait."""
         try:
-            asked = self._asked.get(timeout=None if engine.dormant else LONGEST_SLEEP)
+            submission = self._submissions.get(timeout=None if engine.dormant else MAX_SLEEP)
         except queue.Empty:
             return
-        asked.function(engine)
+        submission.function(engine)
 
     def _end(self, error: EngineStoppedError) -> None:
         self._ended = error
@@ -166,7 +166,7 @@ class EngineThread:
     def _refuse_all(self, error: EngineStoppedError) -> None:
         while True:
             try:
-                self._asked.get_nowait().refuse(error)
+                self._submissions.get_nowait().refuse(error)
             except queue.Empty:
                 return
 
@@ -436,7 +436,7 @@ class AsyncLLM:
         try:
             loop.call_soon_threadsafe(action)
         except RuntimeError:
-            # The loop was closed with readers on it: nobody is left to tell.
+            # The loop was closed with readers on it: none is left to notify.
             for rid in [rid for rid, stream in self._streams.items() if stream.loop is loop]:
                 self._streams.pop(rid, None)
 

@@ -339,7 +339,7 @@ class KvMemory:
         """Give back all that `kv` holds; with `checkpoint` the cache first adopts its whole settled pages."""
         if checkpoint:
             self.checkpoint(kv, token_ids, after_step=after_step)
-        self._free(self._let_go(kv, after_step), after_step)
+        self._free(self._release_kv(kv, after_step), after_step)
 
     def begin_again(self, kv: RequestKv, token_ids: Sequence[int], *, max_match: int) -> RequestKv:
         """Give back what `kv` of `token_ids` holds, and `begin`: its state is that of steps which count for nothing.
@@ -377,7 +377,7 @@ class KvMemory:
         No step in flight may have this request in it. The pages come back through `give_back`. With `keep_row` a peer
         may still write the state of its row, which is the hold's as well, and comes back through `rows.free`.
         """
-        return self._let_go(kv, None, keep_row=keep_row)
+        return self._release_kv(kv, None, keep_row=keep_row)
 
     def give_back(self, pages: Sequence[PageId]) -> None:
         """Pages from `detach` or `reserve_pages` that will not be written to any more."""
@@ -417,7 +417,7 @@ class KvMemory:
         self.allocator.free(pages)
         return len(pages)
 
-    def _let_go(self, kv: RequestKv, after_step: int | None, *, keep_row: bool = False) -> list[PageId]:
+    def _release_kv(self, kv: RequestKv, after_step: int | None, *, keep_row: bool = False) -> list[PageId]:
         """Row and lock back; the private pages, and with `keep_row` the row, are the caller's now."""
         self._assert_live(kv)
         kv.released = True

@@ -14,7 +14,7 @@ from tandem_engine.messages.kv_events import CacheSpace
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class BorrowedPrefix:
+class PinnedPrefix:
     """Pages of the tree that hold the first `len(pages) * page_size` tokens of the requested sequence."""
 
     memory: KvMemory
@@ -27,7 +27,7 @@ class BorrowedPrefix:
     @staticmethod
     def of(
         memory: KvMemory, token_ids: Sequence[int], *, space: CacheSpace, spare_pages: int, with_state: bool = False
-    ) -> "BorrowedPrefix":
+    ) -> "PinnedPrefix":
         """The longest prefix of `token_ids` that is cached; with host memory's part if that fits in `spare_pages`.
 
         `with_state`: and whose state is at an anchor on the device, where layers keep states. It is pinned there.
@@ -56,7 +56,7 @@ class BorrowedPrefix:
                     memory.attach_state(pages[-1], landing[0])
         pin = Pin(lock=lock, pages=len(pages), anchor=_pinned(memory, pages) if with_state and pages else None)
         memory.pins.append(pin)
-        return BorrowedPrefix(memory=memory, pin=pin, pages=pages, copy=copy)
+        return PinnedPrefix(memory=memory, pin=pin, pages=pages, copy=copy)
 
     @property
     def state(self) -> PageId:

@@ -19,10 +19,10 @@ from tandem_engine.config import CacheConfig, HostConfig
 
 GIB = 1 << 30
 
-LARGEST_FRACTION = 0.98
+MAX_FRACTION = 0.98
 """Nothing above is ever proposed: the rest of the machine needs some."""
 
-SMALLEST_POOL = 2
+MIN_POOL = 2
 """Pages, the dummy one included."""
 
 
@@ -208,7 +208,7 @@ def _require_available(cache: CacheConfig, facts: MemoryFacts, pages: int, page_
     fitting = floor((facts.available - host.fixed) / cost)
     flag = f"--num-pages {pages}" if cache.num_pages else f"--kv-cache-gib {cache.kv_bytes / GIB:g}"
     fixes = _less_host_memory(host, facts.available - pages * page_bytes, pages)
-    if fitting >= SMALLEST_POOL or not fixes:
+    if fitting >= MIN_POOL or not fixes:
         size = f"{max(0, fitting)}" if cache.num_pages else f"{_floor(max(0, fitting) * page_bytes / GIB):.2f}"
         fixes.insert(0, f"{'lower it' if cache.num_pages else 'set it'} to at most {size}")
     beside = f" and {_gib(needed - pages * page_bytes)} for host memory ({host.flags})" if host.counts else ""
@@ -234,7 +234,7 @@ def _from_fraction(
     fitting = max(0, int(left // cost) - 1) * cache.page_size
     fixes = [f"lower --context-length to {fitting}"] if fitting else []
     enough = ceil((fixed + needed) / facts.total * 100) / 100
-    if fraction < enough <= LARGEST_FRACTION:
+    if fraction < enough <= MAX_FRACTION:
         fixes.append(f"raise --mem-fraction-static to {enough:g}")
     fixes += _less_host_memory(host, left + host.fixed - least * page_bytes, least)
     with_host = f" with {host.flags}" if host.counts else ""

@@ -136,7 +136,7 @@ class EngineReady(msgspec.Struct, frozen=True, kw_only=True, tag="ready"):
 
 
 class EngineFailed(msgspec.Struct, frozen=True, kw_only=True, tag="failed"):
-    """The engine cannot start, or, after `EngineReady`, cannot go on. `message` is one sentence for the operator."""
+    """The engine cannot start, or, after `EngineReady`, cannot continue. `message` is one sentence for the operator."""
 
     message: str
     code: str
@@ -313,7 +313,7 @@ class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag="stop_profile")
 
 
 class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_elsewhere"):
-    """Have running requests, and those that will run, go on at other workers; or no longer."""
+    """Have running requests, and those that will run, continue at other workers; or no longer."""
 
     nonce: int
     wanted: bool

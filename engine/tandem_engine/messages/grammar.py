@@ -1,6 +1,6 @@
 """What the text of an output must look like. Compiled by the engine, checked here for its bounds.
 
-The bounds are for whoever looks at a source without compiling it: the gateway, and an engine's scheduler.
+The bounds are for readers of a source that do not compile it: the gateway, and an engine's scheduler.
 What a grammar costs to compile is another matter; see `sampling.grammar`.
 """
 

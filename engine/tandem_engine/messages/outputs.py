@@ -113,8 +113,8 @@ class TokenOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     prefill_s: float | None = None
     """First scheduled step to first token, with the first output."""
     leaving: bool = False
-    """The worker asks for this request to be continued elsewhere, with its KV (`Handoff.moving`). It goes on here until
-    then, so whoever has no place for it need do nothing."""
+    """The worker asks for this request to be continued elsewhere, with its KV (`Handoff.moving`). It continues here
+    until then, so a gateway without a place for it need do nothing."""
 
 
 class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):

@@ -58,7 +58,7 @@ class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
 
 
 MAX_TRACESTATE_CHARACTERS = 512
-"""What W3C Trace Context asks everybody to hand on."""
+"""What W3C Trace Context requires every service to propagate."""
 
 _TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
 _TRACESTATE = re.compile(rf"[\x20-\x7e]{{0,{MAX_TRACESTATE_CHARACTERS}}}")
@@ -183,7 +183,7 @@ class SessionRef(msgspec.Struct, frozen=True, kw_only=True):
 
     id: str
     turn: int | None = 0
-    """Turns before this one. 0 begins the session, or begins it anew. Any other number must be the engine's own
+    """Turns before this one. 0 begins the session, or restarts it. Any other number must be the engine's own
     count, so that a turn that is sent twice is refused instead of misread. None continues after whatever there is."""
     keeps_output: bool = True
     """False: the turn adds its prompt to the conversation and nothing of its output (`max_tokens` 0 of a client)."""

@@ -129,7 +129,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.grammar is not None or self.reasoning_budget is not None
 
     def without_prompt_logprobs(self) -> "SamplingParams":
-        """The same for somebody who has those of the prompt already."""
+        """The same for a caller that has those of the prompt already."""
         return msgspec.structs.replace(self, prompt_logprobs=None, logprob_start=0)
 
     def check(self, *, vocab_size: int) -> None:

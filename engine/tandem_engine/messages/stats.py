@@ -216,7 +216,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     swap_misses_total: int = 0
     """Swapped requests that had to be computed again."""
     leaving: int = 0
-    """Running requests that are to go on elsewhere; 0 unless the worker drains or computes prompts alone."""
+    """Running requests that are to continue on other workers; 0 unless the worker drains or computes prompts alone."""
     moved_total: int = 0
     """Running requests that went to another worker with their KV."""
     move_failures_total: int = 0
@@ -264,7 +264,7 @@ class EndedRequest(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True
     temperature: float
     top_p: float
     finish: FinishReason | None = None
-    """None: it went on elsewhere, or was no longer wanted."""
+    """None: it continued on another worker, or was no longer wanted."""
     error: str = ""
     """Stable code of the error that ended it."""
 

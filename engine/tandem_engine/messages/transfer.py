@@ -4,7 +4,7 @@
       │ Hello(metadata, pool) ───────▶ │   once per pair of incarnations
       │ WriteGrant(pages)     ───────▶ │   may arrive before, during or after the computation
       │                    ◀── NIXL WRITE of one or more pushes
-      │ StillOpen(rooms)    ◀────────▶ │   every quarter of a lease, while either side goes on with rooms; more often
+      │ StillOpen(rooms)    ◀────────▶ │   every quarter of a lease, while either side continues with rooms; more often
       │                                │   of grants whose end the receiver lacks: the writer repeats what it said last
       │ GrantsRenewed(rooms)  ───────▶ │   answers the writer's, for the rooms that have a grant; asked for at once when
       │                                │   a grant cannot be dated yet, or lay unread for long
@@ -213,7 +213,7 @@ OpenRooms = Annotated[tuple[OpenRoom, ...], msgspec.Meta(max_length=MAX_OPEN_ROO
 
 
 class StillOpen(msgspec.Struct, frozen=True, kw_only=True, tag="still_open"):
-    """The sender is alive and goes on with these rooms: what the other side waits for may yet come."""
+    """The sender is alive and continues with these rooms: the other side may still get what it waits for."""
 
     sender: Peer
     side: HandoffSide

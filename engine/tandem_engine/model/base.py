@@ -44,7 +44,7 @@ class CausalLM(Protocol):
             input_ids: [T] int64, each within the vocabulary.
             positions: [T] int64, absolute position of each token in its sequence.
             attend: called once per layer, in layer order.
-            wanted: [S] int64, indices into T of the tokens whose hidden states somebody needs; S may be 0.
+            wanted: [S] int64, indices into T of the tokens whose hidden states are needed; S may be 0.
             adapters: what changes the products of some tokens; None where no token has an adapter.
 
         Returns:
@@ -77,7 +77,7 @@ class LayerInputs:
 
 
 class DraftHead(ABC):
-    """A network that goes on from the hidden states of another model. Runs where a `CausalLM` does, on its own pool."""
+    """Continues from the hidden states of another model. Runs where a `CausalLM` does, on its own pool."""
 
     __slots__ = ()
 
@@ -96,7 +96,7 @@ class DraftHead(ABC):
 
     @abstractmethod
     def keep(self, hidden: Tensor, slots: Tensor) -> None:
-        """Remember hidden states [S, hidden_size] of the tokens in `slots` [S], for guesses that go on from them."""
+        """Remember hidden states [S, hidden_size] of the tokens in `slots` [S], for guesses that continue from them."""
 
     @abstractmethod
     def logits(self, hidden: Tensor) -> Tensor:

@@ -253,7 +253,7 @@ def _read_fallback(directory: ModelDirectory, fields: ConfigFields, reason: str)
     if tower_of(fields) is not None:
         raise CheckpointError(f"{reason}; transformers does not compute the text part of a model that takes images")
     try:
-        # Nobody else needs transformers installed, or waits for its import.
+        # No other path needs transformers installed, or waits for its import.
         from tandem_engine.model.fallback_config import fallback_fingerprint, read_fallback_config
     except ImportError as error:
         raise CheckpointError(

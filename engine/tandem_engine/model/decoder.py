@@ -162,7 +162,7 @@ def _vocabulary(config: ModelConfig, weights: Weights) -> tuple[TokenEmbedding, 
     """Both ends of the model. What is not kept of their tensors is gone before any block is read."""
     table, scale = weights.stacked(EMBEDDING, split=VOCABULARY), config.embedding_scale
     if not config.tie_embeddings:
-        # Logits are what everybody reads: packed if the checkpoint has them so, and never rounded by us.
+        # Every step reads the matrix of logits: packed if the checkpoint has them so, and never rounded by us.
         scores = held_projection(weights.matrix(LM_HEAD, split=VOCABULARY, rounded=False), None, weights.dtype)
         return token_embedding(table, weights.group, scale=scale), scores
     scores = projection(table)

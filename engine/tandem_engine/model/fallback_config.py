@@ -96,7 +96,7 @@ def load_config(directory: ModelDirectory, fields: ConfigFields) -> PreTrainedCo
 def read_fallback_config(directory: ModelDirectory, fields: ConfigFields) -> ModelConfig:
     """The facts of `load_config` that an engine needs; end-of-sequence ids and fingerprint stay empty.
 
-    Numbers of heads are a first guess: layers tell the truth when they run.
+    Numbers of heads are a first guess: layers give the true ones when they run.
     """
     config = load_config(directory, fields)
     with refused_by_transformers(f"{fields.path}: it is not the config of a decoder with identical layers"):

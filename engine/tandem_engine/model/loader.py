@@ -109,7 +109,7 @@ def load_progress(
     phase: Phase = Phase.WEIGHTS,
     clock: Clock | None = None,
 ) -> Iterator[Callable[[int], object]]:
-    """What to tell the bytes of every tensor that was read, of `total`. Without `shown` nobody is told anything.
+    """The function that takes the bytes of every tensor that was read, of `total`. Without `shown` it reports nothing.
 
     `doing`: what the bar and the lines begin with.
     """
@@ -228,7 +228,7 @@ def load_model(
     directory = open_directory(path)
     positions = min(context_length or config.max_position, config.max_position)
     if config.impl is ModelImpl.TRANSFORMERS:
-        # Nobody else needs transformers installed, or waits for its import.
+        # No other path needs transformers installed, or waits for its import.
         from tandem_engine.model.fallback import load_fallback
 
         return load_fallback(
@@ -267,10 +267,10 @@ class WeightReader:
     dtype: torch.dtype
     device: torch.device
     advance: Callable[[int], object]
-    """Told the bytes of every tensor once, however often it is read, those of other ranks included."""
+    """Called with the bytes of every tensor once, however often it is read, those of other ranks included."""
     group: TpGroup = field(default_factory=SingleRank)
     holding: Holding = Holding.DTYPE
-    _told: set[str] = field(default_factory=set, init=False)
+    _counted: set[str] = field(default_factory=set, init=False)
 
     def matrix(self, *names: str, split: Split | None = None, rounded: bool = True) -> torch.Tensor | Levels:
         """See `Weights.matrix`."""
@@ -278,12 +278,12 @@ class WeightReader:
         if levels is None or not can_multiply(levels, self.device):
             return self.stacked(*names, split=split)
         for name in names:
-            self._tell(name)
+            self._count(name)
         return levels.to(self.device)
 
-    def _tell(self, name: str) -> None:
-        if name not in self._told:
-            self._told.add(name)
+    def _count(self, name: str) -> None:
+        if name not in self._counted:
+            self._counted.add(name)
             self.advance(self.tensors[name].size)
 
     def _levels(self, *names: str, split: Split | None, rounded: bool) -> Levels | None:
@@ -329,7 +329,7 @@ class WeightReader:
         for name, values, part in zip(names, target.split_with_sizes(rows), parts, strict=True):
             part.read_into(values)
             self._require_sound(values, part.stored)
-            self._tell(name)
+            self._count(name)
         return target
 
     def _require_sound(self, values: torch.Tensor, tensor: ReadableTensor) -> None:

@@ -108,11 +108,11 @@ class TpGroup(Protocol):
         ...
 
     def leave(self) -> None:
-        """Break off: collectives that others wait in for this rank raise. Idempotent; waits for nobody."""
+        """Break off: collectives that others wait in for this rank raise. Idempotent; does not wait."""
         ...
 
     def meet_again(self) -> None:
-        """After `leave`: form the group anew, with all ranks, each of which left it. Otherwise nothing happens."""
+        """After `leave`: form the group again, with all ranks, each of which left it. Otherwise nothing happens."""
         ...
 
 
@@ -259,7 +259,7 @@ class JointWork:
         if self.group.can_meet_again:
             self.group.leave()
         else:
-            # Nobody can free the ranks that wait inside it.
+            # The ranks that wait inside it cannot be freed.
             self.failure.record(error)
 
 

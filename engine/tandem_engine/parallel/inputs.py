@@ -59,7 +59,7 @@ class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
 
 
 class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_elsewhere"):
-    """Whether running requests are to go on at other workers, and within how many seconds."""
+    """Whether running requests are to continue at other workers, and within how many seconds."""
 
     wanted: bool
     within_s: float

@@ -167,12 +167,12 @@ class Leader:
     lost: threading.Event = field(default_factory=threading.Event)
     cause: str | None = None
     """Why a node is lost, by its own words or its silence."""
-    _told: set[int] = field(default_factory=set)
+    _notified: set[int] = field(default_factory=set)
     """Nodes that know that it is over, or said so themselves."""
     _failed_at: float | None = None
 
     def answer(self, message: NodeToLeader) -> LeaderToNode | None:
-        """What to say to whoever sent `message`."""
+        """The answer to the sender of `message`."""
         match message:
             case JoinNode():
                 return self._join(message)
@@ -209,9 +209,9 @@ class Leader:
         ]
 
     @property
-    def everybody_told(self) -> bool:
+    def all_notified(self) -> bool:
         """All nodes know that it is over."""
-        return len(self._told) >= self.parallel.nnodes - 1
+        return len(self._notified) >= self.parallel.nnodes - 1
 
     def _join(self, message: JoinNode) -> JoinAnswer:
         refusal = self._refusal(message)
@@ -247,14 +247,14 @@ class Leader:
         if message.leaving:
             self.departure.ask(f"node {message.node_rank} is to leave")
         if self.over.is_set() or self.failure.error is not None:
-            self._told.add(message.node_rank)
+            self._notified.add(message.node_rank)
             return BeatAnswer(session=self.session, ended=True, reason=str(self.failure.error or ""))
         keys = [follows_key(rank) for rank in self.parallel.ranks_of(message.node_rank)]
         return BeatAnswer(session=self.session, serving=self.store.check(keys))
 
     def _lose(self, message: NodeLost) -> None:
         if message.session == self.session:
-            self._told.add(message.node_rank)
+            self._notified.add(message.node_rank)
             self._record(f"node {message.node_rank}: {message.reason}")
 
     def _record(self, cause: str) -> None:
@@ -264,7 +264,7 @@ class Leader:
 
 
 @dataclass(kw_only=True)
-class LeaderDesk:
+class LeaderServer:
     """The leader's socket and thread."""
 
     leader: Leader
@@ -275,7 +275,7 @@ class LeaderDesk:
     _thread: threading.Thread = field(init=False)
 
     @classmethod
-    def open(cls, leader: Leader, access: NodeAccess) -> "LeaderDesk":
+    def open(cls, leader: Leader, access: NodeAccess) -> "LeaderServer":
         """Listen and answer. Raises `ConfigError` when the port is taken, or keys are wanting."""
         context = access.open()
         try:
@@ -303,10 +303,10 @@ class LeaderDesk:
             )
 
     def close(self) -> None:
-        """Tell the nodes that it is over, as far as they still ask, and stop answering."""
+        """Notify the nodes that it is over, as far as they still ask, and stop answering."""
         self.leader.over.set()
         deadline = time.monotonic() + FAREWELL_S
-        while self.leader.begun.is_set() and not self.leader.everybody_told and time.monotonic() < deadline:
+        while self.leader.begun.is_set() and not self.leader.all_notified and time.monotonic() < deadline:
             time.sleep(TURN_S / 4)
         self._closed.set()
         self._thread.join()
@@ -369,14 +369,14 @@ def gathered_nodes(
         failure=FirstFailure(),
         departure=Departure(),
     )
-    desk = LeaderDesk.open(leader, access)
+    server = LeaderServer.open(leader, access)
     keys = None if access.curve_keys is None else str(access.curve_keys)
     try:
-        desk.gather()
-        meeting = Meeting(endpoint=desk.channel.endpoint, session=leader.session, host=access.host, curve_keys=keys)
+        server.gather()
+        meeting = Meeting(endpoint=server.channel.endpoint, session=leader.session, host=access.host, curve_keys=keys)
         yield Gathered(leader=leader, meeting=meeting)
     except Exception as error:
         leader.failure.record(RankLostError(f"node 0 gave up: {error}"))
         raise
     finally:
-        desk.close()
+        server.close()

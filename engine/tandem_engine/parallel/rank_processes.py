@@ -79,7 +79,7 @@ class RankOrder(msgspec.Struct, frozen=True, kw_only=True):
         return FileStore(str(Path(self.folder) / "store"), self.engine.parallel.tp_size)
 
     @property
-    def last_words(self) -> Path:
+    def error_file(self) -> Path:
         """Where a rank that cannot continue writes the reason."""
         return Path(self.folder) / f"rank-{self.rank}.error"
 
@@ -112,12 +112,12 @@ class RankProcess:
         return cls(order=order, process=process)
 
     def lost(self) -> str | None:
-        """How it ended, when it did so without having been told to."""
+        """How it ended, when it did so without an order."""
         status = self.process.poll()
         if not status:
             return None
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        said = self.order.last_words
+        said = self.order.error_file
         words = f": {said.read_text('utf-8', 'replace')}" if said.is_file() else ""
         return f"rank {self.order.rank} {ending}{words}"
 

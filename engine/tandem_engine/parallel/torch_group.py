@@ -94,7 +94,7 @@ from rank r."""
 def require_proofs(store: Store, exchange: Exchange, *, rank: int, size: int) -> None:
     """Exchange proofs with every rank. `store` is that of this meeting alone.
 
-    Raises `RankLostError` when a connection leads to somebody who does not know the secret.
+    Raises `RankLostError` when a connection leads to a process that does not know the secret.
     """
     if rank == 0:
         store.set(PROOF_KEY, secrets.token_hex(PROOF_BYTES))
@@ -141,7 +141,7 @@ class TorchGroup:
         """Meet the other ranks.
 
         Args:
-            form: makes the `ProcessGroupGloo` or `ProcessGroupNCCL` of the n-th meeting, which nobody else uses.
+            form: makes the `ProcessGroupGloo` or `ProcessGroupNCCL` of the n-th meeting, which no other group uses.
         """
         self.rank = rank
         self.size = size
@@ -243,8 +243,8 @@ class Place:
         """Return when every rank has come to `meeting`. Raises `RankLostError` when one does not."""
         deadline = time.monotonic() + timeout_s
         self.store.set(f"{meeting}/{self.rank}", "1")
-        everybody = [f"{meeting}/{rank}" for rank in range(self.size)]
-        while not self.store.check(everybody):
+        all_ranks = [f"{meeting}/{rank}" for rank in range(self.size)]
+        while not self.store.check(all_ranks):
             self.failure.raise_if_any()
             if time.monotonic() > deadline:
                 raise RankLostError(

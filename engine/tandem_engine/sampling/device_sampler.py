@@ -28,7 +28,7 @@ from tandem_engine.forward.step_inputs import StepInputs
 from tandem_engine.kernels.interface import by_triton
 from tandem_engine.sampling.logits_processor import TokenTails, record_tokens
 from tandem_engine.sampling.logprobs import MAX_ROWS
-from tandem_engine.sampling.sampler import UNSOUND, gumbel, queued_thresholds, scale, token_hashes
+from tandem_engine.sampling.sampler import CORRUPTED, gumbel, queued_thresholds, scale, token_hashes
 
 
 class CountedPenalties:
@@ -193,7 +193,7 @@ BELOW_SIGN = 0x7FFFFFFF
 def queue_sampled(
     logits: Tensor, token_ids: Tensor, wanted: tuple[int, ...], named: Tensor | None = None
 ) -> Outcome[tuple[SampledLogprobs | None, ...]]:
-    """As `sampled_logprobs`, for all rows of `logits` [S, V] at once; `wanted` by row, −1 for nobody; `named` [R, K]
+    """As `sampled_logprobs`, for all rows of `logits` [S, V] at once; `wanted` by row, −1 for none; `named` [R, K]
     on their device."""
     logprobs = logits.log_softmax(dim=1)
     chosen = logprobs.gather(1, token_ids[:, None]).squeeze(1)
@@ -279,7 +279,7 @@ class QueuedSample:
     """R rows in the order of the logits."""
 
     token_ids: Tensor
-    """[R] int64; `UNSOUND` where the best logit is NaN or +infinity."""
+    """[R] int64; `CORRUPTED` where the best logit is NaN or +infinity."""
     logprobs: Outcome[tuple[SampledLogprobs | None, ...]]
     """[R], or empty when no row requests them."""
 
@@ -311,7 +311,7 @@ class QueuedSampler:
         if not sampling.all_greedy:
             drawn = self._draw(logits, sampling, filtered=filtered)
             token_ids = torch.where(sampling.temperature > 0.0, drawn, token_ids)
-        return token_ids.where(best < torch.inf, UNSOUND)
+        return token_ids.where(best < torch.inf, CORRUPTED)
 
     def _draw(self, logits: Tensor, sampling: SamplingBatch, *, filtered: bool) -> Tensor:
         """[R] by the Gumbel-max rule over what the filters keep. What greedy rows get here means nothing."""

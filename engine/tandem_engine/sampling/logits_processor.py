@@ -252,7 +252,7 @@ class TokenCounts(Protocol):
 
 
 def record_tokens(counts: TokenCounts, tails: TokenTails, edits: LogitEdits | None, token_ids: Tensor) -> None:
-    """Tell both of the tokens that rows [S] of a step got: `token_ids` [S, K], −1 after a row's last.
+    """Notify both of the tokens that rows [S] of a step got: `token_ids` [S, K], −1 after a row's last.
 
     `edits` has one entry per request: not those of `over_runs`.
     """
@@ -283,11 +283,11 @@ class LogitEditor:
         masks: TokenMasks | None = None,
         ahead: Tensor | None = None,
     ) -> Tensor:
-        """`logits` [S, V] float32 as they are to be sampled from; a copy unless nobody asks for anything.
+        """`logits` [S, V] float32 as they are to be sampled from; a copy unless no row has an edit.
 
         Args:
             edits: their `histories` are taken in first.
-            suppress: per row, token ids that must not be chosen; () for nobody.
+            suppress: per row, token ids that must not be chosen; () for none.
             masks: what grammars allow; waited for. Raises `MasksLateError` when they do not come.
             ahead: [S, K] drafts before each row, −1 for none, when several positions of a request are in one step;
                 `edits` are then those of `LogitEdits.over_runs`.

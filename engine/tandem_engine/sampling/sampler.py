@@ -135,7 +135,7 @@ _GOLDEN = -0x61C8864680B583EB  # 0x9E3779B97F4A7C15, the increment of splitmix64
 _SEED_STEP = -0x2ECBDABC217D106B
 _MIX1, _MIX2 = -0x40A7B892E31B1A47, -0x6B2FB644ECCEEE15  # 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 _FMIX1, _FMIX2 = -0x7A143595, -0x3D4D51CB  # 0x85EBCA6B, 0xC2B2AE35
-_LARGEST_U = 1.0 - 2.0**-24
+_MAX_U = 1.0 - 2.0**-24
 
 
 def token_hashes(token_ids: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def gumbel(seed: Tensor, position: Tensor, hashes: Tensor) -> Tensor:
     key = _mix64(seed * _SEED_STEP + position * _GOLDEN)[:, None]
     bits = hashes ^ key.to(torch.int32)
     _scramble(bits, (key >> 32).to(torch.int32))
-    u = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_LARGEST_U)
+    u = bits.bitwise_and_(0x7FFFFFFF).float().add_(0.5).mul_(2.0**-31).clamp_(max=_MAX_U)
     return u.neg_().log1p_().neg_().log_().neg_()
 
 
@@ -182,7 +182,7 @@ def _shift_right(x: Tensor, count: int, *, width: int) -> Tensor:
 FEW = 8
 """Noise is drawn for kept tokens alone when they are at most one in this many."""
 
-UNSOUND = -1
+CORRUPTED = -1
 """Stands for a token that means nothing."""
 
 
@@ -191,7 +191,7 @@ class SampleOutput:
     """S rows in the order of the logits."""
 
     token_ids: Tensor
-    """[S] int64; `UNSOUND` where the best logit is NaN or +infinity."""
+    """[S] int64; `CORRUPTED` where the best logit is NaN or +infinity."""
     logprobs: tuple[SampledLogprobs | None, ...]
     """[S], or empty when no row requests them."""
 
@@ -225,7 +225,7 @@ class Sampler:
         if sampling.logprobs:
             logprobs = sampled_logprobs(logits, token_ids, sampling.logprobs, sampling.logprob_ids)
         # Logprobs need a token that is one. A row of nothing but -infinity is sound: all of it was forbidden.
-        return SampleOutput(token_ids=token_ids.masked_fill_(~sound, UNSOUND), logprobs=logprobs)
+        return SampleOutput(token_ids=token_ids.masked_fill_(~sound, CORRUPTED), logprobs=logprobs)
 
     def record(self, sampling: SamplingBatch, token_ids: Tensor) -> None:
         """Let rows with a history have the tokens [S] that they got. After every `sample`, in step order."""

@@ -10,13 +10,13 @@ from tandem_engine.messages.stats import SpeculationStats, StepFit
 WEIGHT = 0.1
 """Weight of the newest measurement in the moving means."""
 
-LEAST_PREFILL = 32
+MIN_PREFILL = 32
 """Prompt tokens of a step from which on it tells something about the rate of prefill; fewer are lost in the rest."""
 
 TYPICAL_PREFILL = 64
 """A step of this many prompt tokens has half the weight, a longer one more."""
 
-LEAST_SHARE = 0.25
+MIN_SHARE = 0.25
 """Of a step's time that is put down to its tokens, however short it was."""
 
 
@@ -135,7 +135,7 @@ class Tally:
     swap_misses: int = 0
     engine_errors: int = 0
     convicted: int = 0
-    unsound: int = 0
+    corrupted: int = 0
     audit_failures: int = 0
     prompt_tokens: int = 0
     cached_tokens: int = 0
@@ -173,8 +173,8 @@ class Tally:
     @recording
     def measure_prefill(self, tokens: int, compute_s: float) -> None:
         """A step that computed prompt tokens alone. The rate is what each further token costs."""
-        if compute_s > 0.0 and (tokens >= LEAST_PREFILL or self.prefill_tokens_per_s == 0.0):
-            computing = max(compute_s - self.step_base_s, LEAST_SHARE * compute_s)
+        if compute_s > 0.0 and (tokens >= MIN_PREFILL or self.prefill_tokens_per_s == 0.0):
+            computing = max(compute_s - self.step_base_s, MIN_SHARE * compute_s)
             weight = WEIGHT * tokens / (tokens + TYPICAL_PREFILL)
             self.prefill_tokens_per_s = _mean(self.prefill_tokens_per_s, tokens / computing, weight)
 

@@ -44,7 +44,7 @@ from tandem_engine.scheduler.request import Request, sends_kv
 logger = logging.getLogger(__name__)
 
 
-class Accusation(NamedTuple):
+class Suspect(NamedTuple):
     """A step of `req` alone raised when it had `tokens`, and KV of `committed` of them had settled."""
 
     req: Request
@@ -63,7 +63,7 @@ class Isolation:
     tally: Tally
     groups: deque[list[Request]] = field(default_factory=deque)
     """In the order in which they are tried. None is empty."""
-    accusation: Accusation | None = None
+    suspect: Suspect | None = None
     """The newest step that raised with a single request in it."""
 
     @property
@@ -76,7 +76,7 @@ class Isolation:
         for group in self.groups:
             yield from (req for req in group if req.finished is None)
 
-    def accuse(self, members: Sequence[Request], bystanders: Sequence[Request], error: BaseException) -> None:
+    def isolate(self, members: Sequence[Request], bystanders: Sequence[Request], error: BaseException) -> None:
         """The step of `members` raised `error`; that of `bystanders` was on top of it. Nothing is in flight."""
         self._take_out({*members, *bystanders})
         settled = [0 if req.kv is None else req.kv.committed_len for req in members]
@@ -86,7 +86,7 @@ class Isolation:
         if bystanding:
             self.groups.appendleft(bystanding)
         if len(live) == 1:
-            self._accuse_alone(live[0], settled[members.index(live[0])], error)
+            self._suspect_alone(live[0], settled[members.index(live[0])], error)
         elif live:
             half = len(live) // 2
             self.groups.appendleft(live[half:])
@@ -122,7 +122,7 @@ class Isolation:
         self.drop(members)
 
     def _rewound(self, requests: Sequence[Request]) -> list[Request]:
-        """Those that continue, at their last settled token. A wish that came in the meantime takes effect."""
+        """Those that continue, at their last settled token. A pending finish that came in the meantime takes effect."""
         live = []
         for req in requests:
             if req.finished is not None:
@@ -144,17 +144,17 @@ class Isolation:
         tokens = req.token_ids(0, req.seq_len)
         return self.memory.begin_again(req.held_kv, tokens, max_match=req.longest_match)
 
-    def _accuse_alone(self, req: Request, committed: int, error: BaseException) -> None:
+    def _suspect_alone(self, req: Request, committed: int, error: BaseException) -> None:
         """Once may be chance."""
-        accusation = Accusation(req, req.seq_len, committed)
-        if accusation == self.accusation:
-            self.accusation = None
-            self._convict(req, error)
+        suspect = Suspect(req, req.seq_len, committed)
+        if suspect == self.suspect:
+            self.suspect = None
+            self._fail_poison(req, error)
         else:
-            self.accusation = accusation
+            self.suspect = suspect
             self.groups.appendleft([req])
 
-    def _convict(self, req: Request, error: BaseException) -> None:
+    def _fail_poison(self, req: Request, error: BaseException) -> None:
         start, stop = req.launched_len, req.extend_target
         logger.error(
             "poison request %s failed: the model step over its tokens %d to %d raises on every attempt",
@@ -185,7 +185,7 @@ class Isolation:
             if not self.memory.ensure(req.held_kv, start + chunk):
                 if req.steps_in_flight:
                     break  # its window may pass pages when that step has completed [settle-before-retract]
-                self._let_go(req)
+                self._release_request(req)
                 continue
             budget -= chunk
             extends.append(Extend(req=req, start=start, stop=start + chunk))
@@ -196,7 +196,7 @@ class Isolation:
         if not sends_kv(req):
             self.queues.running.append(req)
 
-    def _let_go(self, req: Request) -> None:
+    def _release_request(self, req: Request) -> None:
         """No pages for the rest of its prompt: the waiting requests have them. It waits for pages in the queue."""
         if sends_kv(req):
             error = OutOfPagesError(f"request {req.rid} ended early: no KV page was left for the rest of its prompt")

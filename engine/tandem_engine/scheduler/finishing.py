@@ -1,7 +1,7 @@
 """How requests leave the engine: the single release path [single-release], and what it keeps count of.
 
-wish     `to_finish` is set: abort, deadline. Nothing is released yet
-fact     `finish` applies the wish, or a stop condition, once the newest result is in
+finish     `to_finish` is set: abort, deadline. Nothing is released yet
+fact     `finish` applies the pending finish, or a stop condition, once the newest result is in
 release  row, pages and lock are released; pages that a step in flight may write to wait for it [page-fence]
 
 Steps          step numbers, from 1 in launch order. Steps complete in that order, at most one behind in overlap

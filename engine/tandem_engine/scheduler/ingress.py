@@ -111,7 +111,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(kw_only=True, slots=True)
 class Ingress:
-    """Turns messages into queued requests, and wishes."""
+    """Turns messages into queued requests, and pending finishes."""
 
     config: SchedulerConfig
     model: ModelFacts
@@ -169,21 +169,21 @@ class Ingress:
             return Finish(reason=FinishReason.LENGTH)
         return self.gate.begin(req)
 
-    def abort(self, rid: RequestId, wish: Finish) -> None:
-        """Record the wish; the next plan or settlement acts on it. Unknown ids are ignored [unknown-id-ignored]."""
+    def abort(self, rid: RequestId, finish: Finish) -> None:
+        """Record a pending finish; the next plan or settlement acts. Ignores unknown ids [unknown-id-ignored]."""
         req = self.queues.requests.get(rid)
         if req is not None:
-            req.to_finish = req.to_finish or wish
-            self.queues.wishes.append(req)
+            req.to_finish = req.to_finish or finish
+            self.queues.to_finish.append(req)
             return
         for stage in self.queues.stages:
-            if stage.abort(rid, wish):
+            if stage.abort(rid, finish):
                 return
 
-    def abort_group(self, client: bytes, name: str, wish: Finish) -> None:
+    def abort_group(self, client: bytes, name: str, finish: Finish) -> None:
         """As `abort`, for every request of a client's group."""
         for req in [req for req in self.queues.live() if req.client == client and req.group == name]:
-            self.abort(req.rid, wish)
+            self.abort(req.rid, finish)
 
     def knows(self, rid: RequestId) -> bool:
         """Whether an attempt of this name is alive here."""

@@ -63,10 +63,10 @@ class ChangesAdapters(Protocol):
         ...
 
 
-class KnowsPeers(Protocol):
+class PeerAware(Protocol):
     """The engine's transfers, as far as inputs concern them."""
 
-    def hear(self, message: PeerMessage) -> None:
+    def on_peer_message(self, message: PeerMessage) -> None:
         """A peer has spoken; handle it in this turn."""
         ...
 
@@ -90,7 +90,7 @@ class Inputs(Protocol):
     """Set by the owner of the model."""
     adapters: ChangesAdapters | None
     """Set by the owner of the model."""
-    peers: KnowsPeers | None
+    peers: PeerAware | None
     """Set by the owner of the transfers."""
 
     @property
@@ -122,7 +122,7 @@ class DirectInputs:
     scheduler: Scheduler
     weights: LoadsWeights | None = None
     adapters: ChangesAdapters | None = None
-    peers: KnowsPeers | None = None
+    peers: PeerAware | None = None
 
     @property
     def pending(self) -> bool:
@@ -164,7 +164,7 @@ class AgreedInputs:
     failure: FirstFailure
     weights: LoadsWeights | None = None
     adapters: ChangesAdapters | None = None
-    peers: KnowsPeers | None = None
+    peers: PeerAware | None = None
     stopped: bool = False
     queue: list[Input] = field(default_factory=list)
 
@@ -216,7 +216,7 @@ def apply(
     *,
     weights: LoadsWeights | None = None,
     adapters: ChangesAdapters | None = None,
-    peers: KnowsPeers | None = None,
+    peers: PeerAware | None = None,
 ) -> None:
     """Apply `item` to `scheduler`, or to the model, its adapters or the transfers."""
     if isinstance(item, PeerInput):
@@ -229,10 +229,10 @@ def apply(
         _apply_to_engine(scheduler, item, weights)
 
 
-def _apply_to_peers(peers: KnowsPeers, item: PeerInput) -> None:
+def _apply_to_peers(peers: PeerAware, item: PeerInput) -> None:
     match item:
         case FromPeer():
-            peers.hear(item.message)
+            peers.on_peer_message(item.message)
         case LosePeer(ended=False):
             peers.peer_gone(item.incarnation)
         case LosePeer():

@@ -56,8 +56,8 @@ class InFlight:
 
     batch: ScheduleBatch
     view: ForwardBatch
-    """Kept until the step has settled, so that this thread frees its tensors. torch lets go of the interpreter lock to
-    free one, and the forward thread is to keep it between a step and the next: whoever gets it then, which is the
+    """Kept until the step has settled, so that this thread frees its tensors. torch releases the interpreter lock to
+    free one, and the forward thread is to keep it between a step and the next: a thread that gets it then, which is the
     scheduler with results to settle, would keep the next step waiting."""
     future: Future[ForwardResult]
     masks: TokenMasks | None
@@ -96,7 +96,7 @@ class Loop:
             self._normal()
 
     def stand_still(self) -> None:
-        """An iteration that launches nothing: settle what is in flight, and apply wishes."""
+        """An iteration that launches nothing: settle what is in flight, and apply pending finishes."""
         last, self.in_flight = self.in_flight, None
         if last is not None:
             self._settle(last, None)
@@ -204,7 +204,7 @@ class Loop:
 
         A step can take seconds: a long chunk of a large model on a CPU. That is no silence, so the owner of
         the loop gets to answer its peers meanwhile, and every slice of the wait counts as a turn. After
-        `longest_step` a step counts as hung: that is reported, and nobody is told any more that this engine
+        `longest_step` a step counts as hung: that is reported, and peers are no longer told that this engine
         lives.
         """
         began = self.clock.now()
@@ -235,7 +235,7 @@ class Loop:
 
     def _more_is_to_come(self) -> bool:
         """Let every stage get on during a step; whether one has more to do soon."""
-        asked = [stage.meanwhile() for stage in self.stages]
+        asked = [stage.run_during_forward() for stage in self.stages]
         return any(asked)
 
     @contextmanager

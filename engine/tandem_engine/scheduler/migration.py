@@ -58,7 +58,7 @@ class Departures:
     def poll(self) -> list[Request]:
         """Once per turn: ask those who have waited longest for it, as long as few are under way.
 
-        Returns those whom nobody has taken within their time.
+        Returns those that no worker has taken within their time.
         """
         if not self.wanted or not self.queues.running:
             self._since.clear()

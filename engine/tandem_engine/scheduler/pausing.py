@@ -62,7 +62,7 @@ class Pausing:
 
     def forget_kv(self) -> None:
         """Empty the prefix cache, of what conversations have pinned too: their next turns compute it again."""
-        while self.sessions.give_way():
+        while self.sessions.unpin_idle_session():
             pass
         self.memory.clear_cache()
 

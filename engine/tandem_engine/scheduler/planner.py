@@ -1,6 +1,6 @@
 """What the next step computes.
 
-    1. sweep      finished requests leave the running batch; wishes without a step in flight take effect
+    1. sweep      finished requests leave the running batch; ending without a step in flight take effect
        back       swapped requests run again while all running ones fit
     2. decodes    requests that may take another token; pages for all of them, or some are retracted
     3. extends    the chunked request first, then the queue in order, while tokens and pages last. A prompt of another
@@ -33,7 +33,7 @@ from tandem_engine.scheduler.prefill_adder import (
     Extend,
     PrefillAdder,
     PromptBudget,
-    kept_back,
+    overtaken_reserve,
     reserved_in_windows,
     reserved_pages,
 )
@@ -201,7 +201,7 @@ class Planner:
         while self._swapped_go_first() and self._has_seat():
             reserved = self.reserved_pages() if self._is_crowded() else None
             answer = self.swapping.bring_back(reserved=reserved, ratio=self.ratio.value)
-            if answer is Return.LATER and not self.sessions.give_way():
+            if answer is Return.LATER and not self.sessions.unpin_idle_session():
                 return
 
     def _swapped_go_first(self) -> bool:
@@ -248,7 +248,7 @@ class Planner:
         order = self.policy.order(self.queues)
         while len(self.queues.waiting):
             answer = adder.full() if self._has_seat() else Admission.NO_SEAT
-            if answer.lacks_pages and self.sessions.give_way():
+            if answer.lacks_pages and self.sessions.unpin_idle_session():
                 continue
             if not answer.ok:
                 return answer
@@ -271,7 +271,7 @@ class Planner:
     def _fit(self, add: Callable[[Request], Admission], req: Request) -> Admission:
         """Add `req`, if need be into the pages of idle conversations."""
         answer = add(req)
-        while answer.lacks_pages and self.sessions.give_way():
+        while answer.lacks_pages and self.sessions.unpin_idle_session():
             answer = add(req)
         return answer
 
@@ -301,7 +301,7 @@ class Planner:
         return PrefillAdder(
             memory=self.memory,
             groups=self.queues.groups,
-            kept_back=partial(kept_back, self.memory, self.queues, in_turns=self._in_turns),
+            overtaken_reserve=partial(overtaken_reserve, self.memory, self.queues, in_turns=self._in_turns),
             budget=self._budget(len(decodes)),
             ratio=self.ratio.value,
             reserved=self.reserved_pages() if admits else 0,
@@ -364,18 +364,18 @@ class Planner:
         self.tally.unusable_tokens += req.cache_hits.unusable
 
     def sweep(self) -> None:
-        """Finished rows leave whatever the last step did [finished-rows-filtered]; wishes of idle requests come true
-        [one-home]."""
+        """Finished rows leave whatever the last step did [finished-rows-filtered]; pending finishes of idle requests
+        take effect [one-home]."""
         self.queues.drop_finished()
-        wishes, self.queues.wishes = self.queues.wishes, []
-        for req in wishes:
+        ending, self.queues.to_finish = self.queues.to_finish, []
+        for req in ending:
             if req.finished is not None or req.to_finish is None:
                 continue
             if req.steps_in_flight:
-                self.queues.wishes.append(req)
+                self.queues.to_finish.append(req)
             else:
                 self.endings.finish(req, req.to_finish)
-        if wishes:
+        if ending:
             self.queues.drop_finished()
 
     def _break_stall(self) -> None:

@@ -21,7 +21,7 @@ before every one of priority q > p that arrives more than (q − p) · seconds l
 
 `SharedPrefixes`, for the first three: a request waits when at least `WORTH_WAITING` tokens after its cached prefix are
 being computed for another request, until the completed chunks of that one are in the cache. Under `fcfs` the requests
-after it wait too. `lpm` and `dfs-weight` serve queues longer than `MOST_MATCHED` in order of arrival, because matching
+after it wait too. `lpm` and `dfs-weight` serve queues longer than `MAX_MATCHED` in order of arrival, because matching
 all of them costs more than it saves.
 
 `PromptDelay` is vLLM's `--scheduler-delay-factor`: new prompts wait until the oldest has waited factor × the time of
@@ -170,7 +170,7 @@ class Fcfs:
         return least_important(candidates)
 
 
-MOST_MATCHED = 128
+MAX_MATCHED = 128
 """Waiting requests; SGLang's limit."""
 
 
@@ -194,7 +194,7 @@ class ByPrefix:
     ranking: Ranking
 
     def order(self, queues: Queues) -> Iterator[Request]:
-        if len(queues.waiting) > MOST_MATCHED:
+        if len(queues.waiting) > MAX_MATCHED:
             yield from Fcfs().order(queues)
             return
         shared = SharedPrefixes(self.memory)

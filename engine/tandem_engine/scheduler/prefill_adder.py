@@ -15,7 +15,7 @@ The page estimate covers the whole rest of the prompt and the expected part of t
 request and for all running ones (`reserved`). So a started prompt can be finished, unless outputs grow longer than
 expected; for those, admission leaves the `watermark` free.
 
-`KeptBack` is memory reserved for prompts that were overtaken before they reached the queue. A prompt for another worker
+`OvertakenReserve` is memory for prompts that were overtaken before they reached the queue. A prompt for another worker
 may be delayed by its grammar, its prefix in storage, or a choice that computes the same prompt. Its receiver still
 grants pages in order of arrival, and later prompts keep their memory until they get such pages. If these took all
 memory, both workers would block:
@@ -43,17 +43,17 @@ from tandem_engine.scheduler.queues import Groups, PageCopy, Queues
 from tandem_engine.scheduler.request import Request, sends_kv
 
 
-class KeptBack(NamedTuple):
+class OvertakenReserve(NamedTuple):
     """Rows and pages reserved for requests that were overtaken."""
 
     rows: int
     pages: int
 
 
-NOTHING = KeptBack(rows=0, pages=0)
+NOTHING = OvertakenReserve(rows=0, pages=0)
 
 
-def kept_back(memory: KvMemory, queues: Queues, req: Request, *, in_turns: bool = False) -> KeptBack:
+def overtaken_reserve(memory: KvMemory, queues: Queues, req: Request, *, in_turns: bool = False) -> OvertakenReserve:
     """What `req`, which will wait for another worker, leaves to prompts that it overtakes.
 
     `in_turns`: it may overtake those of other tenants in the queue.
@@ -62,7 +62,7 @@ def kept_back(memory: KvMemory, queues: Queues, req: Request, *, in_turns: bool 
     earlier = [other for other in overtaken if other.arrived_at < req.arrived_at and _needs_memory(other)]
     if not earlier:
         return NOTHING
-    return KeptBack(rows=len(earlier), pages=sum(memory.pages_for(other.seq_len) for other in earlier))
+    return OvertakenReserve(rows=len(earlier), pages=sum(memory.pages_for(other.seq_len) for other in earlier))
 
 
 def _held_up(queues: Queues) -> Iterator[Request]:
@@ -121,7 +121,7 @@ class Admission(Enum):
     WATERMARK = "watermark"
     """It would fit, but into pages that are kept free."""
     OVERTAKES = "overtakes"
-    """It would fit, but into pages of an earlier prompt for another worker, which it overtakes (`kept_back`)."""
+    """It would fit, but into pages of an earlier prompt for another worker, which it overtakes (`OvertakenReserve`)."""
     CHUNK_IN_PROGRESS = "chunk_in_progress"
     """It would need chunks, and another prompt is half computed."""
     SHARED_PREFIX = "shared_prefix"
@@ -220,7 +220,7 @@ class PrefillAdder:
 
     memory: KvMemory
     groups: Groups
-    kept_back: Callable[[Request], KeptBack]
+    overtaken_reserve: Callable[[Request], OvertakenReserve]
     """What a prompt for another worker leaves to those that it overtakes."""
     budget: PromptBudget
     ratio: float
@@ -292,7 +292,7 @@ class PrefillAdder:
         most = self.budget.most(req, may_chunk=self.may_chunk)
         if not most:
             return Admission.BUDGET
-        kept = self.kept_back(req) if sends_kv(req) else NOTHING
+        kept = self.overtaken_reserve(req) if sends_kv(req) else NOTHING
         if self.memory.rows.available <= kept.rows:
             return Admission.NO_ROW
         tokens = req.token_ids(0, req.seq_len)

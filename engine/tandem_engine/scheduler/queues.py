@@ -151,7 +151,7 @@ def same_prompt(one: Request, other: Request) -> bool:
 
 def _is_late(req: Request, leader: Request) -> bool:
     """Whether `req`, for another worker, was held up elsewhere and came before `leader`: that worker expects it first,
-    and may have no pages for a leader that holds its own until then (`kept_back`)."""
+    and may have no pages for a leader that holds its own until then (`overtaken_reserve`)."""
     return sends_kv(req) and req.arrived_at < leader.arrived_at
 
 
@@ -308,7 +308,7 @@ class Queues:
     chunked: Request | None = None
     running: list[Request] = field(default_factory=list)
     """In admission order. May hold finished requests until the next plan filters them [finished-rows-filtered]."""
-    wishes: list[Request] = field(default_factory=list)
+    to_finish: list[Request] = field(default_factory=list)
     """Requests whose `to_finish` was set since, or that were in flight when last looked at."""
     requests: dict[RequestId, Request] = field(default_factory=dict)
     stages: list[QueueStage] = field(default_factory=list)

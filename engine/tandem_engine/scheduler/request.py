@@ -1,8 +1,8 @@
 """One request inside the engine: immutable input, mutable progress.
 
-Finishing has two phases. `to_finish` is a wish (an abort, a deadline) that any code on the scheduler thread may record
-at any time. `finished` is a fact that only settlement or the release path sets. A wish never releases a request whose
-step is in flight: settlement processes it first [abort-is-deferred] [abort-before-token].
+Finishing has two phases. `to_finish` is a pending finish (an abort, a deadline) that any code on the scheduler thread
+may record at any time. `finished` is a fact that only settlement or the release path sets. A pending finish never
+releases a request whose step is in flight: settlement processes it first [abort-is-deferred] [abort-before-token].
 
 Progress is counted in tokens:
 

@@ -204,7 +204,7 @@ class Retraction:
     def make_room(self, decodes: list[Request], *, in_flight: bool) -> Room:
         """Retract until `decodes` fit, remove the retracted ones from it, and take the pages."""
         forced = self.force_is_due and bool(decodes)
-        while not decode_pages_fit(self.memory, decodes) and self.sessions.give_way():
+        while not decode_pages_fit(self.memory, decodes) and self.sessions.unpin_idle_session():
             pass
         if in_flight and (forced or not decode_pages_fit(self.memory, decodes)):
             return Room.SETTLE_FIRST

@@ -5,7 +5,7 @@
                   stages ──────┘     stream ◀─ settlement
 
 One iteration (`step`)
-    1. deadlines that passed become wishes
+    1. deadlines that passed become pending finishes
     2. completed copies, reads from storage and grammars; stages exchange messages and move requests
     3. the loop plans, launches and settles
     4. outputs leave, one delivery per client
@@ -45,7 +45,7 @@ from tandem_engine.scheduler.gates.adapters import AdapterShelf, FixedShelf, Usa
 from tandem_engine.scheduler.migration import is_moving
 from tandem_engine.scheduler.output_stream import OutputStream, Sink
 from tandem_engine.scheduler.policies import Policy, make_policy
-from tandem_engine.scheduler.prefill_adder import KeptBack, expected_pages, kept_back
+from tandem_engine.scheduler.prefill_adder import OvertakenReserve, expected_pages, overtaken_reserve
 from tandem_engine.scheduler.request import Request
 from tandem_engine.scheduler.retraction import NewTokenRatio
 from tandem_engine.scheduler.speculation import Speculation
@@ -84,7 +84,7 @@ def scheduler_stats(shared: Shared, parts: SchedulerParts) -> SchedulerStats:
         unusable_tokens_total=tally.unusable_tokens,
         engine_errors_total=tally.engine_errors,
         convicted_total=tally.convicted,
-        unsound_total=tally.unsound,
+        unsound_total=tally.corrupted,
         audit_failures_total=tally.audit_failures,
         overlap_hidden_s=tally.overlap_hidden_s,
         schedule_s=tally.schedule_s,
@@ -152,7 +152,7 @@ class StageSide:
         req.extend_target = req.launched_len = kv.committed_len
         self.shared.queues.take_over(req)
         if req.to_finish is not None:
-            self.shared.queues.wishes.append(req)
+            self.shared.queues.to_finish.append(req)
 
     def stop_of(self, req: Request) -> Finish | None:
         """How the newest token of `req.output_ids` ends the output, None if it does not."""
@@ -185,13 +185,13 @@ class StageSide:
             spare -= expected_pages(self.memory, head, head.seq_len, self.shared.ratio.value)
         return spare
 
-    def kept_back(self, req: Request) -> KeptBack:
+    def overtaken_reserve(self, req: Request) -> OvertakenReserve:
         """What `req`, for which a stage reserves memory, has to leave to prompts that other workers wait for."""
-        return kept_back(self.memory, self.shared.queues, req)
+        return overtaken_reserve(self.memory, self.shared.queues, req)
 
-    def give_way(self) -> bool:
+    def unpin_idle_session(self) -> bool:
         """Make pages evictable that only wait for a next turn. False when there are none."""
-        return self.parts.sessions.give_way()
+        return self.parts.sessions.unpin_idle_session()
 
     def next_outside(self, requests: Iterable[Request]) -> Request | None:
         """See `Policy.next_outside`."""
@@ -378,7 +378,7 @@ class Scheduler:
     def decode_elsewhere(self, *, wanted: bool, within_s: float = inf) -> None:
         """Whether running requests migrate to other workers. They do not while nothing could be sent.
 
-        Whom nobody has taken `within_s` seconds after that is ended here, as worth another attempt elsewhere.
+        A request that no worker has taken `within_s` seconds after that ends here, with a retryable error.
         """
         self._departures.within_s = inf if self._ingress.draining else within_s
         self._departures.wanted = (wanted or self._ingress.draining) and bool(self.queues.stages)

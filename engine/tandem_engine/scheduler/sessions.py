@@ -157,7 +157,7 @@ class Sessions:
         for key in [key for key, session in aged if self._expired(session)]:
             self._forget(key)
 
-    def give_way(self) -> bool:
+    def unpin_idle_session(self) -> bool:
         """Drop the pin of the session used longest ago. False when nothing is pinned."""
         pinned = next((session for session in self._sessions.values() if session.pin is not None), None)
         if pinned is None:
@@ -185,7 +185,7 @@ class Sessions:
             self.memory.unpin(pin)
             return
         while self.pinned_pages + pin.pages > self.max_pages:
-            self.give_way()
+            self.unpin_idle_session()
         session.pin = pin
 
     def _unpin(self, session: Session) -> None:

@@ -83,7 +83,7 @@ class Speculation:
     """The drafts that every rank uses, and what they cost: those of rank 0. A rank that went by its own could find
     others, or another number of them, and its forward would wait forever for collectives of another shape
     [rank-zero-drafts]."""
-    told: bool = False
+    lockstep: bool = False
     """Drafts are read at once: they are sent to other ranks."""
     confined: bool = True
     """A proposal that raises costs only drafts. False re-raises its error, for tests."""
@@ -148,10 +148,10 @@ class Speculation:
         """Account for a proposal. An empty one for a request that waited for it counts as a rejected draft."""
         if not proposed.chains and not self.awaited:
             return
-        self.timer.asked(proposed.propose_s)
+        self.timer.count_proposal(proposed.propose_s)
         self.tally.propose_s += proposed.propose_s
         if not drafting:
-            self.lengths.asked_in_vain(batch=batch)
+            self.lengths.count_without_drafts(batch=batch)
         for req in self.awaited:
             if req.finished is None and req.rid not in drafting:
                 self.lengths.learn(req.acceptance, drafted=1, accepted=0, seq_len=req.seq_len)
@@ -206,7 +206,7 @@ class Speculation:
         try:
             drafts = self.proposer.propose(requests)
             proposed = StepDrafts(chains=drafts.chains, guesses=drafts.guesses)
-            if self.told:
+            if self.lockstep:
                 proposed = proposed.known()
         except Exception:
             if not self.confined:

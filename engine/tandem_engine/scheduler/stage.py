@@ -59,7 +59,7 @@ class QueueStage(Protocol):
         """Once per loop, before planning: exchange messages, move requests. True if anything happened."""
         ...
 
-    def meanwhile(self) -> bool:
+    def run_during_forward(self) -> bool:
         """Once and again while a step is waited for: get on with what touches neither queues nor memory. True if more
         is to come soon. With several ranks each calls it when and as often as it likes."""
         ...
@@ -89,8 +89,8 @@ class QueueStage(Protocol):
         """`req` ended by abort or error anywhere in the scheduler: notify the other side. Idempotent."""
         ...
 
-    def abort(self, rid: RequestId, wish: Finish) -> bool:
-        """End a request that the stage keeps with `wish`. False when the stage does not have it."""
+    def abort(self, rid: RequestId, finish: Finish) -> bool:
+        """End a request that the stage keeps with `finish`. False when the stage does not have it."""
         ...
 
     def live(self) -> Iterator[Request]:

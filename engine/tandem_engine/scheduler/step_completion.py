@@ -4,7 +4,7 @@ For each request of a settled step, in this order
     1. counters   one step less in flight
     2. ended      a request that finished in the meantime is skipped, its result included [ended-is-skipped]
     3. commit     the KV of the step is final, except for drafts: accepted ones follow with 6
-    4. wish       an abort that came after the launch takes effect before the token is read [abort-before-token]
+    4. finish     an abort that came after the launch takes effect before the token is read [abort-before-token]
     5. chunk      whole pages enter the prefix cache; stages may send them
     6. token      appended up to the first stop or the end of its grammar, streamed; a stop releases the request
     7. handoff    a stage may keep a request whose prompt is done
@@ -12,9 +12,9 @@ For each request of a settled step, in this order
 In overlap mode the next step is in flight, perhaps with a request that ends here: rule 2 drops its surplus token when
 that step settles, and pages that the step may write to wait until then [page-fence].
 
-Nearly all tokens are plain: the request decodes, has no wish, and does not end with the token. `_decodes` has the same
-effect for them as the rules above. It runs once per generated token, so it limits how many requests one scheduler can
-serve.
+Nearly all tokens are plain: the request decodes, has no pending finish, and does not end with the token. `_decodes` has
+the same effect for them as the rules above. It runs once per generated token, so it limits how many requests one
+scheduler can serve.
 """
 
 import logging
@@ -80,7 +80,7 @@ class Settlement:
         sampled = _sampled(result)
         for extend in batch.extends:
             self._extend(extend, next(sampled) if extend.samples else None)
-        if result.logprobs or result.unsound or batch.drafts.chains:
+        if result.logprobs or result.corrupted or batch.drafts.chains:
             for (req, drafts), one in zip(batch.decode_runs, sampled, strict=True):
                 self._decode(req, one, drafted=len(drafts))
         else:
@@ -133,7 +133,7 @@ class Settlement:
         self._void(batch)
         if above is not None:
             self._void(above)
-        self.isolation.accuse(batch.requests, () if above is None else above.requests, error)
+        self.isolation.isolate(batch.requests, () if above is None else above.requests, error)
 
     def _void(self, batch: ScheduleBatch) -> None:
         """`batch` is over and yielded nothing."""
@@ -166,7 +166,7 @@ class Settlement:
             self.endings.finish(req, req.to_finish)
             return
         if sampled is not None and not sampled.sound:
-            self._end_unsound(req)
+            self._end_corrupted(req)
             return
         self._cache(req)
         if sampled is not None:
@@ -210,7 +210,7 @@ class Settlement:
             self.endings.finish(req, req.to_finish)
             return
         if not sampled.sound:
-            self._end_unsound(req)
+            self._end_corrupted(req)
             return
         if drafted:
             self._take_back(req, drafted=drafted, accepted=len(sampled.run) - 1)
@@ -222,16 +222,16 @@ class Settlement:
         if self.speculation is not None:
             self.speculation.learn(req, drafted=drafted, accepted=accepted)
 
-    def _end_unsound(self, req: Request) -> None:
+    def _end_corrupted(self, req: Request) -> None:
         """NaN in its logits is NaN in its KV: it ends, and its pages do not enter the cache."""
-        self.tally.unsound += 1
+        self.tally.corrupted += 1
         error = f"request {req.rid}: the model computed NaN or infinite logits after {req.seq_len} tokens"
         logger.error("%s", error, extra={"fields": {**req.about, "step": self.steps.settled}})
         finish = Finish(reason=FinishReason.ERROR, error=error, code="engine_error", retryable=False)
         self.endings.finish(req, finish, checkpoint=False)
 
     def _cache(self, req: Request) -> None:
-        """Let others share what is computed of the prompt while the rest, and its output, go on.
+        """Let others share what is computed of the prompt while the rest, and its output, continue.
 
         This may exchange pages for equal ones of the tree and give the request's own back. One whose pages are
         being sent, which happens outside any step, therefore shares only what the tree does not have, and
@@ -312,10 +312,10 @@ def _cut_by_grammar(grammar: GrammarProgress, run: Sequence[int], cut: Cut) -> C
 def _sampled(result: ForwardResult) -> Iterator[Sampled]:
     """What each sampling sequence got, in batch order."""
     sampled = _pairs(result)
-    if not result.unsound:
+    if not result.corrupted:
         return sampled
-    unsound = frozenset(result.unsound)
-    return (each._replace(sound=index not in unsound) for index, each in enumerate(sampled))
+    corrupted = frozenset(result.corrupted)
+    return (each._replace(sound=index not in corrupted) for index, each in enumerate(sampled))
 
 
 def _pairs(result: ForwardResult) -> Iterator[Sampled]:

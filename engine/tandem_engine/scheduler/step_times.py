@@ -49,7 +49,7 @@ SCALES = (1.0, 16.0, 16_384.0, 512.0)
 UNCERTAIN = 100.0
 """Variance of each coefficient before the first step, over that of a step's duration."""
 
-LEAST_UNCERTAIN = 1e-9
+MIN_UNCERTAIN = 1e-9
 """Added with each step, far above what rounding takes: a variance that rounding makes negative would grow."""
 
 
@@ -83,7 +83,7 @@ class LeastSquares:
         limits = [min(1.0, sqrt(UNCERTAIN * self.forgetting / row[at])) for at, row in enumerate(left)]
         self._covariance = [
             [
-                old * limit * other / self.forgetting + LEAST_UNCERTAIN * (at == column)
+                old * limit * other / self.forgetting + MIN_UNCERTAIN * (at == column)
                 for column, (old, other) in enumerate(zip(row, limits, strict=True))
             ]
             for at, (row, limit) in enumerate(zip(left, limits, strict=True))

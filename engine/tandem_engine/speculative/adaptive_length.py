@@ -38,7 +38,7 @@ from typing import NamedTuple
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.recording import estimating, recording
 
-LEAST_WEIGHT = 0.1
+MIN_WEIGHT = 0.1
 """Of the newest measurement in the moving means; the n-th weighs 1 / n until that is less."""
 
 PACE_WEIGHT = 0.3
@@ -176,7 +176,7 @@ def size_class(batch: int) -> int:
 
 
 def _weight(count: int) -> float:
-    return max(LEAST_WEIGHT, 1.0 / count)
+    return max(MIN_WEIGHT, 1.0 / count)
 
 
 def _likely(seconds: float, expected: float) -> float:
@@ -193,7 +193,7 @@ PLAIN_STEPS = 3
 
 FIRST_STRETCH = 16
 
-LONGEST_STRETCH = 256
+MAX_STRETCH = 256
 """Steps with drafts in a row, between plain ones that are measured."""
 
 TRIAL_STEPS = 3
@@ -203,7 +203,7 @@ LASTING = 8
 
 FIRST_REST = 32
 
-LONGEST_REST = 1024
+MAX_REST = 1024
 """Plain steps between two trials that show no lasting gain."""
 
 
@@ -234,7 +234,7 @@ class Trials:
         self.in_a_row += 1
         if self.in_a_row == self.stretch:
             self.in_a_row, self.plain_left = 0, PLAIN_STEPS
-            self.stretch = min(2 * self.stretch, LONGEST_STRETCH)
+            self.stretch = min(2 * self.stretch, MAX_STRETCH)
         if self.in_a_row == LASTING:
             self.rest = FIRST_REST
         if self.trial_left:
@@ -243,11 +243,11 @@ class Trials:
             self.until_trial = self.rest
 
     def tried(self) -> None:
-        """One of the steps of a trial has been, with drafts or in vain."""
+        """One of the steps of a trial has run, with or without drafts."""
         self.trial_left -= 1
         if self.trial_left == 0:
             self.until_trial = self.rest
-            self.rest = min(2 * self.rest, LONGEST_REST)
+            self.rest = min(2 * self.rest, MAX_REST)
 
 
 PRIOR_RATE = 0.7
@@ -267,7 +267,7 @@ TRIAL_DRAFTS = 2
 
 FIRST_PAUSE = 16
 
-LONGEST_PAUSE = 256
+MAX_PAUSE = 256
 """Tokens between two drafts of a request whose drafts never please, while those of others do."""
 
 
@@ -345,7 +345,7 @@ class DraftLengths:
             acceptance.pause = FIRST_PAUSE
             return
         acceptance.retry_at = seq_len + acceptance.pause
-        acceptance.pause = min(2 * acceptance.pause, LONGEST_PAUSE)
+        acceptance.pause = min(2 * acceptance.pause, MAX_PAUSE)
 
     @recording
     def settled(self, *, batch: int, drafted: bool) -> None:
@@ -357,8 +357,8 @@ class DraftLengths:
             trials.plain()
 
     @recording
-    def asked_in_vain(self, *, batch: int) -> None:
-        """Nobody had drafts for a step of `batch` requests that was to have some."""
+    def count_without_drafts(self, *, batch: int) -> None:
+        """There were no drafts for a step of `batch` requests that was to have some."""
         trials = self._trials_of(batch)
         if trials.trial_left:
             trials.tried()
@@ -452,8 +452,8 @@ class TurnTimer:
         """What follows is no turn: the engine sleeps, or stands still."""
         self._settled = None
 
-    def asked(self, propose_s: float) -> None:
-        """Somebody was asked for drafts, and took so long."""
+    def count_proposal(self, propose_s: float) -> None:
+        """The proposer was asked for drafts, and took so long."""
         self._asked = True
         self._propose_s += propose_s
 

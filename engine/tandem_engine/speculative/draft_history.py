@@ -60,7 +60,7 @@ def next_text(text: int, tokens: Sequence[int]) -> int:
 
 
 Guessed: TypeAlias = Callable[[], Sequence[int]]
-"""Guesses, asked for once their step has settled: before, somebody might wait for a device."""
+"""Guesses, asked for once their step has settled: before, the host might wait for a device."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -156,7 +156,7 @@ class RecentText:
         sequence.guessed = guessed
 
     def release(self, kv: RequestKv, token_ids: Sequence[int]) -> None:
-        """Stamp the pages that the request computed, drafted for or not: whoever finds them cached has their states."""
+        """Stamp the pages that the request computed, drafted for or not: requests that hit them have their states."""
         self._sequences.pop(kv.row, None)
         first = kv.computed_from // kv.page_size
         stamp_pages(self.stamps, kv.pages, token_ids, page_size=kv.page_size, first=first)

@@ -220,7 +220,7 @@ class ModelProposer:
 
     @torch.inference_mode()
     def _compute(self, jobs: Sequence[Job], drafting: Sequence[Job]) -> Proposal:
-        """How long chains get does not depend on what is guessed, so nobody need know a guess before the last one."""
+        """The length of chains does not depend on the guesses, so the host need not know one before the last."""
         batches = [self._batch([job.text() for job in jobs], ForwardMode.DRAFT_EXTEND)]
         guessing = [[*range(len(drafting))]]
         while more := [index for index in guessing[-1] if self._wants_more(drafting[index], len(batches))]:

@@ -25,7 +25,7 @@ from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens
 
 CANDIDATES = 8
-"""Occurrences that one look-up compares: bounds its time on text that repeats one n-gram for ever."""
+"""Occurrences that one look-up compares: bounds its time on text that repeats one n-gram without end."""
 
 BULK = 64
 """Tokens from which appending goes through numpy."""

@@ -86,7 +86,7 @@ class VerifiedForward:
             next_token_ids=token_ids,
             accept_lens=accept_lens,
             logprobs=tuple(result.logprobs[row] for row in keep) if result.logprobs else (),
-            unsound=_sequences_of(result.unsound, batch.draft_lens),
+            corrupted=_sequences_of(result.corrupted, batch.draft_lens),
         )
 
 

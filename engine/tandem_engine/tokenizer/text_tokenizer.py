@@ -280,7 +280,7 @@ class TextTokenizer:
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Ids of a rendered conversation. `tools` as OpenAI's requests have them. `continue_final`: they end with the
-        content of the last message, so that the model goes on with it.
+        content of the last message, so that the model continues it.
 
         Raises `InvalidRequestError` without a chat template and when the template refuses the messages.
         """
@@ -302,7 +302,7 @@ class TextTokenizer:
         tools: Sequence[Mapping[str, Any]] | None = None,
         variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Ids that a conversation goes on with after an answer whose newest token is `last_token`, if it is known.
+        """Ids that a conversation continues with after an answer whose newest token is `last_token`, if it is known.
 
         They begin with what the template writes behind an answer, unless the answer ended with it: a template's end
         of a message mostly is the end-of-sequence token.

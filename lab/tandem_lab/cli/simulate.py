@@ -256,7 +256,7 @@ def _candidates(text: str) -> "tuple[CandidateLimit, ...]":
 
 def _gateways(args: argparse.Namespace) -> "GatewayShape":
     from tandem_lab.simulate.gateway import MAX_GATEWAYS, GatewayShape
-    from tandem_services.gateway.queueing.patience import AdmissionPolicy
+    from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 
     if args.gateways > MAX_GATEWAYS:
         raise ConfigError(f"--gateways: there must be 1 to {MAX_GATEWAYS} gateways, got {args.gateways}")

@@ -84,6 +84,6 @@ def run(args: argparse.Namespace) -> int:
     argv += [f"--adapter={folder}" for folder in args.adapter]
     argv += ["--quick"] if args.quick else []
     argv += ["--json"] if args.json else []
-    # Steps are made to fail and memory to run short on purpose: what an engine says of it is nobody's concern here.
+    # Steps are made to fail and memory to run short on purpose: what an engine logs of it does not matter here.
     set_default("TANDEM_LOG_LEVEL", "critical")
     return subprocess.run(argv, check=False).returncode

@@ -100,10 +100,10 @@ class Hpa:
         return {role: self._replicas(role, ratios[role], there[role], load.at) for role in ROLES}, 0
 
     def _replicas(self, role: RoleName, ratio: float, now: int, at: float) -> int:
-        wished = now if abs(ratio - 1.0) <= HPA_TOLERANCE else ceil(now * ratio)
+        wanted = now if abs(ratio - 1.0) <= HPA_TOLERANCE else ceil(now * ratio)
         bounds = self.config.bounds(role)
-        wished = min(max(wished, bounds.least, 1), bounds.most)
-        window = self._windows.get(role, Window()).add(at, wished, HPA_DOWN_WINDOW_S)
+        wanted = min(max(wanted, bounds.least, 1), bounds.most)
+        window = self._windows.get(role, Window()).add(at, wanted, HPA_DOWN_WINDOW_S)
         self._windows[role] = window
         # At most double, or four more, in one period.
         return min(window.most(at, HPA_DOWN_WINDOW_S), max(now * 2, now + 4))
@@ -179,7 +179,7 @@ class GatewayCounters:
     """All gateways' together, since the start of a run. Names are those of `GatewayTotals`."""
 
     choices: int = 0
-    asked_tokens: int = 0
+    requested_tokens: int = 0
     predicted_tokens: int = 0
     first_token_s: float = 0.0
     first_tokens: int = 0
@@ -189,7 +189,7 @@ class GatewayCounters:
     def asked(self, prompt_tokens: int) -> None:
         """A request has come."""
         self.choices += 1
-        self.asked_tokens += prompt_tokens
+        self.requested_tokens += prompt_tokens
 
     def admitted(self, cached_tokens: int) -> None:
         """It has a worker, which is predicted to have so many of its tokens cached."""

@@ -82,7 +82,7 @@ class BlockCache:
 
     def let_go(self, blocks: Sequence[bytes], *, spent: bool = False) -> None:
         """A request has ended: what nobody else holds becomes idle. `spent`: another worker has the blocks, too, so
-        those at their end that nothing else goes on after are the first to leave."""
+        those at their end from which no other chain continues are the first to leave."""
         for block in reversed(blocks):
             self._held[block] -= 1
             if not self._held[block]:
@@ -148,7 +148,7 @@ def pooled_lru(chains: Iterable[Sequence[bytes]], capacity: int) -> HitRate:
         cache.store(kept, matched)
         cache.let_go(kept)
         hits, blocks = hits + matched, blocks + len(chain)
-    # Nobody follows the changes; they are dropped with the cache.
+    # No index follows the changes; they are dropped with the cache.
     return HitRate(hits, blocks)
 
 

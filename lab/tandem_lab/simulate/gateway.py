@@ -19,8 +19,8 @@ from tandem_lab.simulate.requests import SimulatedRequest
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.limits import check_context
 from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding, Visitor
-from tandem_services.gateway.queueing.patience import AdmissionPolicy
+from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding, QueueEntry
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.decision import Choice, RouteQuery, WorkerView
 from tandem_services.router.keys import HEARTBEAT_S
@@ -79,7 +79,7 @@ class QueueNotes:
     """Seconds in the queue, of those that got a worker; 0 for those that found one at once."""
     refusals: Counter[str] = field(default_factory=Counter)
 
-    def asked(self, prompt_tokens: int, *, gap_s: float) -> None:
+    def note_demand(self, prompt_tokens: int, *, gap_s: float) -> None:
         del prompt_tokens, gap_s
 
     def admitted(self, wait_s: float, *, prompt_tokens: int, matched_tokens: int) -> None:
@@ -119,7 +119,7 @@ class Gateway:
         self._asked: RouteQuery | None = None
         """The request of the last router query."""
         counters = VirtualCounters()
-        # One gateway alone is told by Redis what it has told it.
+        # Redis returns to a single gateway what that gateway has reported.
         fairness = fleet.redis.fairness if shape.gateways > 1 else None
         self.binding = LateBinding(
             chooser=chooser,
@@ -168,26 +168,26 @@ class Gateway:
             return await alone() if route is None else await route.choose(self.chooser, query(), ask, alone)
 
         answer = _Answer(visit, number)
-        visitor = self.binding.visitor(
+        entry = self.binding.entry(
             beside,
             answer,
             tenant=request.tenant,
             priority=request.priority,
             prompt_tokens=request.prompt_tokens,
         )
-        answer.visitor = visitor
-        visit.waiting.append(visitor)
+        answer.entry = entry
+        visit.waiting.append(entry)
         try:
-            choice = await self.binding.arrive(visitor)
+            choice = await self.binding.arrive(entry)
         except ApiError:
-            visit.waiting.remove(visitor)
+            visit.waiting.remove(entry)
             visit.refusals += 1
             return
         if choice is not None:
-            visit.waiting.remove(visitor)
+            visit.waiting.remove(entry)
             await visit.client.admitted(number, choice)
-        elif self.binding.has_overtaken(visitor):
-            self._events.after(NEXT_S, lambda: self._try_now(visitor))
+        elif self.binding.has_overtaken(entry):
+            self._events.after(NEXT_S, lambda: self._try_now(entry))
 
     async def ended(self, request: SimulatedRequest, choice: Choice) -> None:
         """Its last token is out."""
@@ -228,8 +228,8 @@ class Gateway:
             )
         return self._asked
 
-    def _try_now(self, visitor: Visitor) -> None:
-        if self.binding.is_next(visitor):
+    def _try_now(self, entry: QueueEntry) -> None:
+        if self.binding.is_next(entry):
             self._plan_turn(0.0)
 
     def _plan_turn(self, seconds: float) -> None:
@@ -268,14 +268,14 @@ class _Visit:
 
     gateway: Gateway
     client: Client
-    waiting: list[Visitor] = field(default_factory=list)
+    waiting: list[QueueEntry] = field(default_factory=list)
     refusals: int = 0
 
     def end(self) -> None:
         """A choice was rejected: none waits any more. Running ones continue to their end."""
         left, self.waiting = self.waiting, []
-        for visitor in left:
-            self.gateway.binding.leave(visitor)
+        for entry in left:
+            self.gateway.binding.leave(entry)
         self.client.refused(self.refusals + len(left))
 
 
@@ -285,19 +285,19 @@ class _Answer:
 
     visit: _Visit
     number: int
-    visitor: Visitor | None = None
+    entry: QueueEntry | None = None
 
     def done(self) -> bool:
-        return self.visitor not in self.visit.waiting
+        return self.entry not in self.visit.waiting
 
     def set_result(self, result: Choice, /) -> None:
-        assert self.visitor is not None
-        self.visit.waiting.remove(self.visitor)
+        assert self.entry is not None
+        self.visit.waiting.remove(self.entry)
         self.visit.gateway.after(lambda: self.visit.client.admitted(self.number, result))
 
     def set_exception(self, exception: BaseException, /) -> None:
-        assert self.visitor is not None
-        self.visit.waiting.remove(self.visitor)
+        assert self.entry is not None
+        self.visit.waiting.remove(self.entry)
         self.visit.refusals += 1
         if self.visit.refusals == 1 or not isinstance(exception, ApiError):
             self.visit.gateway.after(lambda: self._failed(exception))

@@ -301,14 +301,14 @@ class Replay:
             prompt_tokens=served.request.prompt_tokens,
             output_tokens=served.request.output_tokens,
             on_prompt=on_prompt,
-            # The gateway tells the router in a task of its own.
+            # The gateway notifies the router in a separate task.
             on_end=lambda: self._events.after(0.0, lambda: self._last(served, choice)),
             on_room=on_room,
             wanted=None if choice.prefill is not None else self._wanted(choice),
         )
 
     def _wanted(self, choice: Choice) -> WantedPrefix | None:
-        """What the worker that computes the prompt is told to fetch."""
+        """The prefix that the worker for the prompt is to fetch."""
         fetch = choice.fetch
         if fetch is None:
             return None

@@ -14,7 +14,7 @@ import msgspec
 from tandem_engine.config import Role
 from tandem_lab.bench.load import Percentiles, Slo, percentiles
 from tandem_lab.simulate.replay import Outcome, Served
-from tandem_services.gateway.access.tenants import EVERYBODY
+from tandem_services.gateway.access.tenants import SOLE_TENANT
 
 
 class Balance(msgspec.Struct, frozen=True, kw_only=True):
@@ -145,7 +145,7 @@ def _by_tenant(outcome: Outcome) -> dict[str, TenantReport]:
             e2e_ms=percentiles([each.e2e_s for each in found]),
         )
         for name, found in sorted(served.items())
-        if name != EVERYBODY
+        if name != SOLE_TENANT
     }
 
 

@@ -15,7 +15,7 @@ from tandem_engine.messages.kv_events import TOKEN_BYTES, chain_packed, chain_se
 from tandem_lab.traces import TRACE_BLOCK, TraceRow
 from tandem_services.gateway.access.caller import UNKNOWN, Caller
 from tandem_services.gateway.access.keys import KeyRing
-from tandem_services.gateway.access.tenants import EVERYBODY, Tenant
+from tandem_services.gateway.access.tenants import SOLE_TENANT, Tenant
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +37,7 @@ class Tenants:
     def admit(self, name: str, priority: int) -> Admitted:
         """Raises `ConfigError` when the key file has no such entry."""
         if self.keys is None:
-            tenant = UNKNOWN if name == EVERYBODY else Tenant(name=name, sha256=())
+            tenant = UNKNOWN if name == SOLE_TENANT else Tenant(name=name, sha256=())
             return Admitted(tenant, priority, "")
         holder = next((tenant for tenant in self.keys.tenants if tenant.name == name), None)
         if holder is None:
@@ -137,7 +137,7 @@ class _Sessions:
         self._count = 0
 
     def of(self, blocks: tuple[int, ...]) -> str:
-        # The first block is everybody's system prompt.
+        # The first block is the system prompt of all.
         known = next((self._of_block[block] for block in reversed(blocks[1:]) if block in self._of_block), None)
         if known is None:
             self._count += 1

@@ -19,7 +19,7 @@ WINDOWS = 8
 MAX_RATE = 2.0
 """Of a load whose variation is greater, a half says little: the proof shows it."""
 
-LEAST_REQUESTS = 20
+MIN_REQUESTS = 20
 """In each half; fewer say nothing about a percentile."""
 
 
@@ -42,9 +42,9 @@ class Halves:
 
 def halves(rows: Sequence[TraceRow], *, speed: float = 1.0) -> Halves:
     """Raises `ConfigError` that says what a trace lacks. Each half begins at 0 with its first request."""
-    if len(rows) < 2 * LEAST_REQUESTS:
+    if len(rows) < 2 * MIN_REQUESTS:
         raise ConfigError(
-            f"--trace: {len(rows)} requests; at least {2 * LEAST_REQUESTS} are needed, half of them for the proof"
+            f"--trace: {len(rows)} requests; at least {2 * MIN_REQUESTS} are needed, half of them for the proof"
         )
     ordered = sorted(rows, key=lambda row: row.at)
     span = (ordered[-1].at - ordered[0].at) / speed

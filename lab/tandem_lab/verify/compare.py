@@ -200,7 +200,7 @@ def _token_difference(
 
 
 def generate_on(engine: Engine, *, pause: PauseMode | None = None) -> Generate:
-    """Drive one engine alone; with `pause`, stop it that way and let it go on every `PAUSE_EVERY` turns."""
+    """Drive one engine alone; with `pause`, stop it that way and let it continue every `PAUSE_EVERY` turns."""
 
     def operate() -> None:
         if pause is not None and engine.scheduler.tally.loops % PAUSE_EVERY == 0:
@@ -218,10 +218,10 @@ MARGIN = 2.0
 """Bound over the largest error of transformers: other outputs than the measured ones have other largest errors."""
 
 MIN_BOUND = 0.02
-"""In nats; for models so small that transformers' own error says little."""
+"""In nats; for models so small that transformers' own error means little."""
 
 Score = Callable[[Sequence[int], Sequence[int]], Scored]
-"""(tokens before, tokens) → what the truth says of the latter."""
+"""(tokens before, tokens) → what the reference gives for the latter."""
 
 
 def logprob_bound(truth: Score, rounded: Score, references: Sequence[ReferenceOutput]) -> float:

@@ -148,7 +148,7 @@ class Drained:
             for _ in range(stagger if waiting else 1):
                 self.leaver.step()
                 self.taker.step()
-                self._move_who_asked()
+                self._move_requester()
             turns += 1
             assert turns < MAX_TURNS, "the pair does not come to an end"
         return [self._whole(request.rid) for request in requests]
@@ -158,7 +158,7 @@ class Drained:
         self._expect(request)
         self.leaver.add(request)
 
-    def _move_who_asked(self) -> None:
+    def _move_requester(self) -> None:
         asked, self.askers.asked = self.askers.asked, []
         for rid in asked:
             if rid not in self.moved and self.askers.generations.by_rid[rid].finished is None:
@@ -193,7 +193,7 @@ class Drained:
         if again is None:
             return self.askers.generations.take_all([rid])[0]
         first, second = self.askers.generations.take_all([rid, again.rid])
-        # An attempt that is left may still stream a step that was under way; nobody listens any more.
+        # An attempt that is left may still stream a step that was under way; no client reads it any more.
         kept = len(again.resume_ids) - len(self.begun[rid].resume_ids)
         first.token_ids = first.token_ids[:kept] + second.token_ids
         first.logprobs = first.logprobs[:kept] + second.logprobs
@@ -214,29 +214,29 @@ class Fetched:
     @classmethod
     @contextmanager
     def build(
-        cls, lender: EngineMaker, asker: EngineMaker, config: EngineConfig, *, host: str = LOOPBACK
+        cls, source: EngineMaker, requester: EngineMaker, config: EngineConfig, *, host: str = LOOPBACK
     ) -> Iterator[Self]:
         """Raises `TransportUnavailableError` when NIXL cannot be loaded."""
-        with Pair.build(lender, asker, config, host=host) as pair:
+        with Pair.build(source, requester, config, host=host) as pair:
             yield cls(pair=pair)
 
     @property
-    def lender(self) -> Engine:
+    def source(self) -> Engine:
         return self.pair.prefill
 
     @property
-    def asker(self) -> Engine:
+    def requester(self) -> Engine:
         return self.pair.decode
 
     def generate(self, requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
         """As `Engine.generate`, after the other engine has done the same."""
-        self._run(self.lender, [msgspec.structs.replace(each, rid=f"{each.rid} before") for each in requests], stagger)
-        return self._run(self.asker, [self._told(request) for request in requests], stagger)
+        self._run(self.source, [msgspec.structs.replace(each, rid=f"{each.rid} before") for each in requests], stagger)
+        return self._run(self.requester, [self._told(request) for request in requests], stagger)
 
     def _told(self, request: GenerateRequest) -> GenerateRequest:
         tokens = len(request.input_ids) + len(request.resume_ids)
         return msgspec.structs.replace(
-            request, fetch=PrefixFetch(peer=self.lender.me, tokens=tokens, within_s=PATIENCE_S)
+            request, fetch=PrefixFetch(peer=self.source.me, tokens=tokens, within_s=PATIENCE_S)
         )
 
     def _run(self, engine: Engine, requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
@@ -248,8 +248,8 @@ class Fetched:
                 self.pair.generations.expect(request.rid, resumed=len(request.resume_ids))
                 engine.add(request)
             for _ in range(stagger if waiting else 1):
-                self.asker.step()
-                self.lender.step()
+                self.requester.step()
+                self.source.step()
             turns += 1
             assert turns < MAX_TURNS, "the pair does not come to an end"
         return self.pair.generations.take_all([request.rid for request in requests])

@@ -122,7 +122,7 @@ def _follow(part: LoadedModel, config: EngineConfig, platform: PlatformMaker) ->
         with Engine.build(part, config, sink=discard, platform=platform()) as engine:
             engine.follow()
     except Exception as error:
-        # The others wait for this rank; its failure, which is theirs too, and closed connections tell them.
+        # The others wait for this rank; its failure, which is theirs too, and closed connections notify them.
         part.parallel.failure.record(error)
         part.parallel.close()
         raise
@@ -202,7 +202,7 @@ def _second_turn(request: GenerateRequest) -> GenerateRequest:
     )
 
 
-LONGEST_WAIT = 600.0
+MAX_WAIT = 600.0
 """Seconds after which the thread is taken for hung."""
 
 
@@ -244,8 +244,8 @@ class Threaded:
             self.generations.expect(request.rid, resumed=len(request.resume_ids))
         for request in requests:
             self.thread.ask(lambda engine, request=request: engine.add(request))  # type: ignore[misc]
-        assert self.all_ended.wait(LONGEST_WAIT), "the engine's thread does not come to an end"
-        # Until the engine has turned once more it is still letting go of what has ended.
+        assert self.all_ended.wait(MAX_WAIT), "the engine's thread does not come to an end"
+        # Until its next iteration the engine still releases what has ended.
         self.thread.call(lambda engine: engine.scheduler.stand_still()).result()
         return self.generations.take_all([request.rid for request in requests])
 

@@ -355,7 +355,7 @@ def _faulty(setups: Setups) -> list[Path]:
 
 
 def _interrupted(setups: Setups) -> list[Path]:
-    """Outputs that stop and go on: by an operator's order, on another thread, in another request."""
+    """Outputs that stop and continue: by an operator's order, on another thread, in another request."""
     return [
         Path(name="paused in place", cache=setups.warm, scheduler=setups.mixed, stagger=True, pause=PauseMode.IN_PLACE),
         Path(

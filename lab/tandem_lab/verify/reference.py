@@ -110,7 +110,7 @@ def _behind(marker: Sequence[int], outputs: Sequence[int], start: int) -> int | 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Scored:
-    """Tokens that somebody else has chosen."""
+    """Tokens that another sampler has chosen."""
 
     logprobs: tuple[float, ...]
     behind: tuple[float, ...]

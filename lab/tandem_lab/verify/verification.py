@@ -67,7 +67,7 @@ class Verification:
     kv_dtype: KvCacheDtype = KvCacheDtype.AUTO
     """Of the pages of all paths."""
     score: Score | None = None
-    """What the truth says of tokens, where the model's dtype rounds too much for them to be equal (`rounded`)."""
+    """What the reference gives for tokens, where the model's dtype rounds too much for them to be equal (`rounded`)."""
     bound: float = MIN_BOUND
     """How far logprobs may be from the truth of `score`."""
     host: str = LOOPBACK
@@ -150,8 +150,8 @@ class Verification:
         return result
 
     def _fetched(self, path: Path, fetched: Fetched, began: float) -> PathResult:
-        result = self._compare(path, fetched.generate, (fetched.asker, fetched.lender), began)
-        if result.equal and not fetched.asker.stats().prefix_fetch.fetched_total:
+        result = self._compare(path, fetched.generate, (fetched.requester, fetched.source), began)
+        if result.equal and not fetched.requester.stats().prefix_fetch.fetched_total:
             return msgspec.structs.replace(result, not_exercised="no prefix was fetched")
         return result
 

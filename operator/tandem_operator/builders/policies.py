@@ -125,7 +125,7 @@ def network_policies(service: Served, settings: OperatorSettings, other_ports: I
         # Engines and NIXL choose their ports freely; the sockets reject peers without the service's keys.
         reach["worker"] = [{"from": fleet}, {"from": [operator, *prometheus], "ports": [_port(HEALTH_PORT)]}]
     if _grouped(service):
-        # Of their tensors only the way in is secret: nobody else comes near.
+        # Their tensors are not secret, access to them is: no other pod reaches them.
         reach[FOLLOWER] = reach["worker"]
     if service.spec.gateway.inference_pool is not None:
         # Data planes of Inference Gateways may run in any namespace, and the protocol has no token.

@@ -36,7 +36,7 @@ from tandem_operator.telemetry.worker_control import OrderFailedError
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 15.0
-LONGEST_PAUSE_S = 300.0
+MAX_PAUSE_S = 300.0
 
 
 @dataclass(slots=True)
@@ -75,7 +75,7 @@ class AdapterSync:
 
     async def step(self, subject: Subject) -> Reading:
         """Sends the next command, if one is due."""
-        found = accepted(subject.wanted, subject.adapter_asks)
+        found = accepted(subject.wanted, subject.adapter_requests)
         listed = {one.name: one.pinned for one in subject.status.adapters}
         self._take_result()
         if not found.wanted and not listed:
@@ -131,7 +131,7 @@ class AdapterSync:
         before = self._tried.get(name)
         wanted: WantedAdapter | None = command.wanted if isinstance(command, Load) else None
         again = before is not None and before.failure.wanted == wanted
-        pause_s = min(2 * before.pause_s, LONGEST_PAUSE_S) if again and before is not None else FIRST_PAUSE_S
+        pause_s = min(2 * before.pause_s, MAX_PAUSE_S) if again and before is not None else FIRST_PAUSE_S
         failure = Failure(wanted=wanted, message=result.message, workers=result.failed)
         self._tried[name] = _Tried(failure, pause_s, self.clock() + pause_s)
 

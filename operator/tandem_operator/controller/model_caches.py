@@ -174,11 +174,11 @@ def _job(job: Seen, pods: list[Seen]) -> JobSeen:
         halted=job.body.get("spec", {}).get("parallelism") == 0,
         ended=_ended_at(job, ended, endings),
         result=next((result for ending in endings if (result := _result(ending)) is not None), None),
-        trouble=_trouble(job, newest[0] if newest else None, ended=bool(ended) or refused),
+        problem=_problem(job, newest[0] if newest else None, ended=bool(ended) or refused),
     )
 
 
-def _trouble(job: Seen, newest: Seen | None, *, ended: bool) -> str:
+def _problem(job: Seen, newest: Seen | None, *, ended: bool) -> str:
     """Why it does not download. Reasons that are in events alone (quotas, volumes that cannot be attached) are not
     known: the message says where they are."""
     if newest is None:

@@ -94,7 +94,7 @@ class Parts:
         failure = found.failure or _failure({}, followers, failing)
         return replace(found, paused=_partition(seen) > 0, failure=failure)
 
-    def adapter_asks(self) -> tuple[AdapterAsk, ...]:
+    def adapter_requests(self) -> tuple[AdapterAsk, ...]:
         """ModelAdapters, in the form for planning."""
         return tuple(map(ask_of, self.model_adapters))
 
@@ -291,9 +291,9 @@ class Subject:
     """Its model at the gateways of that one."""
 
     @property
-    def adapter_asks(self) -> tuple[AdapterAsk, ...]:
+    def adapter_requests(self) -> tuple[AdapterAsk, ...]:
         """ModelAdapters that name the service."""
-        return self.parts.adapter_asks()
+        return self.parts.adapter_requests()
 
     @property
     def rolling_out(self) -> bool:

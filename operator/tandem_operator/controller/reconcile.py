@@ -279,7 +279,7 @@ class Reconciler:
             decisions=observations.decisions,
             holding=observations.holding,
             slo=observations.slo,
-            adapter_asks=parts.adapter_asks(),
+            adapter_requests=parts.adapter_requests(),
             adapters=observations.adapters,
             ready_workers=parts.ready_workers(),
         )

@@ -166,7 +166,7 @@ class NoProgress(kopf.ProgressStorage):
         return essence
 
 
-Heard = Callable[[str, str | None, Any], None]
+EventHandler = Callable[[str, str | None, Any], None]
 """Called with kind, type of event (None: listed, not changed) and body."""
 
 
@@ -180,7 +180,10 @@ class EndlessBackoff:
 
 
 def registry_for(
-    kinds: Sequence[Kind], on_event: Heard, start: Callable[[], Awaitable[None]], stop: Callable[[], Awaitable[None]]
+    kinds: Sequence[Kind],
+    on_event: EventHandler,
+    start: Callable[[], Awaitable[None]],
+    stop: Callable[[], Awaitable[None]],
 ) -> kopf.OperatorRegistry:
     """Handlers of one operator. `start` and `stop`: what runs in parallel to the watches."""
     registry = kopf.OperatorRegistry()
@@ -205,7 +208,7 @@ def registry_for(
     return registry
 
 
-def _watch(registry: kopf.OperatorRegistry, kind: Kind, on_event: Heard) -> None:
+def _watch(registry: kopf.OperatorRegistry, kind: Kind, on_event: EventHandler) -> None:
     @kopf.on.event(kind.group, kind.version, kind.plural, id=f"on_event-{kind.plural}", registry=registry)
     async def event(type: str | None, body: kopf.Body, **_: Any) -> None:  # noqa: A002 - kopf's name
         on_event(kind.name, type, body)

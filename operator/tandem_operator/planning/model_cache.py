@@ -90,7 +90,7 @@ class JobSeen:
     """When it ended or failed, RFC 3339."""
     result: DownloadResult | None = None
     """Of the newest of its pods that has ended."""
-    trouble: str = ""
+    problem: str = ""
     """Why its pod does not run."""
 
 
@@ -327,8 +327,8 @@ def _under_way(cache: CacheWanted, job: JobSeen | None, observed: CacheObserved)
         return _State("Pending", "JobPending", f"{what}: the Job is being created")
     if job.result is not None and job.result.reason and not job.succeeded and not observed.progress.total:
         return _State("Downloading", "Retrying", f"{what}: {job.result.message}")
-    if job.trouble:
-        return _State("Pending", "PodPending", f"{what}: {job.trouble}")
+    if job.problem:
+        return _State("Pending", "PodPending", f"{what}: {job.problem}")
     shown = f", {observed.progress.file}" if observed.progress.file else ""
     return _State("Downloading", "Downloading", f"{what}{shown}")
 
@@ -345,7 +345,7 @@ def _failure(cache: CacheWanted, job: JobSeen) -> _State:
         )
         return _State("Failed", _DEADLINE, f"{text}kept, and the next attempt continues it")
     if result is None or not result.reason:
-        return _State("Failed", "DownloadFailed", job.trouble or f"the Job failed: {job.failed}")
+        return _State("Failed", "DownloadFailed", job.problem or f"the Job failed: {job.failed}")
     token = source.token_secret
     fields = {
         "HubAuthRefused": "spec.source.huggingFace.tokenSecret: "

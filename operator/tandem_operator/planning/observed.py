@@ -132,7 +132,7 @@ class Observed:
     """Of a service with `gatewayRef`; None where there is no ModelGateway of that name."""
     cache: CacheSeen | None = None
     """Of a service with `cacheRef`."""
-    adapter_asks: tuple[AdapterAsk, ...] = ()
+    adapter_requests: tuple[AdapterAsk, ...] = ()
     """ModelAdapters that name the service."""
     adapters: Reading = field(default_factory=Reading)
     """What its gateways have."""

@@ -184,7 +184,7 @@ def make_plan(
     if unfit:
         return refused(unfit, observed, before, generation)
     manifests = held(patched, service, observed)
-    found = accepted(service, observed.adapter_asks)
+    found = accepted(service, observed.adapter_requests)
     workers, reading = observed.ready_workers, observed.adapters
     adapters = statuses_of(found.wanted, before.adapters, reading, workers)
     conditions = [*health_of(service, observed, target, wanted), *adapters_ready(adapters, before.conditions)]
@@ -195,7 +195,9 @@ def make_plan(
         scale=(*_pool_scalings(service, observed, wanted), *_old_scalings(observed, target, step)),
         delete=_superfluous(observed, manifests, step, gateways=_former_gateways(service, conditions)),
         pools={role: _pool_status(service, observed, role) for role in ROLES},
-        model_adapters=model_adapter_statuses(observed.adapter_asks, found, adapters, reading, workers, observed.now),
+        model_adapters=model_adapter_statuses(
+            observed.adapter_requests, found, adapters, reading, workers, observed.now
+        ),
         status=_with_workers(status, service, observed, target, wanted, step),
     )
 

@@ -102,11 +102,11 @@ def _grown(new: RevisionSeen, role: RoleName, wanted: int, room: int) -> int:
 
 def _paused(new: RevisionSeen, old: list[RevisionSeen], wanted: Mapping[RoleName, int]) -> Step:
     """All stay; what scaling adds goes to the revision with most ready workers, what it takes to that with fewest."""
-    everybody = [*old, new]
-    desired = {revision.name: {role: revision.desired.get(role, 0) for role in ROLES} for revision in everybody}
+    all_pods = [*old, new]
+    desired = {revision.name: {role: revision.desired.get(role, 0) for role in ROLES} for revision in all_pods}
     for role in ROLES:
-        missing = wanted[role] - _total(everybody, role)
-        for revision in sorted(everybody, key=lambda one: one.ready.get(role, 0), reverse=missing > 0):
+        missing = wanted[role] - _total(all_pods, role)
+        for revision in sorted(all_pods, key=lambda one: one.ready.get(role, 0), reverse=missing > 0):
             change = max(missing, -desired[revision.name][role])
             desired[revision.name][role] += change
             missing -= change

@@ -143,7 +143,7 @@ def _workers(fleet: _Prefill, offered: float) -> float:
     least = floor(offered) + 1
     if least > MAX_WORKERS:
         return offered
-    # Beyond that nobody waits, and more workers change nothing.
+    # Beyond that no request waits, and more workers change nothing.
     most = min(MAX_WORKERS, least + ceil(8 * sqrt(offered) + 8))
     enough = next((workers for workers in range(least, most + 1) if fleet.attains(workers, offered)), most)
     return _between(enough, offered, _bearable(fleet, enough - 1), _bearable(fleet, enough))

@@ -28,7 +28,7 @@ class Traffic:
     gateway_seconds: float
     """Seconds of each gateway, added up."""
     choices: float
-    asked_tokens: float
+    requested_tokens: float
     predicted_tokens: float
     """Of those that were sent to a worker, tokens that it had cached."""
     latency: LatencyTotals
@@ -53,7 +53,7 @@ class _Sum:
     seconds: float = 0.0
     gateway_seconds: float = 0.0
     choices: float = 0.0
-    asked_tokens: float = 0.0
+    requested_tokens: float = 0.0
     predicted_tokens: float = 0.0
     latency: LatencyTotals = field(default_factory=LatencyTotals)
     steps: float = 0.0
@@ -64,7 +64,7 @@ class _Sum:
         self.seconds = kept * self.seconds + traffic.seconds
         self.gateway_seconds = kept * self.gateway_seconds + traffic.gateway_seconds
         self.choices = kept * self.choices + traffic.choices
-        self.asked_tokens = kept * self.asked_tokens + traffic.asked_tokens
+        self.requested_tokens = kept * self.requested_tokens + traffic.requested_tokens
         self.predicted_tokens = kept * self.predicted_tokens + traffic.predicted_tokens
         self.latency = self.latency.times(kept).plus(traffic.latency)
         self.steps = kept * self.steps + traffic.seconds * steps_per_s
@@ -91,7 +91,7 @@ class LatencyWindow:
                 seconds=max(one.seconds for one in taken),
                 gateway_seconds=sum(one.gateway_seconds for one in taken),
                 choices=sum(one.choices for one in taken),
-                asked_tokens=sum(one.asked_tokens for one in taken),
+                requested_tokens=sum(one.requested_tokens for one in taken),
                 predicted_tokens=sum(one.predicted_tokens for one in taken),
                 latency=latency,
             )
@@ -108,7 +108,7 @@ class LatencyWindow:
         share = lengths.sum / known if known else 1.0
         return PromptFigures(
             tokens=lengths,
-            arrived_tokens_per_s=share * self._arrivals.asked_tokens / self._arrivals.seconds,
+            arrived_tokens_per_s=share * self._arrivals.requested_tokens / self._arrivals.seconds,
             arrivals_variation=self._variation(),
             step_base_s=step_base_s,
             correction=self.factors.compute,
@@ -163,7 +163,7 @@ class LatencyWindow:
         lengths = self._lengths
         if not self._ended or not lengths.choices:
             return 0.0
-        return lengths.asked_tokens / lengths.choices + lengths.latency.output_tokens / self._ended / 2
+        return lengths.requested_tokens / lengths.choices + lengths.latency.output_tokens / self._ended / 2
 
     def _steps_per_s(self, decoding: Decoding) -> float:
         """Those that are computed now."""

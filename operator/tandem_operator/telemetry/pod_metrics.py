@@ -82,7 +82,7 @@ class GatewayTotals:
     """Since its start."""
 
     choices: float = 0.0
-    asked_tokens: float = 0.0
+    requested_tokens: float = 0.0
     predicted_tokens: float = 0.0
     first_token_s: float = 0.0
     first_tokens: float = 0.0
@@ -139,7 +139,7 @@ class GatewayFigures:
             oldest_wait_s=value("oldest_wait_seconds"),
             totals=GatewayTotals(
                 choices=value("choices_total"),
-                asked_tokens=value("asked_prompt_tokens_total"),
+                requested_tokens=value("asked_prompt_tokens_total"),
                 predicted_tokens=value("predicted_cached_tokens_total"),
                 first_token_s=value("time_to_first_token_seconds_sum"),
                 first_tokens=value("time_to_first_token_seconds_count"),

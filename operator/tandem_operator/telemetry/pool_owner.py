@@ -4,7 +4,7 @@
     and again                     left as it is, and nothing is scaled (hold), until it has been the same for `QUIET_S`,
                                   or is again what was ordered
 
-Two that write in turns would replace pods without end. One of them must give in, whoever is faster: the autoscaler,
+Two that write in turns would replace pods without end. One of them must give in, whichever is faster: the autoscaler,
 because a person who has changed the number twice means it.
 
 An order may not be in the operator's view of the cluster yet: for `SEEN_S` the number before it is not foreign.
@@ -53,7 +53,7 @@ class PoolOwner:
         self._ordered = dict(pools)
 
     def forget(self, roles: Collection[RoleName] = ROLES) -> None:
-        """Nothing is known of the pools of `roles`, or they belong to somebody else: later they are what they are."""
+        """The pools of `roles` are unknown, or belong to another controller: then they stay as they are."""
         self._ordered = {role: count for role, count in self._ordered.items() if role not in roles}
         self._foreign = {role: count for role, count in self._foreign.items() if role not in roles}
         if not self._ordered:

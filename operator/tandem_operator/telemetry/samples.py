@@ -51,7 +51,7 @@ class Gain:
             seconds=self.seconds,
             gateway_seconds=self.seconds,
             choices=self.totals.choices,
-            asked_tokens=self.totals.asked_tokens,
+            requested_tokens=self.totals.requested_tokens,
             predicted_tokens=self.totals.predicted_tokens,
             latency=self.latency,
         )
@@ -87,7 +87,7 @@ class Demand:
             before = sum(gain.totals.first_token_s for gain in taken) / first
             self.seconds_each += SMOOTHING * (max(0.0, whole - before) - self.seconds_each)
         # A request that does not wait has a worker, and a prediction of the tokens that this worker has cached.
-        admitted = sum(gain.totals.asked_tokens - gain.waiting_tokens for gain in taken)
+        admitted = sum(gain.totals.requested_tokens - gain.waiting_tokens for gain in taken)
         if admitted > 0:
             share = min(1.0, sum(gain.totals.predicted_tokens for gain in taken) / admitted)
             self.cached_share += SMOOTHING * (share - self.cached_share)
@@ -97,7 +97,7 @@ class Demand:
         taken = list(gains)
         uncached = 1.0 - self.cached_share
         return Rates(
-            tokens_per_s=sum(gain.totals.asked_tokens / gain.seconds for gain in taken) * uncached,
+            tokens_per_s=sum(gain.totals.requested_tokens / gain.seconds for gain in taken) * uncached,
             choices_per_s=sum(gain.totals.choices / gain.seconds for gain in taken),
             seconds_each=self.seconds_each,
             uncached_share=uncached,

@@ -214,7 +214,7 @@ async def with_standby(client: httpx.AsyncClient, pods: Sequence[PodSeen]) -> tu
 
     asked = starting(pods)
     said = dict(zip((pod.uid for pod in asked), await asyncio.gather(*map(ask, asked)), strict=True))
-    return tuple(_as_it_says(pod, said.get(pod.uid, "")) for pod in pods)
+    return tuple(_with_status(pod, said.get(pod.uid, "")) for pod in pods)
 
 
 async def order_offer(client: httpx.AsyncClient, pod: PodSeen, token: str) -> None:
@@ -232,7 +232,7 @@ async def order_hold(client: httpx.AsyncClient, pod: PodSeen, token: str) -> Non
         logger.debug("cannot hold the standby of %s: %s", pod.name, error)
 
 
-def _as_it_says(pod: PodSeen, status: str) -> PodSeen:
+def _with_status(pod: PodSeen, status: str) -> PodSeen:
     return replace(pod, standby=status == STANDBY, ready=pod.ready or status == READY)
 
 

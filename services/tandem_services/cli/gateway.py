@@ -247,13 +247,13 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
 def process_count(text: str) -> int:
     """Raises `ArgumentTypeError`."""
     from tandem_engine.base.cgroups import cpu_quota
-    from tandem_services.gateway.process_place import MOST_PROCESSES
+    from tandem_services.gateway.process_place import MAX_PROCESSES
 
     if text == "auto":
         cores = cpu_quota() or len(os.sched_getaffinity(0))
-        return max(1, min(MOST_PROCESSES, int(cores)))
-    if not text.isdecimal() or not 1 <= int(text) <= MOST_PROCESSES:
-        raise argparse.ArgumentTypeError(f"must be auto or a number from 1 to {MOST_PROCESSES}, got {text!r}")
+        return max(1, min(MAX_PROCESSES, int(cores)))
+    if not text.isdecimal() or not 1 <= int(text) <= MAX_PROCESSES:
+        raise argparse.ArgumentTypeError(f"must be auto or a number from 1 to {MAX_PROCESSES}, got {text!r}")
     return int(text)
 
 

@@ -3,7 +3,7 @@
 Life of a process
     start      argv without a shell, output to a pipe (`logs.pump`), killed by the kernel when the parent dies
     exit while starting up   the whole start-up fails, with the reason it gave or the last lines of its log. Once the
-               gateway has served with others, the process is restarted instead, at most `MOST_RESTARTS` times
+               gateway has served with others, the process is restarted instead, at most `MAX_RESTARTS` times
     exit while serving       restarted after a pause that doubles from 1 s to 30 s
     stop       SIGTERM in reverse order of start: finish what runs. SIGINT after the grace period: end now.
                SIGKILL for what is left then. What the others use to say good-bye (Redis) is stopped after them
@@ -30,7 +30,7 @@ from tandem_services.cli.logs.pump import LogPump, Output
 from tandem_services.common.errors import StartupError
 
 FIRST_PAUSE = 1.0
-LONGEST_PAUSE = 30.0
+MAX_PAUSE = 30.0
 
 STABLE_AFTER = 60.0
 """A process that ran this long starts again with the first pause."""
@@ -49,7 +49,7 @@ USAGE = 2
 REFUSALS = (USAGE, 3)
 """And of a worker whose engine refuses model or flags."""
 
-MOST_RESTARTS = 3
+MAX_RESTARTS = 3
 """Of one process before all are ready."""
 
 _REASON = re.compile(r"(?:\bERROR +\S+|^[\d:.]+ tandem(?:-engine)?: error:) (.+)$", re.MULTILINE)
@@ -101,7 +101,7 @@ class Child:
     @property
     def may_restart(self) -> bool:
         """Whether another start may do better: it was not refused for what it was given."""
-        return self.status not in REFUSALS and self.restarts < MOST_RESTARTS
+        return self.status not in REFUSALS and self.restarts < MAX_RESTARTS
 
     @property
     def session(self) -> int:
@@ -122,7 +122,7 @@ class Child:
         last = next((line.strip() for line in reversed(self._written().split("\n")) if line.strip()), "")
         return f"the last line of its log: {last}" if last else "its log is empty"
 
-    def last_words(self, lines: int = 5) -> str:
+    def last_log_lines(self, lines: int = 5) -> str:
         """The first error it logged on purpose; without one, or after a crash, the end of its log."""
         text = self._written().strip()
         reason = _REASON.search(text)
@@ -161,7 +161,7 @@ class Supervisor:
         """Raise `StartupError` naming the first process that has exited; `ConfigError` where a flag was at fault.
 
         `doing`: what each was doing, by name, for the sentence. `others_serve`: one that `restart_dead` can start again
-        is passed over, unless it has failed `MOST_RESTARTS` times.
+        is passed over, unless it has failed `MAX_RESTARTS` times.
         """
         for child in self.children:
             if child.status is not None and not (others_serve and child.may_restart):
@@ -169,7 +169,7 @@ class Supervisor:
                 phase = (doing or {}).get(child.name)
                 ended = _describe(child.status, for_memory=self._killed_for_memory())
                 what = f"{ended} while starting{f' ({phase})' if phase else ''}"
-                raise problem(f"{child.name} {what}{child.last_words()}")
+                raise problem(f"{child.name} {what}{child.last_log_lines()}")
 
     def restart_dead(self) -> list[str]:
         """Start again what died and has waited its pause. Returns a line for each event."""
@@ -187,7 +187,7 @@ class Supervisor:
                 for_memory = self._killed_for_memory() if for_memory is None else for_memory
                 ended = _describe(status, for_memory=for_memory)
                 events.append(f"{child.name} {ended}; restarting in {child.pause:g} s (log: {place})")
-                child.pause = min(child.pause * 2, LONGEST_PAUSE)
+                child.pause = min(child.pause * 2, MAX_PAUSE)
             elif now >= child.restart_at:
                 events.append(self._restart(child, now))
         return events
@@ -213,7 +213,7 @@ class Supervisor:
         except OSError as error:
             child.restart_at = now + child.pause
             line = f"{child.name} cannot be started ({error.strerror}); trying again in {child.pause:g} s"
-            child.pause = min(child.pause * 2, LONGEST_PAUSE)
+            child.pause = min(child.pause * 2, MAX_PAUSE)
             return line
         child.restarts += 1
         return f"{child.name} restarted"

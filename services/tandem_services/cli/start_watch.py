@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 POLL_S = 0.1
 CPU_PERIOD_S = 1.0
-LONGEST_PROBE_PAUSE_S = 2.0
+MAX_PROBE_PAUSE_S = 2.0
 
 WORKING_CPU_S = 1.0
 """A process that used as much since its last progress is at work."""
 
-MOST_BETWEEN_S = 1.0
+MAX_BETWEEN_S = 1.0
 """Time between two turns that counts at most: when this process was stopped, the others may have been, too."""
 
 
@@ -182,7 +182,7 @@ class StartWatch:
 
     def _turn(self) -> None:
         now = self.clock.now()
-        elapsed_s, self._last_turn = min(now - self._last_turn, MOST_BETWEEN_S), now
+        elapsed_s, self._last_turn = min(now - self._last_turn, MAX_BETWEEN_S), now
         cpu = self._cpu(now)
         for each in self._waiting():
             news = each.observe(cpu.get(each.child.session), elapsed_s=elapsed_s, now=now)
@@ -214,7 +214,7 @@ class StartWatch:
 
     def _probe_ready(self, each: Watched, now: float) -> None:
         answer = self.probe(each.url)
-        each.probe_at = now + min(max(POLL_S, each.quiet_s / 10), LONGEST_PROBE_PAUSE_S)
+        each.probe_at = now + min(max(POLL_S, each.quiet_s / 10), MAX_PROBE_PAUSE_S)
         each.reasons = answer.reasons
         if answer.ready:
             each.ready_after_s = self.clock.now() - self._began

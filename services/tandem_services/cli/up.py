@@ -437,7 +437,7 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
         argv += ["--progress-file", str(progress), "--drain-timeout", str(max(WORKER_DRAIN_S, args.grace))]
         supervisor.start(_child(todo, name, [*argv, *engine_argv(args)], progress))
     gateway = ["gateway", "--host", args.host, "--port", str(todo.port), *shared]
-    # Nobody but this machine has to learn that it ends.
+    # No other machine has to learn that it ends.
     gateway += ["--drain-notice", "0", "--drain-timeout", str(max(GATEWAY_DRAIN_S, args.grace))]
     gateway += ["--local-prefill-tokens", str(args.local_prefill_tokens), "--session-ttl", str(args.session_ttl)]
     gateway += ["--tool-call-parser", args.tool_call_parser, "--reasoning-parser", args.reasoning_parser]

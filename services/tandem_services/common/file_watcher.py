@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from tandem_services.common.tasks import for_ever
+from tandem_services.common.tasks import run_periodically
 
 POLL_S = 1.0
 Signature = tuple[tuple[str, int, int, int], ...]
@@ -45,32 +45,32 @@ class Follower(Generic[T]):
     """What `read` and `take` may raise; the message is the error."""
     seen: Signature | None = None
     """None: nothing has been looked at."""
-    _complaint: str = ""
+    _last_error: str = ""
 
     async def run(self, logger: logging.Logger, *, what: str) -> None:
         """Runs until canceled. `what` is followed, in the words of a log line."""
         # A file that is no longer followed would keep withdrawn content active.
-        await for_ever(self.poll, every_s=POLL_S, logger=logger, complaint=f"cannot check for changed {what}")
+        await run_periodically(self.poll, every_s=POLL_S, logger=logger, failure=f"cannot check for changed {what}")
 
     async def poll(self) -> None:
         """Take over what has changed."""
         signature = await asyncio.to_thread(self.signature)
-        if signature == self.seen and not self._complaint:
+        if signature == self.seen and not self._last_error:
             return
         try:
             value = await asyncio.to_thread(self.read)
             if value != self.value:
                 await self.take(value)
-                self.value, self._complaint = value, ""
+                self.value, self._last_error = value, ""
         except self.faults as error:
             self._refuse(str(error))
             return
         self.seen = signature
-        if self._complaint:
-            self._complaint = ""
+        if self._last_error:
+            self._last_error = ""
             self.mended()
 
-    def _refuse(self, complaint: str) -> None:
-        if complaint != self._complaint:
-            self._complaint = complaint
-            self.refused(complaint)
+    def _refuse(self, failure: str) -> None:
+        if failure != self._last_error:
+            self._last_error = failure
+            self.refused(failure)

@@ -41,7 +41,7 @@ class RecordingErrors(Collector):
     def collect(self) -> Iterator[CounterMetricFamily]:
         family = CounterMetricFamily(
             self._name,
-            "Errors in what only records or estimates, by function; requests went on without it",
+            "Errors in what only records or estimates, by function; requests continued without it",
             labels=["function"],
         )
         for name, count in sorted(errors().items()):

@@ -42,7 +42,7 @@ ROUTING_TIMEOUT_S = 0.02
 BACKGROUND_TIMEOUT_S = 1.0
 """For heartbeats and index updates, which no request waits for."""
 
-COMPLAIN_EVERY_S = 60.0
+WARN_EVERY_S = 60.0
 """A broken Redis costs one log line a minute [redis-is-optional]."""
 
 Argument: TypeAlias = str | bytes | int | float
@@ -108,7 +108,7 @@ class RarelyLogged:
     """Lets one message through per `every_s`, with the number of suppressed ones."""
 
     clock: Clock
-    every_s: float = COMPLAIN_EVERY_S
+    every_s: float = WARN_EVERY_S
     _next_at: float = float("-inf")
     _held_back: int = 0
 

@@ -24,17 +24,17 @@ class BackgroundTasks:
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
 
-async def for_ever(
+async def run_periodically(
     step: Callable[[], Awaitable[None]],
     *,
     every_s: float,
     logger: logging.Logger,
-    complaint: str,
+    failure: str,
     at_once: bool = False,
 ) -> None:
     """Do `step` every `every_s` seconds, `at_once` for the first time, or after so long.
 
-    A task boundary: a failing step is logged as `complaint` and repeated, for its users would not notice
+    A task boundary: a failing step is logged as `failure` and repeated, for its users would not notice
     that it has stopped.
     """
     if not at_once:
@@ -43,7 +43,7 @@ async def for_ever(
         try:
             await step()
         except Exception:
-            logger.exception(complaint)
+            logger.exception(failure)
         await asyncio.sleep(every_s)
 
 

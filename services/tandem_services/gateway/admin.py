@@ -262,7 +262,7 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
 
     async def explain(request: Request) -> Response:
         request_id: str = request.path_params["request_id"]
-        record = gateway.answering.journal.find_anybodys(request_id)
+        record = gateway.answering.journal.find_of_any_caller(request_id)
         if record is None:
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
         return json_response(record)

@@ -16,7 +16,7 @@ from typing import Any
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.common.tasks import for_ever
+from tandem_services.common.tasks import run_periodically
 from tandem_services.gateway.access.tenants import Board as UsageBoard
 from tandem_services.gateway.app import Home
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
@@ -156,9 +156,9 @@ def _upkeep(source: FleetTokenizer, found: FoundTokenizer) -> Callable[[], Corou
     """What keeps the copy in Redis, for as long as it runs."""
 
     async def run() -> None:
-        complaint = "cannot keep a copy of the tokenizer in Redis"
+        failure = "cannot keep a copy of the tokenizer in Redis"
         work = partial(source.keep_copy, found.digest)
-        await for_ever(work, every_s=COPY_EVERY_S, logger=logger, complaint=complaint, at_once=True)
+        await run_periodically(work, every_s=COPY_EVERY_S, logger=logger, failure=failure, at_once=True)
 
     return run
 

@@ -11,7 +11,7 @@ import msgspec
 
 from tandem_engine.base.errors import ConfigError
 
-MOST_PROCESSES = 8
+MAX_PROCESSES = 8
 """Workers send each of them a message per step."""
 
 

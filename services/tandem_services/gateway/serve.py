@@ -361,7 +361,7 @@ async def _serve(
             console = console_of(gateway, lambda: [fleet.view for fleet in live.fleets])
         app = api_app(gateway, metrics=admin_listener is None, console=console if admin_listener is None else None)
         server = http_server(app, config, health, gateway.answering.closing)
-        _tell_who_may_use(config)
+        _warn_open_access(config)
         logger.info("gateway listening", extra={"fields": {"host": config.host, "port": config.port}})
         # What is there now stays. Else every full collection walks all of it, and all streams wait.
         gc.collect()
@@ -374,7 +374,7 @@ async def _serve(
             await server.serve(sockets=[listener])
 
 
-def _tell_who_may_use(config: GatewayConfig) -> None:
+def _warn_open_access(config: GatewayConfig) -> None:
     """Without keys: log which clients can use this gateway, as a warning if other machines can."""
     if config.api_keys is not None:
         return

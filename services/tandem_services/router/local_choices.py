@@ -48,16 +48,16 @@ MET = 16
 LEAST = 3
 """Of these, priced."""
 
-MOST_GROUPS = 8
+MAX_GROUPS = 8
 """Roles × compat hashes of one decision."""
 
-MOST_WALKED = 64
+MAX_WALKED = 64
 """Points of a ring that one decision looks at: workers may be excluded, full of other work, or too short."""
 
-MOST_ASKED = 3
+MAX_ASKED = 3
 """Times that a decision chooses again because a worker does not answer."""
 
-MOST_PRICED = 16
+MAX_PRICED = 16
 """Of each role, when nearly all of one are excluded."""
 
 
@@ -147,7 +147,7 @@ class FewWorkers:
         by_role: dict[Role, list[WorkerRecord]] = {}
         for record in records:
             by_role.setdefault(record.view.role, []).append(record)
-        some = (self.random.sample(each, min(MOST_PRICED, len(each))) for each in by_role.values())
+        some = (self.random.sample(each, min(MAX_PRICED, len(each))) for each in by_role.values())
         return Found([record for each in some for record in each], homes)
 
     def _near(
@@ -170,8 +170,8 @@ class FewWorkers:
             for (_, compat), names in self.membership.groups.groups(model).items()
             if compat_hash is None or compat == compat_hash
         ]
-        if len(groups) > MOST_GROUPS:
-            groups = self.random.sample(groups, MOST_GROUPS)
+        if len(groups) > MAX_GROUPS:
+            groups = self.random.sample(groups, MAX_GROUPS)
         for names in groups:
             met = self.random.sample(names, min(MET, len(names)))
             records = [record for name in met if (record := fitting(name)) is not None]
@@ -183,9 +183,9 @@ class FewWorkers:
 
 
 def _distinct(names: Iterable[str], fitting: Callable[[str], WorkerRecord | None]) -> Iterator[str]:
-    """Those of `names` that fit, each once; none beyond `MOST_WALKED`."""
+    """Those of `names` that fit, each once; none beyond `MAX_WALKED`."""
     met = set[str]()
-    for name in islice(names, MOST_WALKED):
+    for name in islice(names, MAX_WALKED):
         if name not in met:
             met.add(name)
             if fitting(name) is not None:
@@ -275,7 +275,7 @@ class LocalChoices:
         chain = await self.chains.of(query.token_ids, page_size, space=query.space, most_blocks=MAX_CHAIN_BLOCKS)
         coming = {name: blocks * page_size for name, blocks in self.in_flight.matches(chain).items()}
         first_block, exclude = chain[0] if chain else None, query.exclude
-        for _ in range(MOST_ASKED):
+        for _ in range(MAX_ASKED):
             found = self.few.find(
                 query.model,
                 prompt_tokens=demand.prompt_tokens,

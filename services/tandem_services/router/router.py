@@ -28,7 +28,7 @@ from tandem_services.common.redis_client import (
     RedisClient,
     RedisUnavailableError,
 )
-from tandem_services.common.tasks import for_ever
+from tandem_services.common.tasks import run_periodically
 from tandem_services.router.adapter_prices import AdapterPrices
 from tandem_services.router.cost import Demand, room_needed
 from tandem_services.router.decision import (
@@ -481,8 +481,8 @@ class Router:
 
     async def _keep_refreshing(self) -> None:
         # A view that stops refreshing would go unnoticed until workers are gone.
-        complaint = "cannot refresh the view of the fleet"
-        await for_ever(self._refresh_view, every_s=HEARTBEAT_S, logger=logger, complaint=complaint)
+        failure = "cannot refresh the view of the fleet"
+        await run_periodically(self._refresh_view, every_s=HEARTBEAT_S, logger=logger, failure=failure)
 
     async def _refresh_view(self) -> None:
         await self._refresh_if_possible()

@@ -50,7 +50,7 @@ from tandem_services.router.usage_counters import Ask, Refused, Usage, UsageLimi
 class _SyncReply(msgspec.Struct, frozen=True, kw_only=True):
     floor: str
     values: list[tuple[str, str]]
-    wishes: list[tuple[str, str]]
+    heads: list[tuple[str, str]]
     places: int
 
 
@@ -66,7 +66,7 @@ class Charge:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Wish:
+class QueueHead:
     """Priority and tenant of the request that the next free slot of a gateway is for."""
 
     priority: int
@@ -79,7 +79,7 @@ class Report:
 
     gateway: str
     charges: Sequence[Charge]
-    wish: Wish | None = None
+    head: QueueHead | None = None
     left: int = 0
     """Places that it leaves to others."""
     wanted: int = 0
@@ -87,7 +87,7 @@ class Report:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class WishElsewhere:
+class RemoteHead:
     """Of another gateway."""
 
     priority: int
@@ -97,12 +97,12 @@ class WishElsewhere:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Standing:
-    """Counters of all gateways together, and wishes, at one moment."""
+    """Counters of all gateways together, and queue heads, at one moment."""
 
     values: dict[str, float]
     """Counters of the tenants in the report."""
     floor: float
-    wishes: tuple[WishElsewhere, ...] = ()
+    heads: tuple[RemoteHead, ...] = ()
     places: int = 0
     """That others have left, and that are the reporter's from now on."""
 
@@ -116,8 +116,8 @@ class FairBoard:
 
     async def sync(self, report: Report) -> Standing:
         """Add its charges; returns where their tenants stand."""
-        wish = "" if report.wish is None else f"{report.wish.priority} {report.wish.tenant}"
-        args: list[str | int] = [report.gateway, wish, report.left, report.wanted]
+        head = "" if report.head is None else f"{report.head.priority} {report.head.tenant}"
+        args: list[str | int] = [report.gateway, head, report.left, report.wanted]
         for charge in report.charges:
             args += (charge.tenant, f"{charge.cost:.6f}", "1" if charge.waits else "0")
         reply = await self.library.ask("fair_sync", self.keys.fairness, *args, shape=_SyncReply)
@@ -125,15 +125,15 @@ class FairBoard:
             return Standing(
                 values={tenant: _number(value) for tenant, value in reply.values},
                 floor=_number(reply.floor),
-                wishes=tuple(_wish_elsewhere(priority, value) for priority, value in reply.wishes),
+                heads=tuple(_remote_head(priority, value) for priority, value in reply.heads),
                 places=reply.places,
             )
         except ValueError as error:
             raise self.library.unreadable("fair_sync", error) from error
 
 
-def _wish_elsewhere(priority: str, value: str) -> WishElsewhere:
-    return WishElsewhere(priority=int(priority), value=_number(value))
+def _remote_head(priority: str, value: str) -> RemoteHead:
+    return RemoteHead(priority=int(priority), value=_number(value))
 
 
 def _number(text: str) -> float:

@@ -36,7 +36,7 @@ from tandem_engine.base.addresses import Address, AddressError, ip_of, is_wildca
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import ConfigError
 from tandem_services.common.errors import ApiError, unavailable
-from tandem_services.common.tasks import BackgroundTasks, for_ever
+from tandem_services.common.tasks import BackgroundTasks, run_periodically
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.access.keys import KeyWatch
 from tandem_services.gateway.access.tenants import AccessMetrics
@@ -124,7 +124,7 @@ class GatewayEndpoints:
     def running(self, endpoint: str) -> int:
         return self._running[endpoint]
 
-    def complaint(self) -> str | None:
+    def failure(self) -> str | None:
         """For /ready."""
         return "none of --gateway is ready" if self.places and not self.ready else None
 
@@ -135,8 +135,8 @@ class GatewayEndpoints:
             async def look() -> None:
                 await self.refresh(client)
 
-            complaint = "cannot check the gateways"
-            await for_ever(look, every_s=PROBE_EVERY_S, logger=logger, complaint=complaint, at_once=True)
+            failure = "cannot check the gateways"
+            await run_periodically(look, every_s=PROBE_EVERY_S, logger=logger, failure=failure, at_once=True)
 
     async def refresh(self, client: httpx.AsyncClient) -> None:
         """Resolve names, if it is time, and probe all gateways."""

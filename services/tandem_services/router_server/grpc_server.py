@@ -22,7 +22,7 @@ from tandem_engine.base.addresses import EVERY_ADDRESS, Address
 from tandem_engine.base.errors import ConfigError
 from tandem_services.common.errors import ApiError, StartupError, bad_request
 from tandem_services.common.health import Health
-from tandem_services.common.tasks import for_ever
+from tandem_services.common.tasks import run_periodically
 from tandem_services.gateway.api.openai_schemas import ChatMessage
 from tandem_services.gateway.limits import MAX_BODY_BYTES
 from tandem_services.router.decision import PlannedFetch, WorkerView
@@ -243,8 +243,8 @@ class GrpcServer:
 
     async def run(self) -> None:
         """Report health as it changes, until canceled."""
-        complaint = "cannot report the health of the gRPC services"
-        await for_ever(self.report, every_s=HEALTH_EVERY_S, logger=logger, complaint=complaint)
+        failure = "cannot report the health of the gRPC services"
+        await run_periodically(self.report, every_s=HEALTH_EVERY_S, logger=logger, failure=failure)
 
     async def report(self) -> None:
         status = health_pb2.HealthCheckResponse

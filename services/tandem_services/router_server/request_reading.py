@@ -18,7 +18,7 @@ from tandem_services.gateway.api.completions import CompletionPlanner
 from tandem_services.gateway.api.response_writer import Planner
 from tandem_services.gateway.api.responses.requests import ResponsesPlanner
 from tandem_services.gateway.dispatch.plan import GenerationPlan
-from tandem_services.gateway.dispatch.sessions import SessionDesk
+from tandem_services.gateway.dispatch.sessions import SessionManager
 from tandem_services.gateway.http.body import decode_body
 from tandem_services.gateway.limits import check_context, check_token_ids
 from tandem_services.gateway.models.model import ServedModel
@@ -35,7 +35,7 @@ class ModelReader:
 
     model: ServedModel
     prompts: PromptEncoder
-    desk: SessionDesk
+    session_manager: SessionManager
 
 
 class ReadRequest(NamedTuple):

@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError, unavailable
-from tandem_services.common.tasks import BackgroundTasks, for_ever
+from tandem_services.common.tasks import BackgroundTasks, run_periodically
 from tandem_services.router.decision import Choice, NoWorkersError, RouteQuery, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.tickets import new_ticket_id
@@ -95,7 +95,7 @@ class Holds:
 
     async def run(self) -> None:
         """Expire old choices until canceled."""
-        await for_ever(self.expire, every_s=EXPIRY_EVERY_S, logger=logger, complaint="cannot expire reservations")
+        await run_periodically(self.expire, every_s=EXPIRY_EVERY_S, logger=logger, failure="cannot expire reservations")
 
     async def close(self) -> None:
         """At shutdown: everything is given back."""

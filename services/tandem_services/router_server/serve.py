@@ -32,7 +32,7 @@ from tandem_services.common.sockets import listen
 from tandem_services.common.tokens import BearerToken
 from tandem_services.gateway.access.keys import KeyWatch, cache_secret, deployment_secret
 from tandem_services.gateway.access.tenants import AccessMetrics
-from tandem_services.gateway.dispatch.sessions import SessionDesk, SessionDirectory
+from tandem_services.gateway.dispatch.sessions import SessionDirectory, SessionManager
 from tandem_services.gateway.http.connection import GatewayConnection
 from tandem_services.gateway.models.fleet_tokenizer import FleetTokenizer
 from tandem_services.gateway.models.model import ServedModel
@@ -119,12 +119,12 @@ def build_router_server(
         metrics=metrics,
         worker_wait_s=config.worker_wait_s,
     )
-    session_desk = SessionDesk(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
+    session_manager = SessionManager(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
     reading = RequestReading(models={}, awaited={name for model in config.models for name in model.names})
 
     def accept(model: TokenizedModel, tokenizer: TextTokenizer) -> None:
         special = config.parse_special_tokens
-        reading.add(_reader(model, tokenizer, router, tokenizing, session_desk, parse_special_tokens=special))
+        reading.add(_reader(model, tokenizer, router, tokenizing, session_manager, parse_special_tokens=special))
 
     for model in config.models:
         if model.path is not None:
@@ -165,7 +165,7 @@ def build_router_server(
         credentials=tls_credentials(config.tls_cert, config.tls_key),
     )
     health.add_check("workers", lambda: None if router.workers() else "no worker is registered")
-    health.add_check("gateways", endpoints.complaint)
+    health.add_check("gateways", endpoints.failure)
 
     def background() -> dict[str, Coroutine[Any, Any, None]]:
         work = {"reservations": routing.holds.run(), "gRPC health": grpc.run()}
@@ -210,14 +210,14 @@ def _reader(
     tokenizer: TextTokenizer,
     router: Chooser,
     tokenizing: TokenizerThreads,
-    sessions: SessionDesk,
+    sessions: SessionManager,
     *,
     parse_special_tokens: bool,
 ) -> ModelReader:
     dialect = OutputDialect.of(tokenizer)
     model = ServedModel(names=config.names, tokenizer=tokenizer, dialect=dialect, workers=router.workers)
     prompts = PromptEncoder(model=model, threads=tokenizing, parse_special_tokens=parse_special_tokens)
-    return ModelReader(model=model, prompts=prompts, desk=sessions)
+    return ModelReader(model=model, prompts=prompts, session_manager=sessions)
 
 
 def _key_watch(config: RouterServerConfig, metrics: AccessMetrics) -> KeyWatch | None:

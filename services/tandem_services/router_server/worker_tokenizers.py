@@ -15,7 +15,7 @@ from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.base.logs import quoted
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.common.tasks import for_ever
+from tandem_services.common.tasks import run_periodically
 from tandem_services.gateway.models.fleet_tokenizer import FoundTokenizer, preferred
 from tandem_services.router.decision import WorkerView
 from tandem_services.router_server.config import TokenizedModel
@@ -56,8 +56,8 @@ class WorkerTokenizers:
     """The last one of each model: it is logged once."""
 
     async def run(self) -> None:
-        complaint = "cannot look for tokenizers of workers"
-        await for_ever(self.look, every_s=LOOK_EVERY_S, logger=logger, complaint=complaint, at_once=True)
+        failure = "cannot look for tokenizers of workers"
+        await run_periodically(self.look, every_s=LOOK_EVERY_S, logger=logger, failure=failure, at_once=True)
 
     async def look(self) -> None:
         """Get what is missing, or has changed. Models do not wait for each other."""

@@ -117,8 +117,8 @@ class IndexFeed:
     def accept(self, batch: KvEventBatch) -> None:
         """Queue the events of one batch, or begin to wait for a replay when one before it is missing."""
         expected, self._sequence = self._sequence + 1, batch.sequence
-        begins_anew = bool(batch.events) and isinstance(batch.events[0], AllCleared)
-        if begins_anew:
+        starts_with_clear = bool(batch.events) and isinstance(batch.events[0], AllCleared)
+        if starts_with_clear:
             self._awaiting_replay = False
         elif batch.sequence != expected and not self._awaiting_replay:
             self.lose(f"KV events {expected} to {batch.sequence - 1} are missing")

@@ -87,7 +87,7 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ),
     (
         "recording_errors",
-        "Errors in what only records or estimates; requests went on without it.",
+        "Errors in what only records or estimates; requests continued without it.",
         lambda s: s.recording_errors_total,
     ),
     ("requests_convicted", "Requests ended because their step fails whenever they run.", lambda s: s.convicted_total),

@@ -1,13 +1,13 @@
 """Tracks the peers of this worker: which ones its engine may exchange KV with, and which have ended.
 
     PeerWatch       which incarnations ended, from the claims in the registry
-    Introductions   names to the engine the peers of complementary role, equal `compat_hash` and a release of the
+    PeerAnnouncements   names to the engine the peers of complementary role, equal `compat_hash` and a release of the
                     window. When the fleet or this worker's KV format changes, or after `REFRESH_S`, it reads the
                     registry after a random delay, so that the workers of a rollout do not read at once
     PeerChecks      pings peers that the registry lists no longer, and reports those that ended
-    Lifelines       whether the process of a fenced peer has exited
+    PeerExits       whether the process of a fenced peer has exited
     WarmLinks       whether the links to the first peers are measured; until then, at most for
-                    `patience_s`, the pod is not ready
+                    `timeout_s`, the pod is not ready
 
 A newer incarnation with a signed claim fences the older one of the same worker at once. An incarnation that is only
 missing in the registry may have left, died, lost Redis or been lost by Redis. `PeerChecks` looks for a signed verdict,
@@ -114,7 +114,7 @@ WITHIN_S = 1.0
 
 
 @dataclass(kw_only=True, slots=True)
-class Introductions:
+class PeerAnnouncements:
     """Runs for as long as the engine does."""
 
     fleet: Snapshots
@@ -150,14 +150,14 @@ class Introductions:
             return
         views = [record.view for record in snapshot.workers]
         self.observe(views)
-        peers = whom_to_meet(self.own(), views)
+        peers = peers_to_connect(self.own(), views)
         changed = peers != (self.named or ())
         self.named = peers
         if changed:
             await self.order(MeetPeers(peers=peers))
 
 
-def whom_to_meet(own: WorkerView, others: Iterable[WorkerView]) -> tuple[Peer, ...]:
+def peers_to_connect(own: WorkerView, others: Iterable[WorkerView]) -> tuple[Peer, ...]:
     """At most `MAX_LINKS` workers that KV may go to or come from; in a larger fleet another part for each worker."""
     views = [other for other in others if other.worker_id != own.worker_id and _complementary(own, other)]
     views.sort(key=lambda view: _affinity(own.incarnation, view.incarnation))
@@ -183,7 +183,7 @@ def _affinity(own: str, other: str) -> bytes:
     return blake2b(f"{own} {other}".encode(), digest_size=8).digest()
 
 
-KNOCK_S = 1.0
+PROBE_S = 1.0
 
 UNREACHABLE_S = 3.0
 """A connection without answer or refusal for so long leads to no machine."""
@@ -195,7 +195,7 @@ PAUSE_S = 0.5
 """Between connection attempts."""
 
 
-class _Line(Enum):
+class _ProbeResult(Enum):
     REFUSED = "refused"
     UNREACHABLE = "unreachable"
     LIVED = "lived"
@@ -203,7 +203,7 @@ class _Line(Enum):
 
 
 @dataclass(kw_only=True, slots=True)
-class Lifelines:
+class PeerExits:
     """Of one worker. Belongs to its event loop."""
 
     fleet: Snapshots
@@ -229,13 +229,13 @@ class Lifelines:
     async def _until_ended(self, peer: Peer) -> None:
         silent_since: float | None = None
         while not await self._replaced(peer):
-            line = await self._knock(peer)
-            if line is _Line.REFUSED:
+            line = await self._probe(peer)
+            if line is _ProbeResult.REFUSED:
                 return
-            if line is _Line.LIVED:
+            if line is _ProbeResult.LIVED:
                 silent_since = None
             elif silent_since is None:
-                silent_since = self.clock.now() - KNOCK_S
+                silent_since = self.clock.now() - PROBE_S
             elif self.clock.now() - silent_since >= UNREACHABLE_S:
                 return
             await asyncio.sleep(PAUSE_S)
@@ -249,20 +249,20 @@ class Lifelines:
         views = (record.view for record in snapshot.workers)
         return any(view.peer_endpoint == peer.endpoint and _later(view.incarnation, peer.incarnation) for view in views)
 
-    async def _knock(self, peer: Peer) -> _Line:
+    async def _probe(self, peer: Peer) -> _ProbeResult:
         try:
             address = Address.of_endpoint(peer.endpoint)
-            async with asyncio.timeout(KNOCK_S):
+            async with asyncio.timeout(PROBE_S):
                 reader, writer = await asyncio.open_connection(address.host, address.port)
         except ConnectionRefusedError:
-            return _Line.REFUSED
+            return _ProbeResult.REFUSED
         except (OSError, ValueError):  # a gateway named the endpoint, and it may be none
-            return _Line.UNREACHABLE
+            return _ProbeResult.UNREACHABLE
         try:
             await self._stay(reader, peer)
         finally:
             writer.close()
-        return _Line.LIVED
+        return _ProbeResult.LIVED
 
     async def _stay(self, reader: asyncio.StreamReader, peer: Peer) -> None:
         """Until the connection ends, or another incarnation has the endpoint. Received bytes are ignored."""
@@ -365,7 +365,7 @@ class WarmLinks:
     """A readiness check (`common.health.Check`)."""
 
     clock: Clock
-    patience_s: float
+    timeout_s: float
     """From the first question on; 0: nothing is waited for."""
     named: Callable[[], tuple[Peer, ...] | None]
     """The peers that were sent to the engine; None: the registry was not read yet."""
@@ -380,7 +380,7 @@ class WarmLinks:
         now = self.clock.now()
         self._asked_at = now if self._asked_at is None else self._asked_at
         missing = self._missing()
-        self._warm = missing is None or now - self._asked_at >= self.patience_s
+        self._warm = missing is None or now - self._asked_at >= self.timeout_s
         return None if self._warm else missing
 
     def _missing(self) -> str | None:

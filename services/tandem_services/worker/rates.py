@@ -5,7 +5,7 @@
              then they are aborted
 
 Lengths and numbers are geometric, up to what the worker takes. Combinations whose sequences do not fit into half of the
-KV pool, or whose prompts would exceed the time, are left out, so a measurement ends within `MOST_S`.
+KV pool, or whose prompts would exceed the time, are left out, so a measurement ends within `MAX_S`.
 """
 
 import asyncio
@@ -33,19 +33,19 @@ from tandem_services.worker.engine_process import OrderRefusedError
 from tandem_services.worker.registration import LoadMonitor
 
 PROMPTS, BATCHES, CONTEXTS = 5, 6, 3
-LONGEST_PROMPT = 16_384
-LONGEST_CONTEXT = 8192
+MAX_PROMPT = 16_384
+MAX_CONTEXT = 8192
 SHORTEST = 64
 STEPS = 16
 """Of a decode measurement."""
-LEAST_STEPS = 4
-MOST_S = 270.0
+MIN_STEPS = 4
+MAX_S = 270.0
 REQUEST_S = 120.0
 """Silence of the engine after which a measurement fails."""
 PROMPT_TOKENS_A_STEP = 256
 """At least, of the prompts of a decode measurement."""
 ABORTS_S = 1.0
-"""For aborts to leave, when the client has gone: nobody else ends what the engine has."""
+"""For aborts to leave, when the client has gone: no other process ends what the engine has."""
 TOKEN_IDS = 200
 """Every vocabulary has as many."""
 
@@ -115,13 +115,13 @@ def output_tokens(batch: int, context: int) -> int:
 
 
 def prompt_lengths(limits: Limits) -> tuple[int, ...]:
-    longest = min(LONGEST_PROMPT, limits.context_length - 2, limits.pool_tokens // 2)
+    longest = min(MAX_PROMPT, limits.context_length - 2, limits.pool_tokens // 2)
     return geometric(min(SHORTEST, longest), longest, PROMPTS)
 
 
 def decode_points(limits: Limits) -> list[tuple[int, int]]:
     """(Sequences, context), the cheapest first."""
-    longest = min(LONGEST_CONTEXT, limits.context_length // 2, limits.pool_tokens // 4)
+    longest = min(MAX_CONTEXT, limits.context_length // 2, limits.pool_tokens // 4)
     contexts = geometric(min(SHORTEST, longest), longest, CONTEXTS)
     batches = geometric(1, limits.max_running, BATCHES)
     points = itertools.product(batches, contexts)
@@ -156,13 +156,13 @@ class Measurement:
         # The first request of an engine pays for what is made once.
         await self._prompt(lengths[0])
         for done, tokens in enumerate(lengths):
-            if len(self.prefill) > 1 and 3.0 * tokens * self._token_s > MOST_S - (self.now() - began):
+            if len(self.prefill) > 1 and 3.0 * tokens * self._token_s > MAX_S - (self.now() - began):
                 break
             yield Progress(done, total, f"prompt of {tokens} tokens")
             seconds = min([await self._prompt(tokens), await self._prompt(tokens)])
             self.prefill.append(Prompt(tokens=tokens, seconds=seconds))
         for done, (batch, context) in enumerate(points, len(lengths)):
-            left = MOST_S - (self.now() - began)
+            left = MAX_S - (self.now() - began)
             if 1.5 * batch * context * self._token_s > left:
                 continue
             yield Progress(done, total, f"{batch} sequences of {context} tokens")
@@ -170,7 +170,7 @@ class Measurement:
             if step_s is not None:
                 self.decode.append(DecodeStep(batch=batch, context=context, seconds=step_s))
         if not self.decode:
-            raise MeasurementError(f"no decode step was measured within {MOST_S:.0f} s: the KV pool is too small")
+            raise MeasurementError(f"no decode step was measured within {MAX_S:.0f} s: the KV pool is too small")
 
     @property
     def _token_s(self) -> float:
@@ -216,7 +216,7 @@ class Measurement:
             for rid in running:
                 self.send(AbortRequest(rid=rid))
         await self._settle(running)
-        return step_s if steps >= LEAST_STEPS and step_s > 0.0 else None
+        return step_s if steps >= MIN_STEPS and step_s > 0.0 else None
 
     async def _settle(self, rids: set[str]) -> None:
         """Until the aborted ones have ended: they would slow down what comes next."""

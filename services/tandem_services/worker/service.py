@@ -56,7 +56,7 @@ from tandem_services.worker.engine_process import EngineChild, EngineLink, Order
 from tandem_services.worker.http_api import BUSY, AdapterReport, HealthServer, WorkerProbes, build_app
 from tandem_services.worker.index_publisher import IndexFeed
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
-from tandem_services.worker.peers import Introductions, Lifelines, PeerChecks, PeerWatch, WarmLinks
+from tandem_services.worker.peers import PeerAnnouncements, PeerChecks, PeerExits, PeerWatch, WarmLinks
 from tandem_services.worker.rates import RatesOrder
 from tandem_services.worker.registration import Consequences, LoadMonitor, Registration, describe, drain_summary
 from tandem_services.worker.standby import Standby
@@ -179,7 +179,7 @@ class WorkerService:
         )
         peers = PeerWatch(clock=clock, own=self.incarnation)
         self._peer_checks = PeerChecks(
-            registry=registry, fleet=fleet, watch=peers, context=context, gone=self._tell_peer_gone
+            registry=registry, fleet=fleet, watch=peers, context=context, gone=self._notify_peer_gone
         )
         self._feed, self._registration, self._introductions, self._standby = self._build_registration(
             registry, fleet, peers
@@ -190,10 +190,10 @@ class WorkerService:
             ready=lambda: self._ready,
             state_changed=self._registration.state_changed,
         )
-        self._lifelines = Lifelines(fleet=fleet, order=self._link.order, clock=clock)
+        self._lifelines = PeerExits(fleet=fleet, order=self._link.order, clock=clock)
         self._warm = WarmLinks(
             clock=clock,
-            patience_s=config.await_links_s,
+            timeout_s=config.await_links_s,
             named=lambda: self._introductions.named,
             links=self._links,
         )
@@ -252,7 +252,7 @@ class WorkerService:
 
     def _build_registration(
         self, registry: Registry, fleet: FleetReader, peers: PeerWatch
-    ) -> tuple[IndexFeed, Registration, Introductions, Standby]:
+    ) -> tuple[IndexFeed, Registration, PeerAnnouncements, Standby]:
         feed = IndexFeed(
             index=BlockIndex(library=registry.library, keys=registry.keys),
             incarnation=self.incarnation,
@@ -261,7 +261,7 @@ class WorkerService:
             ask_replay=lambda: self._link.order(ReplayCache()),
             reachable=lambda: self._redis.breaker.state is BreakerState.CLOSED,
         )
-        introductions = Introductions(
+        peer_announcements = PeerAnnouncements(
             fleet=fleet,
             own=lambda: self._describe().view,
             order=self._link.order,
@@ -276,8 +276,8 @@ class WorkerService:
             peers=peers,
             clock=self._clock,
             consequences=Consequences(
-                peer_gone=self._tell_peer_gone,
-                fleet_changed=introductions.fleet_changed,
+                peer_gone=self._notify_peer_gone,
+                fleet_changed=peer_announcements.fleet_changed,
                 peers_missing=self._ask_missing_peers,
                 lost=lambda reason: self._ending.say(EXIT_FAILED, reason),
             ),
@@ -289,7 +289,7 @@ class WorkerService:
             clock=self._clock,
             ended=self._offer,
         )
-        return feed, registration, introductions, standby
+        return feed, registration, peer_announcements, standby
 
     def _probes(self) -> WorkerProbes:
         self._health.add_check("engine", self._check_engine)
@@ -328,7 +328,7 @@ class WorkerService:
             stats=self._engine_reported,
             kv_events=self._feed.accept,
             ended=lambda message: None if self._traces is None else self._traces.record(message),
-            drain_wanted=self._engine_wants_drain,
+            drain_wanted=self._on_drain_wanted,
         )
 
     # Orders of an operator
@@ -378,7 +378,7 @@ class WorkerService:
         self._monitor.begin()
         self._tasks.start(self._registration.run(), "registration")
         self._tasks.start(self._feed.run(), "index-feed")
-        self._tasks.start(self._introductions.run(), "introductions")
+        self._tasks.start(self._introductions.run(), "peer_announcements")
         self._tasks.start(self._standby.run(), "standby")
 
     def _engine_reported(self, stats: EngineStats) -> None:
@@ -393,7 +393,7 @@ class WorkerService:
         else:
             self._ending.say(EXIT_FAILED, f"the engine failed ({failed.code}): {failed.message}")
 
-    def _engine_wants_drain(self, wanted: DrainWanted) -> None:
+    def _on_drain_wanted(self, wanted: DrainWanted) -> None:
         if not self._monitor.draining:
             logger.info("engine of %s requests a drain: %s", self.incarnation, wanted.reason)
             self.drain()
@@ -489,7 +489,7 @@ class WorkerService:
         if self._peer_checks.pending:
             self._tasks.start(self._peer_checks.run_due(), "peer-checks")
 
-    def _tell_peer_gone(self, incarnation: str) -> None:
+    def _notify_peer_gone(self, incarnation: str) -> None:
         logger.info("fenced peer %s", incarnation)
         self._tasks.start(self._link.order(PeerGone(incarnation=incarnation)), "peer-gone")
 

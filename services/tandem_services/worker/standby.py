@@ -96,7 +96,7 @@ class Standby:
                 self.offer(f"other workers of its revision are, and no canary came for {UNTRIED_S:.0f} s")
             return
         self._untried_since = None
-        if not nobody_else_serves(own, others):
+        if not no_other_worker_serves(own, others):
             self._alone_since = None
             return
         self._alone_since = now if self._alone_since is None else self._alone_since
@@ -104,7 +104,7 @@ class Standby:
             self.offer(f"no other worker served the model for {ALONE_S:.0f} s, and no canary came")
 
 
-def nobody_else_serves(own: WorkerView, others: Iterable[WorkerRecord]) -> bool:
+def no_other_worker_serves(own: WorkerView, others: Iterable[WorkerRecord]) -> bool:
     """Whether no decode worker is offered, and one of this revision could decode. `others`: of this model."""
     known = list(others)
     if any(_offered(one) and _decodes(one.view) for one in known):

@@ -45,7 +45,7 @@ class DirectReceiver(FetchesNothing):
         moved = [room for room in [*self.waiting] if room in self.arrived and self._admit(room)]
         return bool(moved)
 
-    def meanwhile(self) -> bool:
+    def run_during_forward(self) -> bool:
         return False
 
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:
@@ -128,7 +128,7 @@ class DirectSender(FetchesNothing):
             self._send(req)
         return bool(due)
 
-    def meanwhile(self) -> bool:
+    def run_during_forward(self) -> bool:
         return False
 
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:

@@ -231,7 +231,7 @@ class FakeTransport:
         return True
 
     @property
-    def mishaps(self) -> int:
+    def errors(self) -> int:
         return 0
 
     def fileno(self) -> int:

@@ -83,13 +83,13 @@ class AgainCapturer:
 class PlainDevice(OnStreams):
     """A `Platform` with the attention of a GPU, and with no graph of more rows or tokens than these."""
 
-    MOST_ROWS = 2
+    MAX_ROWS = 2
     MOST_TOKENS = 16
 
     def __init__(self) -> None:
         super().__init__(streams=PlainStreams(), capturer=AgainCapturer(), attention=gpu_attention)
 
     def runner(self, parts: RunnerParts) -> StreamRunner:
-        decodes = tuple(rows for rows in parts.graph_sizes if rows <= self.MOST_ROWS)
+        decodes = tuple(rows for rows in parts.graph_sizes if rows <= self.MAX_ROWS)
         prompts = tuple(tokens for tokens in parts.prompt_sizes if tokens <= self.MOST_TOKENS)
         return super().runner(replace(parts, graph_sizes=decodes, prompt_sizes=prompts))

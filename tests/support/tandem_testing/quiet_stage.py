@@ -41,7 +41,7 @@ class QuietStage(FetchesNothing):
     def poll(self) -> bool:
         return False
 
-    def meanwhile(self) -> bool:
+    def run_during_forward(self) -> bool:
         return False
 
     def chunk_launched(self, req: Request, stop: int, progress: KvProgress) -> None:

@@ -159,14 +159,14 @@ async def fuzz(gateway: FuzzedGateway, numbers: range, seed: int, paths: tuple[s
     tally, left = Tally(), iter(numbers)
     settled = _settled(len(numbers))
 
-    async def asker() -> None:
+    async def requester() -> None:
         for number in left:
             asked = RandomRequest.number(number, seed, paths)
             tally.note(number, asked, await gateway.ask(asked.path, asked.body))
             tally.grown_mib = next(settled)
             gateway.forget()
 
-    await asyncio.gather(*(asker() for _ in range(AT_ONCE)))
+    await asyncio.gather(*(requester() for _ in range(AT_ONCE)))
     for path, (_, sound) in SHAPES.items():
         answer = await gateway.ask(path, sound)
         if answer.status_code != 200:

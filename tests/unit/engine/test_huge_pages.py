@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.base import linux
-from tandem_engine.base.linux import HUGE, MOST_BETWEEN, PIECE, movable, to_huge_pages, whole_pages
+from tandem_engine.base.linux import HUGE, MAX_BETWEEN, PIECE, movable, to_huge_pages, whole_pages
 
 HUGEPAGE, COLLAPSE = 14, 25
 """Of Linux's asm-generic/mman-common.h."""
@@ -22,8 +22,8 @@ HUGEPAGE, COLLAPSE = 14, 25
         ([(HUGE + 1, 2 * HUGE)], [(2 * HUGE, HUGE)]),
         ([(HUGE, HUGE // 2), (HUGE + HUGE // 2, HUGE // 2)], [(HUGE, HUGE)]),
         ([(5 * HUGE, HUGE), (HUGE, HUGE)], [(HUGE, HUGE), (5 * HUGE, HUGE)]),
-        ([(HUGE, HUGE), (2 * HUGE + MOST_BETWEEN, HUGE - MOST_BETWEEN)], [(HUGE, 2 * HUGE)]),
-        ([(HUGE, HUGE), (2 * HUGE + MOST_BETWEEN + 1, HUGE)], [(HUGE, HUGE)]),
+        ([(HUGE, HUGE), (2 * HUGE + MAX_BETWEEN, HUGE - MAX_BETWEEN)], [(HUGE, 2 * HUGE)]),
+        ([(HUGE, HUGE), (2 * HUGE + MAX_BETWEEN + 1, HUGE)], [(HUGE, HUGE)]),
         ([(HUGE, 3 * HUGE), (2 * HUGE, HUGE), (HUGE, 3 * HUGE)], [(HUGE, 3 * HUGE)]),
         ([(0, 0)], []),
     ],

@@ -85,12 +85,12 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-def desk(loaded, tmp_path) -> Iterator[Desk]:
-    desk = Desk(loaded, tmp_path / "traces")
-    yield desk
-    desk.operations.close()
-    assert desk.engine.audit().problems == ()
-    desk.engine.close()
+def server(loaded, tmp_path) -> Iterator[Desk]:
+    server = Desk(loaded, tmp_path / "traces")
+    yield server
+    server.operations.close()
+    assert server.engine.audit().problems == ()
+    server.engine.close()
 
 
 def request(rid: str, **sampling) -> GenerateRequest:
@@ -119,74 +119,74 @@ def _change(folder: Path, change) -> None:
             save_file(tensors, shard)
 
 
-def test_one_request_is_aborted_by_its_exact_id(desk):  # [exact-ids]
+def test_one_request_is_aborted_by_its_exact_id(server):  # [exact-ids]
     for rid in ("job", "job-1"):
-        desk.engine.add(request(rid))
-    desk.turn(2)
-    desk.operations.handle(AbortRequests(nonce=1, rid="job"))
-    desk.operations.handle(AbortRequests(nonce=2, rid="jo"))
-    desk.run()
-    assert [answer.figures for answer in desk.answers] == [{"requests": 1}, {"requests": 0}]
-    assert desk.finish("job").reason is FinishReason.ABORT
-    assert desk.finish("job-1").reason is FinishReason.LENGTH
+        server.engine.add(request(rid))
+    server.turn(2)
+    server.operations.handle(AbortRequests(nonce=1, rid="job"))
+    server.operations.handle(AbortRequests(nonce=2, rid="jo"))
+    server.run()
+    assert [answer.figures for answer in server.answers] == [{"requests": 1}, {"requests": 0}]
+    assert server.finish("job").reason is FinishReason.ABORT
+    assert server.finish("job-1").reason is FinishReason.LENGTH
 
 
-def test_all_requests_are_aborted_at_once(desk):
+def test_all_requests_are_aborted_at_once(server):
     for rid in ("a", "b"):
-        desk.engine.add(request(rid))
-    desk.operations.handle(AbortRequests(nonce=1, rid=None))
-    desk.run()
-    assert desk.answers[0].figures == {"requests": 2}
-    assert {desk.finish(rid).reason for rid in "ab"} == {FinishReason.ABORT}
+        server.engine.add(request(rid))
+    server.operations.handle(AbortRequests(nonce=1, rid=None))
+    server.run()
+    assert server.answers[0].figures == {"requests": 2}
+    assert {server.finish(rid).reason for rid in "ab"} == {FinishReason.ABORT}
 
 
-def test_pause_flush_resume_keeps_the_output(desk):
-    desk.engine.add(request("whole"))
-    desk.run()
-    desk.engine.add(request("paused"))
-    desk.turn(5)
-    desk.operations.handle(FlushCache(nonce=1))
-    desk.operations.handle(PauseGeneration(nonce=2, mode=PauseMode.RETRACT))
-    desk.operations.handle(FlushCache(nonce=3))
-    desk.turn(3)
-    desk.operations.handle(ResumeGeneration(nonce=4))
-    desk.run()
-    refused, *done = desk.answers
+def test_pause_flush_resume_keeps_the_output(server):
+    server.engine.add(request("whole"))
+    server.run()
+    server.engine.add(request("paused"))
+    server.turn(5)
+    server.operations.handle(FlushCache(nonce=1))
+    server.operations.handle(PauseGeneration(nonce=2, mode=PauseMode.RETRACT))
+    server.operations.handle(FlushCache(nonce=3))
+    server.turn(3)
+    server.operations.handle(ResumeGeneration(nonce=4))
+    server.run()
+    refused, *done = server.answers
     assert (refused.code, refused.nonce) == ("busy", 1)
     assert [answer.nonce for answer in done] == [2, 3, 4]
     assert done[1].figures["pages"] > 0
-    assert desk.tokens("paused") == desk.tokens("whole")
+    assert server.tokens("paused") == server.tokens("whole")
 
 
-def test_reloaded_weights_serve_next_and_hash_is_announced(desk, checkpoints):
-    before = desk.engine.compat_hash
-    desk.engine.add(request("old"))
-    desk.run()
-    desk.engine.add(request("begun", max_tokens=200))
-    desk.turn(3)
-    desk.operations.handle(ReloadWeights(nonce=5, path=str(checkpoints / "other")))
-    desk.operations.handle(ReloadWeights(nonce=6, path=None))
-    desk.wait_for_reload()
-    assert isinstance(desk.answers[0], OrderRefused), "one reload at a time"
-    assert (desk.answers[1].nonce, desk.answers[1].figures["ended"]) == (5, 1)
-    assert (desk.finish("begun").code, desk.finish("begun").retryable) == ("model_replaced", True)
-    assert desk.announced == [desk.engine.compat_hash] != [before]
-    assert desk.engine.audit().tree == 0, "KV of the old weights is gone"
-    desk.engine.add(request("new"))
-    desk.run()
-    assert desk.tokens("new") != desk.tokens("old")
+def test_reloaded_weights_serve_next_and_hash_is_announced(server, checkpoints):
+    before = server.engine.compat_hash
+    server.engine.add(request("old"))
+    server.run()
+    server.engine.add(request("begun", max_tokens=200))
+    server.turn(3)
+    server.operations.handle(ReloadWeights(nonce=5, path=str(checkpoints / "other")))
+    server.operations.handle(ReloadWeights(nonce=6, path=None))
+    server.wait_for_reload()
+    assert isinstance(server.answers[0], OrderRefused), "one reload at a time"
+    assert (server.answers[1].nonce, server.answers[1].figures["ended"]) == (5, 1)
+    assert (server.finish("begun").code, server.finish("begun").retryable) == ("model_replaced", True)
+    assert server.announced == [server.engine.compat_hash] != [before]
+    assert server.engine.audit().tree == 0, "KV of the old weights is gone"
+    server.engine.add(request("new"))
+    server.run()
+    assert server.tokens("new") != server.tokens("old")
 
 
-def test_reloading_the_served_folder_changes_no_token(desk):
-    desk.engine.add(request("old"))
-    desk.run()
-    before = desk.engine.compat_hash
-    desk.operations.handle(ReloadWeights(nonce=5, path=None))
-    desk.wait_for_reload()
-    assert desk.announced == [before]
-    desk.engine.add(request("new"))
-    desk.run()
-    assert desk.tokens("new") == desk.tokens("old")
+def test_reloading_the_served_folder_changes_no_token(server):
+    server.engine.add(request("old"))
+    server.run()
+    before = server.engine.compat_hash
+    server.operations.handle(ReloadWeights(nonce=5, path=None))
+    server.wait_for_reload()
+    assert server.announced == [before]
+    server.engine.add(request("new"))
+    server.run()
+    assert server.tokens("new") == server.tokens("old")
 
 
 @pytest.mark.parametrize(
@@ -197,30 +197,30 @@ def test_reloading_the_served_folder_changes_no_token(desk):
         ("taller", "config_error", "rope"),
     ],
 )
-def test_weights_that_cannot_serve_change_nothing(desk, checkpoints, name, code, text):
-    desk.engine.add(request("old"))
-    desk.run()
-    desk.engine.add(request("running"))
-    desk.turn(3)
-    desk.operations.handle(ReloadWeights(nonce=5, path=str(checkpoints / name)))
-    desk.wait_for_reload()
-    desk.run()
-    [answer] = desk.answers
+def test_weights_that_cannot_serve_change_nothing(server, checkpoints, name, code, text):
+    server.engine.add(request("old"))
+    server.run()
+    server.engine.add(request("running"))
+    server.turn(3)
+    server.operations.handle(ReloadWeights(nonce=5, path=str(checkpoints / name)))
+    server.wait_for_reload()
+    server.run()
+    [answer] = server.answers
     assert (answer.nonce, answer.code) == (5, code)
     assert text in answer.message
-    assert desk.announced == []
-    assert desk.tokens("running") == desk.tokens("old")
-    desk.operations.handle(ReloadWeights(nonce=6, path=None))
-    desk.wait_for_reload()
-    assert desk.answers[-1].message == f"serving the weights in {MODEL}", "the failed folder is forgotten"
+    assert server.announced == []
+    assert server.tokens("running") == server.tokens("old")
+    server.operations.handle(ReloadWeights(nonce=6, path=None))
+    server.wait_for_reload()
+    assert server.answers[-1].message == f"serving the weights in {MODEL}", "the failed folder is forgotten"
 
 
-def test_trace_of_so_many_steps_is_written_and_can_be_read(desk, tmp_path):
-    desk.operations.handle(StartProfile(nonce=1, steps=3, seconds=60.0))
-    desk.operations.handle(StartProfile(nonce=2, steps=3, seconds=60.0))
-    desk.engine.add(request("traced"))
-    desk.run()
-    started, refused = desk.answers
+def test_trace_of_so_many_steps_is_written_and_can_be_read(server, tmp_path):
+    server.operations.handle(StartProfile(nonce=1, steps=3, seconds=60.0))
+    server.operations.handle(StartProfile(nonce=2, steps=3, seconds=60.0))
+    server.engine.add(request("traced"))
+    server.run()
+    started, refused = server.answers
     assert refused.code == "busy"
     path = Path(str(started.figures["path"]))
     assert path.parent == tmp_path / "traces"
@@ -228,20 +228,20 @@ def test_trace_of_so_many_steps_is_written_and_can_be_read(desk, tmp_path):
     assert any("mkldnn" in name or "linear" in name for name in names if name)
 
 
-def test_trace_is_ended_early_and_a_second_end_is_refused(desk):
-    desk.operations.handle(StartProfile(nonce=1, steps=1000, seconds=60.0))
-    desk.operations.handle(StopProfile(nonce=2))
-    desk.operations.handle(StopProfile(nonce=3))
-    started, stopped, refused = desk.answers
+def test_trace_is_ended_early_and_a_second_end_is_refused(server):
+    server.operations.handle(StartProfile(nonce=1, steps=1000, seconds=60.0))
+    server.operations.handle(StopProfile(nonce=2))
+    server.operations.handle(StopProfile(nonce=3))
+    started, stopped, refused = server.answers
     assert stopped.figures == started.figures
     assert Path(str(stopped.figures["path"])).is_file()
     assert refused.code == "busy"
 
 
 @pytest.mark.parametrize(("steps", "seconds", "text"), [(0, 1.0, "steps"), (1, 1e9, "seconds"), (1, 0.0, "seconds")])
-def test_trace_has_bounds(desk, steps, seconds, text):
-    desk.operations.handle(StartProfile(nonce=1, steps=steps, seconds=seconds))
-    assert (desk.answers[0].code, text in desk.answers[0].message) == ("config_error", True)
+def test_trace_has_bounds(server, steps, seconds, text):
+    server.operations.handle(StartProfile(nonce=1, steps=steps, seconds=seconds))
+    assert (server.answers[0].code, text in server.answers[0].message) == ("config_error", True)
 
 
 def test_without_a_folder_nothing_is_traced(loaded):
@@ -249,13 +249,13 @@ def test_without_a_folder_nothing_is_traced(loaded):
         engine.profiler(None).start(launched=0, steps=1, seconds=1.0)
 
 
-def test_engine_without_sender_reports_zero_migrations(desk):
-    desk.engine.add(request("r"))
-    desk.turn(3)
-    desk.operations.handle(DecodeElsewhere(nonce=4, wanted=True))
-    assert (desk.answers[-1].nonce, desk.answers[-1].figures) == (4, {"leaving": 0})
-    desk.run()
-    assert len(desk.tokens("r")) == 12
+def test_engine_without_sender_reports_zero_migrations(server):
+    server.engine.add(request("r"))
+    server.turn(3)
+    server.operations.handle(DecodeElsewhere(nonce=4, wanted=True))
+    assert (server.answers[-1].nonce, server.answers[-1].figures) == (4, {"leaving": 0})
+    server.run()
+    assert len(server.tokens("r")) == 12
 
 
 # Adapters
@@ -274,21 +274,21 @@ def adapters(tmp_path_factory) -> Path:
 def open_desk(loaded, adapters, tmp_path) -> Iterator[Desk]:
     """An engine whose adapters may change."""
     config = replace(loaded.config, adapters=AdapterConfig(folder=str(adapters), allow_updates=True, max_loaded=2))
-    desk = Desk(replace(loaded, config=config), tmp_path / "traces")
-    yield desk
-    desk.run()
-    assert desk.engine.audit().problems == ()
-    desk.engine.close()
+    server = Desk(replace(loaded, config=config), tmp_path / "traces")
+    yield server
+    server.run()
+    assert server.engine.audit().problems == ()
+    server.engine.close()
 
 
-def load_adapter(desk: Desk, name: str, path: str, *, replaces: bool = False) -> OrderDone | OrderRefused:
+def load_adapter(server: Desk, name: str, path: str, *, replaces: bool = False) -> OrderDone | OrderRefused:
     """Steps go on until it is answered."""
-    desk.answers.clear()
-    desk.operations.handle(LoadAdapter(nonce=1, name=name, path=path, replaces=replaces))
-    while desk.operations.changing:
-        wait([desk.operations.changing[0][1]], timeout=0.01)
-        desk.turn()
-    [answer] = desk.answers
+    server.answers.clear()
+    server.operations.handle(LoadAdapter(nonce=1, name=name, path=path, replaces=replaces))
+    while server.operations.changing:
+        wait([server.operations.changing[0][1]], timeout=0.01)
+        server.turn()
+    [answer] = server.answers
     return answer
 
 
@@ -367,8 +367,8 @@ def test_adapter_that_cannot_be_loaded_changes_nothing(open_desk, name, path, co
 @pytest.mark.parametrize(
     "order", [LoadAdapter(nonce=1, name="a", path="one", replaces=False), UnloadAdapter(nonce=1, name="a")]
 )
-def test_adapters_do_not_change_without_the_flag(desk, order):
-    desk.operations.handle(order)
-    [answer] = desk.answers
+def test_adapters_do_not_change_without_the_flag(server, order):
+    server.operations.handle(order)
+    [answer] = server.answers
     assert isinstance(answer, OrderRefused)
     assert "--allow-runtime-lora-updating" in answer.message

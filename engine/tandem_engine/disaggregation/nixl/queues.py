@@ -50,11 +50,11 @@ Command: TypeAlias = Connect | Forget | StartPush | DigestOrder | Expect | Wake 
 logger = logging.getLogger(__name__)
 
 AGAIN_AFTER = 1.0
-"""Seconds after which the same mishap is logged again. It may happen a thousand times a second."""
+"""Seconds after which the same error is logged again. It may happen a thousand times a second."""
 
 
 @dataclass(kw_only=True, slots=True)
-class Mishaps:
+class TransportErrors:
     """Counts them, and logs them with their tracebacks. Written by one thread; any may read `count`."""
 
     clock: Clock
@@ -64,7 +64,7 @@ class Mishaps:
 
     def attempt(self, during: str, peer: str = "") -> "Attempt":
         """To do something in, which is one of few; `peer` is concerned."""
-        return Attempt(mishaps=self, during=during, peer=peer)
+        return Attempt(errors=self, during=during, peer=peer)
 
     def note(self, error: Exception, during: str, peer: str) -> None:
         self.count += 1
@@ -79,7 +79,7 @@ class Mishaps:
 class Attempt:
     """A context that ends like any other whatever is raised in it."""
 
-    mishaps: Mishaps
+    errors: TransportErrors
     during: str
     peer: str
     failed: bool = False
@@ -91,7 +91,7 @@ class Attempt:
         if not isinstance(error, Exception):
             return False
         self.failed = True
-        self.mishaps.note(error, self.during, self.peer)
+        self.errors.note(error, self.during, self.peer)
         return True
 
 

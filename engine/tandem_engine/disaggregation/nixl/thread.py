@@ -19,8 +19,9 @@ until the receiver has polled twice, and it sends a `HandoffRecord` anyway.
 
 A NIXL error disconnects the peer concerned and never stops the thread [peer-error-contained]: every accepted push ends
 in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not complete: a connection that only the other side
-has closed gives no error, and pages of both sides wait for the push. An unexpected error (`Mishaps`) affects only what
-it concerns: the command gets a result, a push fails, and its peer is disconnected where NIXL may be writing to it.
+has closed gives no error, and pages of both sides wait for the push. An unexpected error (`TransportErrors`)
+affects only what it concerns: the command gets a result, a push fails, and its peer is disconnected where NIXL may be
+writing to it.
 
 Once the agent is cut off from its network (`agent`), pushes fail and nothing is written here any more. The process
 keeps running: without an address it can do no harm, and once the address is back it soon learns whether it is fenced.
@@ -51,14 +52,14 @@ from tandem_engine.disaggregation.nixl.queues import (
     Connect,
     Expect,
     Forget,
-    Mishaps,
     Outbox,
     StartPush,
     Stop,
+    TransportErrors,
     Wake,
 )
 from tandem_engine.disaggregation.transport import (
-    SLOWEST_RATE,
+    MIN_RATE,
     DigestOrder,
     Push,
     PushDone,
@@ -80,7 +81,7 @@ DEVICE_LIMIT = 1 << 16
 
 FIRST_PAUSE = 50e-6
 
-LONGEST_PAUSE = 1e-3
+MAX_PAUSE = 1e-3
 """Seconds between looks at writes and digests under way."""
 
 PAUSE_SHARE = 8
@@ -98,7 +99,7 @@ BUSY_LOOK = 20e-6
 the pace at which both sides look."""
 
 STUCK_S = 15.0
-"""A WRITE is given up after so many seconds, and those that its pages take at `SLOWEST_RATE`. A receiver that stands
+"""A WRITE is given up after so many seconds, and those that its pages take at `MIN_RATE`. A receiver that stands
 still is fenced before: what lies in its sockets may not reach pages that it uses again [late-write]."""
 
 IDLE_PAUSE = 50e-3
@@ -150,7 +151,7 @@ class TransferThread:
     """Those of the agent."""
     leave: Callable[[str], None] = lambda _: None
     """Reports that this process should be replaced by a new one, with the reason."""
-    mishaps: Mishaps = field(init=False)
+    errors: TransportErrors = field(init=False)
     _peers: dict[str, tuple[Region, ...]] = field(default_factory=dict)
     """Of each group."""
     _outstanding: dict[PushKey, _Outstanding] = field(default_factory=dict)
@@ -166,7 +167,7 @@ class TransferThread:
     _stopped: bool = False
 
     def __post_init__(self) -> None:
-        self.mishaps = Mishaps(clock=self.clock)
+        self.errors = TransportErrors(clock=self.clock)
 
     def start(self) -> threading.Thread:
         """Shortens the process's switch interval to `TURN_S`, as a forward on a thread does.
@@ -182,7 +183,7 @@ class TransferThread:
         use_device(self.region.torch_device)
         while not self._stopped:
             # Without this thread no KV would be moved, and the engine would serve on.
-            with self.mishaps.attempt("a turn of transfers") as turn:
+            with self.errors.attempt("a turn of transfers") as turn:
                 self._turn()
             if turn.failed:
                 time.sleep(IDLE_PAUSE)
@@ -193,12 +194,12 @@ class TransferThread:
     def _turn(self) -> None:
         """Each part of it for itself: what fails in one costs no other its turn."""
         with contextlib.suppress(queue.Empty):
-            command = self.inbox.get(timeout=self._patience())
+            command = self.inbox.get(timeout=self._timeout())
             self._began = self.clock.now()
             self._obey(command)
         self._busy = False
         for outstanding in [*self._outstanding.values()]:
-            with self.mishaps.attempt("writing a push", outstanding.push.peer) as writing:
+            with self.errors.attempt("writing a push", outstanding.push.peer) as writing:
                 self._progress(outstanding)
             if writing.failed:
                 # NIXL may have started the write: the connection is closed before the receiver is notified
@@ -210,7 +211,7 @@ class TransferThread:
             self._tidy("asking to leave", self._leave_when_back)
 
     def _obey(self, command: Command) -> None:
-        with self.mishaps.attempt(f"carrying out {type(command).__name__}") as attempt:
+        with self.errors.attempt(f"carrying out {type(command).__name__}") as attempt:
             self._carry_out(command)
         if attempt.failed:
             self._answer(command)
@@ -229,7 +230,7 @@ class TransferThread:
 
     def _tidy(self, during: str, call: Callable[[], object], peer: str = "") -> bool:
         """Whether `call` has succeeded; no caller waits for it."""
-        with self.mishaps.attempt(during, peer) as attempt:
+        with self.errors.attempt(during, peer) as attempt:
             call()
         return not attempt.failed
 
@@ -241,12 +242,12 @@ class TransferThread:
         elif self.clock.now() - self._back_since > LEAVE_AFTER:
             self.leave(f"{self.interfaces.lost}, and only a new process can move KV again")
 
-    def _patience(self) -> float:
+    def _timeout(self) -> float:
         """Seconds to wait for a command before looking at NIXL again."""
         if self._busy:
             return 0.0
         if self._ordered or any(each.write or each.digests for each in self._outstanding.values()):
-            return min(max(FIRST_PAUSE, (self.clock.now() - self._began) / PAUSE_SHARE), LONGEST_PAUSE)
+            return min(max(FIRST_PAUSE, (self.clock.now() - self._began) / PAUSE_SHARE), MAX_PAUSE)
         if self._outstanding:
             return LAYERS_PAUSE
         return EXPECTING_PAUSE if self._expected else IDLE_PAUSE
@@ -272,7 +273,7 @@ class TransferThread:
 
     def _collect(self, ordered: _Ordered) -> bool:
         """Answer an order. False: a device is still making its digests."""
-        with self.mishaps.attempt("digesting what was received") as attempt:
+        with self.errors.attempt("digesting what was received") as attempt:
             if not ordered.digests.ready():
                 return False
             self.outbox.put(answer(ordered.order, ordered.digests))
@@ -411,8 +412,8 @@ class TransferThread:
         here, there = self._region(push), self._peers[push.peer][push.key.group]
         descriptors = describe(here, push.source, there, push.target, layers, push.heads)
         outstanding.began = self.clock.now()
-        patience = STUCK_S + len(push.source) * here.page_bytes / SLOWEST_RATE
-        outstanding.give_up = outstanding.began + patience
+        timeout = STUCK_S + len(push.source) * here.page_bytes / MIN_RATE
+        outstanding.give_up = outstanding.began + timeout
         try:
             outstanding.write = self.agent.write(push.peer, descriptors, there.device)
         except TransferError as error:
@@ -421,7 +422,7 @@ class TransferThread:
         outstanding.layers = layers.stop
         self._began = self.clock.now()
         if layers.stop == here.layers and self.digester.in_background:
-            with self.mishaps.attempt("beginning to digest what is sent", push.peer):
+            with self.errors.attempt("beginning to digest what is sent", push.peer):
                 outstanding.digests = self.digester.begin_sent(push)
 
     def _finish_write(self, outstanding: _Outstanding) -> bool:
@@ -453,7 +454,7 @@ class TransferThread:
     def _finish(self, outstanding: _Outstanding) -> bool:
         """End a push that is written. False: a device is still making its digests."""
         push = outstanding.push
-        with self.mishaps.attempt("digesting what was sent", push.peer) as attempt:
+        with self.errors.attempt("digesting what was sent", push.peer) as attempt:
             if outstanding.digests is None:
                 outstanding.digests = self.digester.begin_sent(push)
             if not outstanding.digests.ready():

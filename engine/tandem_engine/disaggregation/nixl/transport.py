@@ -94,7 +94,7 @@ class NixlTransport:
             interfaces=interfaces,
             leave=leave,
         )
-        self._mishaps = thread.mishaps
+        self._errors = thread.errors
         self._thread = thread.start()
 
     def hello(self) -> Hello:
@@ -134,8 +134,8 @@ class NixlTransport:
         return True
 
     @property
-    def mishaps(self) -> int:
-        return self._mishaps.count
+    def errors(self) -> int:
+        return self._errors.count
 
     def fileno(self) -> int:
         return self._outbox.fileno()

@@ -1,8 +1,8 @@
 """`PeerLink` of one of several ranks: rank 0 sends and receives for all of them.
 
-    rank 0   socket ─▶ `inputs` ─▶ submitted ─┐                      ┌─▶ hear ─▶ receive ─▶ stages
+    rank 0   socket ─▶ `inputs` ─▶ submitted ─┐                      ┌─▶ on_peer_message ─▶ receive ─▶ stages
                                               ├─ agree (lockstep) ───┤
-    others                                    ┘                      └─▶ hear ─▶ receive ─▶ stages
+    others                                    ┘                      └─▶ on_peer_message ─▶ receive ─▶ stages
 
 send: the stages of every rank send the same messages in the same order. Rank 0 sends them for all, and all ranks get
 the result.
@@ -28,7 +28,7 @@ class RankedPeers:
     least: Least
     socket: PeerLink | None
     """Of rank 0 alone."""
-    _heard: deque[PeerMessage] = field(default_factory=deque)
+    _received: deque[PeerMessage] = field(default_factory=deque)
 
     def inputs(self) -> Iterator[FromPeer | LosePeer]:
         """What has come since the last call, to be submitted. Nothing on ranks that are not the first."""
@@ -38,9 +38,9 @@ class RankedPeers:
             else:
                 yield FromPeer(message=event)
 
-    def hear(self, message: PeerMessage) -> None:
+    def on_peer_message(self, message: PeerMessage) -> None:
         """All ranks have this message in this turn."""
-        self._heard.append(message)
+        self._received.append(message)
 
     # PeerLink
 
@@ -49,8 +49,8 @@ class RankedPeers:
         return bool(self.least([int(sent)])[0])
 
     def receive(self) -> Iterator[PeerEvent]:
-        while self._heard:
-            yield self._heard.popleft()
+        while self._received:
+            yield self._received.popleft()
 
     def fence(self, incarnation: str) -> None:
         if self.socket is not None:
@@ -59,15 +59,15 @@ class RankedPeers:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PeerInputs:
-    """What inputs do to an engine's transfers. Implements `KnowsPeers`."""
+    """What inputs do to an engine's transfers. Implements `PeerAware`."""
 
     stage: HandoffStage
     peers: RankedPeers | None
-    """Of one of several ranks; an engine that is alone hears its peers from its socket."""
+    """Of one of several ranks; an engine with one rank gets messages of peers from its socket."""
 
-    def hear(self, message: PeerMessage) -> None:
+    def on_peer_message(self, message: PeerMessage) -> None:
         assert self.peers is not None, "an engine that is alone submits no messages of peers"
-        self.peers.hear(message)
+        self.peers.on_peer_message(message)
 
     def peer_gone(self, incarnation: str) -> None:
         self.stage.peer_gone(incarnation)

@@ -222,7 +222,7 @@ class RankedTransport:
             assert not reported, f"rank {self.place.rank} got {reported}, which no rank waits for"
             return events
         for news in self.gather(RankNews.of(reported)):
-            events += self._hear(news)
+            events += self._on_rank_message(news)
         return events
 
     @property
@@ -230,8 +230,8 @@ class RankedTransport:
         return self.place.size == 1
 
     @property
-    def mishaps(self) -> int:
-        return self.local.mishaps
+    def errors(self) -> int:
+        return self.local.errors
 
     def fileno(self) -> int:
         return self.local.fileno()
@@ -281,7 +281,7 @@ class RankedTransport:
 
     # What the ranks report
 
-    def _hear(self, news: RankNews) -> Iterator[TransportEvent]:
+    def _on_rank_message(self, news: RankNews) -> Iterator[TransportEvent]:
         for done in news.done:
             yield from self._pushed(done)
         for failed in news.failed:

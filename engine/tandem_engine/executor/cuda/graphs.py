@@ -45,7 +45,7 @@ T = TypeVar("T")
 WARM_UPS = 2
 """Runs before a capture: libraries allocate workspaces and kernels are compiled at first use, which a graph may not."""
 
-MOST_ROWS = 256
+MAX_ROWS = 256
 """Of a graph, when no flag says more. A larger step keeps a device busy for longer than it takes to queue."""
 
 GIB = 1 << 30
@@ -269,7 +269,7 @@ def graph_sizes(config: GraphConfig, *, most: int) -> tuple[int, ...]:
     """Numbers of rows to capture, ascending, where steps have `most` rows of decodes at the most."""
     if not config.enabled:
         return ()
-    largest = min(config.max_rows or MOST_ROWS, most)
+    largest = min(config.max_rows or MAX_ROWS, most)
     if config.sizes:
         return tuple(sorted({rows for rows in config.sizes if rows <= (config.max_rows or rows)}))
     steps = (*(1, 2, 4), *range(8, 64, 8), *range(64, 256, 16), *range(256, largest + 1, 32))

@@ -44,14 +44,14 @@ from tandem_engine.model.attention.backend import PromptGraphPlan
 logger = logging.getLogger(__name__)
 
 WIDE = 4096
-"""Hidden size of models whose graphs have up to `LEAST_LIMIT` tokens, when no flag says more."""
+"""Hidden size of models whose graphs have up to `MIN_LIMIT` tokens, when no flag says more."""
 
-LEAST_LIMIT, MOST_LIMIT = 1024, 4096
+MIN_LIMIT, MOST_LIMIT = 1024, 4096
 
-MOST_ROWS = 128
+MAX_ROWS = 128
 """Sequences of a graph, without padding. Each costs some programs of attention that find nothing to do."""
 
-MOST_EXTENDS = 32
+MAX_EXTENDS = 32
 """Sequences of a graph with more than one token, without padding."""
 
 
@@ -188,8 +188,8 @@ def shape_of(tokens: int) -> PromptShape:
     """Of the graph for so many tokens."""
     return PromptShape(
         tokens=tokens,
-        rows=min(tokens, MOST_ROWS) + 1,
-        extends=min(tokens // 2, MOST_EXTENDS) + 1,
+        rows=min(tokens, MAX_ROWS) + 1,
+        extends=min(tokens // 2, MAX_EXTENDS) + 1,
     )
 
 
@@ -198,8 +198,8 @@ def host_bound_tokens(config: ModelConfig) -> int:
 
     It queues a layer in some 0.6 ms, whatever its width, in which an H200 computes 800 tokens of a layer of 8B.
     """
-    limit = LEAST_LIMIT
-    while limit < MOST_LIMIT and 2 * limit * config.hidden_size <= LEAST_LIMIT * WIDE:
+    limit = MIN_LIMIT
+    while limit < MOST_LIMIT and 2 * limit * config.hidden_size <= MIN_LIMIT * WIDE:
         limit *= 2
     return limit
 

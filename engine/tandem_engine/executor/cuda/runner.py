@@ -34,7 +34,7 @@ from tandem_engine.executor.cuda.streams import (
     upload,
 )
 from tandem_engine.executor.interface import HiddenObserver
-from tandem_engine.executor.runner import drafted_runs, hidden_states, keep_guesses, telling, with_states
+from tandem_engine.executor.runner import drafted_runs, hidden_states, keep_guesses, notifying, with_states
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult, Guesses, PromptScores, SampledLogprobs, TokenMasks
 from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.kv_progress import KvProgress
@@ -218,10 +218,10 @@ class StreamRunner:
         edits = batch.sampling.edits
         if edits is None:
             return
-        told = (replace(edits, histories=()), token_ids)
+        arguments = (replace(edits, histories=()), token_ids)
         # Called by the reader of a result, while it reads.
         with torch.inference_mode():
-            edits, token_ids = with_tensors(told, upload(self.streams, tensors_of(told)))
+            edits, token_ids = with_tensors(arguments, upload(self.streams, tensors_of(arguments)))
             with self.streams.on(StreamName.FORWARD):
                 self.sampler.editor.record(edits, token_ids)
 
@@ -290,7 +290,7 @@ class StreamRunner:
         input_ids = self.future_map.resolve(batch.input_ids, inputs.token_rows)
         attend: Attend = self.backend.plan(batch)
         if batch.kv_progress is not None:
-            attend = telling(attend, partial(self._wrote, batch.kv_progress))
+            attend = notifying(attend, partial(self._wrote, batch.kv_progress))
         stateful = with_states(attend, self._states, batch)
         hidden = hidden_states(
             self._model, self._observer, batch, input_ids=input_ids, attend=stateful, wanted=inputs.wanted
@@ -370,13 +370,13 @@ class QueuedStep:
         answers, (token_ids, *rest) = self.answers, self.results.tensors
         first, second = len(answers.logprobs.tensors), len(answers.logprobs.tensors) + len(answers.scores.tensors)
         tokens = token_ids.tolist()
-        unsound = tuple(row for row, token in enumerate(tokens) if token < 0)
+        corrupted = tuple(row for row, token in enumerate(tokens) if token < 0)
         return ForwardResult(
             step=self.inputs.batch.step,
-            next_token_ids=tuple(max(0, token) for token in tokens) if unsound else tuple(tokens),
+            next_token_ids=tuple(max(0, token) for token in tokens) if corrupted else tuple(tokens),
             logprobs=answers.logprobs.read(rest[:first]),
             prompt_scores=answers.scores.read(rest[first:second]),
             pooled=answers.pooled.read(rest[second:]),
-            unsound=unsound,
+            corrupted=corrupted,
             compute_s=self.runner.agree_time(self.began.elapsed_time(self.ended) * MILLISECOND),
         )

@@ -262,7 +262,7 @@ is 0 of a task that is alone."""
 
 GROUP_COLUMNS = 3
 
-LARGEST_GROUP = 8
+MAX_GROUP = 8
 """Members whose queries and outputs stay in a core's second cache next to a tile."""
 
 GROUPS_PER_THREAD = 2
@@ -316,7 +316,7 @@ def _group_tasks(tasks: Array, queries: Array, page_table: Array, page_size: int
     Returns `groups` [G, GROUP_COLUMNS] int64 and `members` [N] int64, every task once.
     """
     count = tasks.shape[0]
-    largest = LARGEST_GROUP if threads == 1 else min(LARGEST_GROUP, count // (GROUPS_PER_THREAD * threads))
+    largest = MAX_GROUP if threads == 1 else min(MAX_GROUP, count // (GROUPS_PER_THREAD * threads))
     slots = 2 * count + 1
     newest = np.full(slots, -1, np.int64)  # group by the hash of its first page
     pages, leaders, sizes = np.empty(count, np.int64), np.empty(count, np.int64), np.empty(count, np.int64)

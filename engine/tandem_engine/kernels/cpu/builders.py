@@ -24,7 +24,7 @@ from tandem_engine.kernels.store.slots import builders_at_work, places
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.05
-MOST_STARTS = 3
+MAX_STARTS = 3
 """Of all builders: where they are killed again and again, this process compiles for itself."""
 
 
@@ -70,7 +70,7 @@ class Builders:
         specs = {key.spec for key in keys}
         if specs.isdisjoint(self.plan):
             return
-        while not any(store().has(key) for key in keys) and self._goes_on():
+        while not any(store().has(key) for key in keys) and self._continues():
             self.report()
             time.sleep(POLL_S)
 
@@ -78,12 +78,12 @@ class Builders:
         """See `kept.Expected`."""
         if {key.spec for key in keys}.isdisjoint(self._late):
             return False
-        return not any(store().has(key) for key in keys) and self._goes_on()
+        return not any(store().has(key) for key in keys) and self._continues()
 
     def wait_for_all(self) -> tuple[KernelSpec, ...]:
         """Until no builder is at work; returns what is still missing."""
         while missing := self.missing():
-            if not self._goes_on():
+            if not self._continues():
                 return missing
             self.report()
             time.sleep(POLL_S)
@@ -101,7 +101,7 @@ class Builders:
             process.wait()
         self._processes.clear()
 
-    def _goes_on(self) -> bool:
+    def _continues(self) -> bool:
         """Whether builders are at work, here or elsewhere; starts them where none is."""
         with self._lock:
             return self._are_at_work() or self._start_again()
@@ -113,7 +113,7 @@ class Builders:
         return bool(self._processes) or builders_at_work(store())
 
     def _start_again(self) -> bool:
-        if not self._failed and self._starts < MOST_STARTS:
+        if not self._failed and self._starts < MAX_STARTS:
             return self.start()
         if not self._has_warned:
             self._has_warned = True

@@ -6,7 +6,7 @@ import numpy.typing as npt
 from tandem_engine.kernels.cpu.jit import compiled
 
 BLOCK = 256
-"""Logits that are compared before anybody asks whether one of them was it."""
+"""Logits that are compared before it is checked whether one of them is the largest."""
 
 
 def _find_in_blocks(

@@ -152,7 +152,7 @@ def block_adder(*, pairs: bool) -> Callable[[int, int, int, int, int, int], None
 def _multiplier(*, pairs: bool) -> Callable[[Any, Any, Any], None]:
     add_block = block_adder(pairs=pairs)
 
-    # numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
+    # numba requires an equal signature, annotations included, of the stub, the chooser and the choices.
     def multiply(x: Any, panel: Any, sums: Any) -> Any:
         rows, steps = x.shape[0], x.shape[1] * x.itemsize // WORD_BYTES
         block = max(steps, 1) if rows <= _FULL else BLOCK
@@ -185,7 +185,7 @@ def multiply_int8_panel(x: Any, panel: Any, sums: Any) -> Any:
 def _int8_multiplier(number: type[np.generic], *, pairs: bool) -> Callable[[Any, Any, Any], None]:
     add_block, numbers_of_step = block_adder(pairs=pairs), OUTPUTS * (2 if pairs else 1)
 
-    # numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
+    # numba requires an equal signature, annotations included, of the stub, the chooser and the choices.
     def multiply(x: Any, panel: Any, sums: Any) -> Any:
         rows, steps = x.shape[0], x.shape[1] * x.itemsize // WORD_BYTES
         wide = np.empty(INT8_BLOCK * numbers_of_step, number)

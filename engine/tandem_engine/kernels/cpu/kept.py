@@ -125,7 +125,7 @@ class KeptBuilder:
         return keys_of(spec, self._build.__code__.co_filename)
 
     def make(self, spec: KernelSpec) -> None:
-        """See to it that the kernel of `spec` is in a file."""
+        """Ensure that the kernel of `spec` is in a file."""
         arguments = dict(spec.arguments or ())
         self(**{name: np.dtype(value) if isinstance(value, str) else value for name, value in arguments.items()})
 
@@ -250,7 +250,7 @@ class KeptDispatcher(registry.CPUDispatcher):  # type: ignore[misc]
         return keys_of(spec, self.py_func.__code__.co_filename)
 
     def make(self, spec: KernelSpec) -> None:
-        """See to it that the code for the types of `spec` is in a file."""
+        """Ensure that the code for the types of `spec` is in a file."""
         self.compile(tuple(type_of(text) for text in spec.types or ()))
 
     def inspect_llvm(self, signature: Any = None) -> Any:

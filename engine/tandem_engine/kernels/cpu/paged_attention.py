@@ -33,8 +33,8 @@ from tandem_engine.kernels.cpu.attention_work import (
     FIRST,
     FIRST_MEMBER,
     GROUP_COLUMNS,
-    LARGEST_GROUP,
     LENGTH,
+    MAX_GROUP,
     QUERY,
     QUERY_COLUMNS,
     ROW,
@@ -73,9 +73,9 @@ class Scratch(NamedTuple):
     """Of a thread."""
 
     words: Array
-    """[LARGEST_GROUP, heads, D / 2] uint32: queries by pairs, where pairs are multiplied"""
+    """[MAX_GROUP, heads, D / 2] uint32: queries by pairs, where pairs are multiplied"""
     scores: Array
-    """[LARGEST_GROUP, heads, room]"""
+    """[MAX_GROUP, heads, room]"""
     sums: Array
     """[group, room, LANES]"""
     wide: Array
@@ -101,8 +101,8 @@ def build_scratch(dtype: np.dtype[Any], head_dim: int, group: int, *, capped: bo
         page_size, heads = work.pages.shape[4], work.partial.shape[1]
         room = (pages_of_tile(page_size) * page_size + LANES - 1) // LANES * LANES
         return Scratch(
-            words=np.empty((LARGEST_GROUP, heads if pairs else 0, head_dim // 2), np.uint32),
-            scores=np.empty((LARGEST_GROUP, heads, room), np.float32),
+            words=np.empty((MAX_GROUP, heads if pairs else 0, head_dim // 2), np.uint32),
+            scores=np.empty((MAX_GROUP, heads, room), np.float32),
             sums=np.empty((group, room, LANES), np.float32),
             wide=np.empty((page_size, head_dim), np.uint32),
             decay=np.empty(room if capped else 0, np.float32),

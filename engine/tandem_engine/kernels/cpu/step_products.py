@@ -42,15 +42,15 @@ ADAPTER_COLUMNS = 3
 
 A, ROWS, SCALES, PARTS = range(4)
 """Columns of a table, int64 [layers, PROJECTIONS, TABLE_COLUMNS]: addresses of A, dense float32 [ROWS, in], and of a
-factor s for each of its rows, float32; from `PARTS` on there are `MOST_PARTS` parts. ROWS is 0 where the adapter has
+factor s for each of its rows, float32; from `PARTS` on there are `MAX_PARTS` parts. ROWS is 0 where the adapter has
 nothing."""
 
 FIRST_ROW, RANK, FIRST_OUTPUT, PART_OUTPUTS, B = range(5)
 """Columns of a part: its rows of A x, its outputs, and the address of Bᵀ, dense [RANK, PART_OUTPUTS] of the model's
 dtype. RANK is 0 where there is no further part."""
 
-MOST_PARTS, PART_COLUMNS = 3, 5
-TABLE_COLUMNS = PARTS + MOST_PARTS * PART_COLUMNS
+MAX_PARTS, PART_COLUMNS = 3, 5
+TABLE_COLUMNS = PARTS + MAX_PARTS * PART_COLUMNS
 
 _HALF_BITS = 16
 ir: Any = llvmlite.ir
@@ -186,7 +186,7 @@ def add_to_panel(
         found = _product_of(adapter, place)
         if found[ROWS] == 0:
             continue
-        for index in range(MOST_PARTS):
+        for index in range(MAX_PARTS):
             part = found[PARTS + index * PART_COLUMNS :]
             begin = max(first, part[FIRST_OUTPUT])
             width = min(first + count, part[FIRST_OUTPUT] + part[PART_OUTPUTS]) - begin
@@ -274,7 +274,7 @@ def _widened_vector(code: Vectors, place: Any) -> Any:
 def _expander(number: Any, *, halves: bool) -> Callable[[Any, Any, Any, Any, Any, Any], None]:
     whole_panel, size = _build_panel(halves=halves), 2 if halves else 4
 
-    # numba wants the very same signature, annotations included, of the stub, the chooser and the choices.
+    # numba requires an equal signature, annotations included, of the stub, the chooser and the choices.
     def multiply(low: Any, part: Any, first: Any, width: Any, delta: Any, like: Any) -> Any:  # noqa: ARG001
         if width == OUTPUTS:
             address = part[B] + first * size

@@ -67,7 +67,7 @@ def trust_of_package(code: Path = Path(__file__)) -> Trust:
 STALE_AFTER_S = 30 * 24 * 3600
 """A kernel that was not read for so long is pruned,"""
 
-LARGEST_BYTES = 512 << 20
+MAX_BYTES = 512 << 20
 """and the ones read longest ago beyond so many bytes."""
 
 TOUCH_AFTER_S = 24 * 3600
@@ -241,7 +241,7 @@ def own_folder(environment: Mapping[str, str]) -> Path | None:
     return cache / "tandem" / "kernels"
 
 
-def prune(folder: Path, now: float, *, largest: int = LARGEST_BYTES, stale_after_s: float = STALE_AFTER_S) -> list[str]:
+def prune(folder: Path, now: float, *, largest: int = MAX_BYTES, stale_after_s: float = STALE_AFTER_S) -> list[str]:
     """Delete kernels of the folder that were not used for long, or are too many; returns their names."""
     kept = sorted(((each.stat(), each) for each in folder.glob(f"*{SUFFIX}")), key=lambda pair: -pair[0].st_mtime)
     total, deleted = 0, []

@@ -65,7 +65,7 @@ def place_kernel(
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Pairs of expert e in order, from its first block on, and padding behind; program EXPERTS: blocks of nobody."""
+    """Pairs of expert e in order, from its first block on, and padding behind; program EXPERTS: blocks of no expert."""
     expert = tl.program_id(0)
     index = tl.arange(0, WIDTH)
     blocks = (tl.load(counts + index, mask=index < EXPERTS, other=0) + ROWS - 1) // ROWS

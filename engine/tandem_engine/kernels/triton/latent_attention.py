@@ -34,13 +34,13 @@ from tandem_engine.kernels.triton.attention_block import FEWEST, factors, page_i
 from tandem_engine.kernels.triton.decode_attention import Partials, combine_kernel, combine_warps, decode_constants
 from tandem_engine.kernels.triton.work_list import ALL, Rows, Splitting, WorkList, visible_splits
 
-LARGEST_RANK = 512
+MAX_RANK = 512
 """Of a latent that tiles have registers for."""
 
 COLUMNS = 64
 """Of a tile of prompts, and the most of one of decodes."""
 
-MOST_SHARED = 32
+MAX_SHARED = 32
 """Heads of a rank whose decodes have tiles of 16 columns: two of them read the same keys."""
 
 _ALL = tl.constexpr(ALL)
@@ -282,7 +282,7 @@ def latent_tilings(heads: int, itemsize: int, shared_bytes: int, *, width: int) 
     if shared_bytes < 200 << 10:
         return few, few
     many = LatentTiling(block_m=COLUMNS, block_n=32, num_warps=8, num_stages=3, resident=1)
-    return few if heads <= MOST_SHARED else many, many
+    return few if heads <= MAX_SHARED else many, many
 
 
 def latent_splitting(*, heads: int, max_queries: int, block_m: int) -> Splitting:
@@ -293,8 +293,8 @@ def latent_splitting(*, heads: int, max_queries: int, block_m: int) -> Splitting
     return Splitting(
         group=heads,
         max_queries=max(1, min(max_queries, COLUMNS // heads)),
-        min_split=256 if heads <= MOST_SHARED else 512,
-        max_splits=64 if heads <= MOST_SHARED else 32,
+        min_split=256 if heads <= MAX_SHARED else 512,
+        max_splits=64 if heads <= MAX_SHARED else 32,
         block_m=block_m,
     )
 

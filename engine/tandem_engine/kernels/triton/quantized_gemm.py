@@ -79,10 +79,10 @@ def scales_of(scales, group, output, live, outputs):
 PROGRAMS = 256
 """That splits shall make of a decode, about two for each multiprocessor of an H200."""
 
-LEAST_SPLIT = 512
+MIN_SPLIT = 512
 """Inputs of a split, at least: its sums have to be worth writing."""
 
-MOST_SPLITS = 8
+MAX_SPLITS = 8
 
 COMBINE = 1024
 """Numbers of a program of `combine_kernel`."""
@@ -334,7 +334,7 @@ def tile_of(num_tokens: int, dtype: torch.dtype, *, one_group: bool) -> Tile:
 def split_of(outputs: int, inputs: int, step: int) -> int:
     """Inputs of a split: a multiple of `step`, decided by the shape of the matrix alone."""
     tiles = triton.cdiv(outputs, FEW[0].outputs)
-    splits = max(1, min(PROGRAMS // tiles, inputs // LEAST_SPLIT, MOST_SPLITS))
+    splits = max(1, min(PROGRAMS // tiles, inputs // MIN_SPLIT, MAX_SPLITS))
     return int(triton.cdiv(triton.cdiv(inputs, splits), step) * step)
 
 

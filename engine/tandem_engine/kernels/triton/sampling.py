@@ -44,7 +44,7 @@ FMIX = (0x85EBCA6B, 0xC2B2AE35)
 _GOLDEN, _SEED_STEP = tl.constexpr(GOLDEN), tl.constexpr(SEED_STEP)
 _MIX1, _MIX2 = tl.constexpr(MIX[0]), tl.constexpr(MIX[1])
 _FMIX1, _FMIX2 = tl.constexpr(FMIX[0]), tl.constexpr(FMIX[1])
-_LARGEST_U = tl.constexpr(1.0 - 2.0**-24)
+_MAX_U = tl.constexpr(1.0 - 2.0**-24)
 _HALF_STEP = tl.constexpr(2.0**-31)
 _ROOT_HALF = tl.constexpr(0.70710678118654752)
 _LN2_HIGH, _LN2_LOW = tl.constexpr(0.693359375), tl.constexpr(-2.12194440e-4)
@@ -108,7 +108,7 @@ def natural_log(x):
 @triton.jit
 def gumbel(bits):
     """float32 of 31 random bits, between −2.9 and 22.2."""
-    u = tl.minimum((bits.to(tl.float32) + 0.5) * _HALF_STEP, _LARGEST_U)
+    u = tl.minimum((bits.to(tl.float32) + 0.5) * _HALF_STEP, _MAX_U)
     mantissa, exponent = _split(1.0 - u)
     # Near 1 the difference has lost what u still has.
     small = exponent == 0.0
@@ -125,10 +125,10 @@ BLOCK = 8192
 WARPS = 8
 SETTLE_WARPS = 16
 
-UNSOUND = -1
+CORRUPTED = -1
 """Stands for a token that means nothing, as in `sampling.sampler`."""
 
-_UNSOUND = tl.constexpr(UNSOUND)
+_UNSOUND = tl.constexpr(CORRUPTED)
 _INFINITY = tl.constexpr(float("inf"))
 _LOWEST = tl.constexpr(torch.finfo(torch.float32).min)
 _NO_TOKEN = tl.constexpr(2**31 - 1)
@@ -387,7 +387,7 @@ def sample(
     position: Tensor,
     all_greedy: bool = False,
 ) -> Tensor:
-    """Token ids [S] int64 of edited logits [S, V], `UNSOUND` where the best logit is NaN or +infinity.
+    """Token ids [S] int64 of edited logits [S, V], `CORRUPTED` where the best logit is NaN or +infinity.
 
     `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 filter nothing.
     """

@@ -22,19 +22,19 @@ from torch import Size, Tensor
 from tandem_engine.kernels.interface import KvScales
 from tandem_engine.kernels.triton.common import float8_code, interpreted
 
-LEAST_TILE, MOST_TILE = 4, 16
+MIN_TILE, MOST_TILE = 4, 16
 """Heads of a program."""
 
 _INTERPRETED = tl.constexpr(interpreted())
-_LARGEST_E4M3 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
-_LARGEST_E5M2 = tl.constexpr(torch.finfo(torch.float8_e5m2).max)
+_MAX_E4M3 = tl.constexpr(torch.finfo(torch.float8_e4m3fn).max)
+_MAX_E5M2 = tl.constexpr(torch.finfo(torch.float8_e5m2).max)
 
 
 @triton.jit
 def stored(x, scale, SCALED: tl.constexpr, DTYPE: tl.constexpr):
     """`x` as the pool has it. What is too large for float8 becomes the largest number, not infinity or NaN."""
     if SCALED:
-        LARGEST: tl.constexpr = _LARGEST_E5M2 if tl.float8e5 == DTYPE else _LARGEST_E4M3
+        LARGEST: tl.constexpr = _MAX_E5M2 if tl.float8e5 == DTYPE else _MAX_E4M3
         x = tl.clamp(tl.math.div_rn(x, scale), -LARGEST, LARGEST, propagate_nan=tl.PropagateNan.ALL)
         if _INTERPRETED:
             return float8_code(x, DTYPE)
@@ -133,7 +133,7 @@ def store_constants(pool: Size, *, scaled: bool) -> dict[str, int | bool]:
         "PAGE": page,
         "WIDTH": triton.next_power_of_2(size),
         "SCALED": scaled,
-        "TILE": max(LEAST_TILE, min(MOST_TILE, triton.next_power_of_2(kv_heads))),
+        "TILE": max(MIN_TILE, min(MOST_TILE, triton.next_power_of_2(kv_heads))),
     }
 
 

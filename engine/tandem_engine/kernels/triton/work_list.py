@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tandem_engine.kernels.span import Span
 
-LEAST_WIDTH = 1024
+MIN_WIDTH = 1024
 """So many rows take one kernel, however few they are."""
 
 WHOLE = 4
@@ -34,7 +34,7 @@ WHOLE = 4
 
 _WHOLE = tl.constexpr(WHOLE)
 
-MOST_ROWS = 64
+MAX_ROWS = 64
 """Of a tile of decode, whose registers also hold as many rows of results."""
 
 
@@ -157,14 +157,14 @@ class Bounds(NamedTuple):
 def splitting_of(*, num_heads: int, kv_heads: int, max_queries: int, block_m: int) -> Splitting:
     """The fewer K/V heads, the more splits: one long sequence should be work for some 250 programs.
 
-    4k tokens of 8 heads are 128 items; from 8k on all of the 256 that 32 splits allow. `max_queries` is what is wished
-    for: a tile of decode has at most `MOST_ROWS` rows, unless one query has more heads.
+    4k tokens of 8 heads are 128 items; from 8k on all of the 256 that 32 splits allow. `max_queries` is what is wanted
+    for: a tile of decode has at most `MAX_ROWS` rows, unless one query has more heads.
     """
     group = num_heads // kv_heads
     max_splits = min(max(256 // triton.next_power_of_2(kv_heads), 16), 128)
     return Splitting(
         group=group,
-        max_queries=max(1, min(max_queries, MOST_ROWS // group)),
+        max_queries=max(1, min(max_queries, MAX_ROWS // group)),
         min_split=256 if kv_heads >= 4 else 128,
         max_splits=max_splits,
         block_m=block_m,
@@ -251,5 +251,5 @@ def list_constants(splitting: Splitting, rows: int, *, span: int, tiles: bool) -
         "MIN_SPLIT": splitting.min_split,
         "MAX_SPLITS": splitting.max_splits,
         "BLOCK_M": splitting.block_m if tiles else 0,
-        "WIDTH": max(LEAST_WIDTH, triton.next_power_of_2(rows)),
+        "WIDTH": max(MIN_WIDTH, triton.next_power_of_2(rows)),
     }

@@ -111,7 +111,7 @@ class PromptGraphPlan(GraphPlan, Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToldPlan:
+class NotifyingPlan:
     """A plan, and word of each layer once its K and V are stored; implements `Attend`."""
 
     plan: Attend

@@ -54,7 +54,7 @@ from tandem_engine.kernels.span import Span
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import Attend, AttentionSpec, distinct
 
-WIDEST_TASK = 4
+MAX_TASK = 4
 """Panels of queries that share a copy of the keys. With more of them panels would push each other out of the caches."""
 
 EXTEND_TASKS_PER_THREAD = 4
@@ -147,7 +147,7 @@ class BlockAttention:
     def _panels(self, runs: Sequence[Run], group: int) -> int:
         """Of a task: as many as leave enough tasks for all threads. No result depends on it."""
         wanted = EXTEND_TASKS_PER_THREAD * torch.get_num_threads()
-        panels = WIDEST_TASK
+        panels = MAX_TASK
         while panels > 1 and wanted > self._kv_heads * sum(-(-run.length * group // (panels * PANEL)) for run in runs):
             panels //= 2
         return panels
@@ -318,7 +318,7 @@ SHORT_EXTEND = 8
 SHORT_LANES = 16
 """and how many queries it may have for each K/V head: as many take the block kernel no longer (ADR 0022)."""
 
-LONGEST_CHAIN = 1 + MAX_DRAFT_TOKENS
+MAX_CHAIN = 1 + MAX_DRAFT_TOKENS
 """Of a decode that verifies drafts, which the paged kernel always takes."""
 
 
@@ -427,7 +427,7 @@ def _sort_extends(batch: ForwardBatch, spec: AttentionSpec, longest_short: int) 
     extend_lens = batch.extend_lens[: batch.num_extend].tolist()
     for row, (extend_len, seq_len) in enumerate(zip(extend_lens, batch.seq_lens.tolist(), strict=False)):
         start, prefix_len = extends.num_tokens, seq_len - extend_len
-        if prefix_len > 0 and extend_len <= (LONGEST_CHAIN if row in verifying else longest_short):
+        if prefix_len > 0 and extend_len <= (MAX_CHAIN if row in verifying else longest_short):
             extends.short += [
                 Query(start + i, row, spec.first_seen(prefix_len + i), prefix_len + i + 1) for i in range(extend_len)
             ]

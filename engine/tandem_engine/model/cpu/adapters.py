@@ -10,7 +10,7 @@ from tandem_engine.kernels.cpu.pieces import Array
 from tandem_engine.kernels.cpu.step_products import (
     DOWN,
     GATE_UP,
-    MOST_PARTS,
+    MAX_PARTS,
     OUTPUT,
     PARTS,
     PROJECTIONS,
@@ -61,7 +61,7 @@ def _factors(site: SiteWeights) -> Array:
 def _row(site: SiteWeights, factors: Array) -> list[int]:
     """Of a table."""
     assert site.a.is_contiguous(), "the kernel reads A row by row"
-    assert len(site.parts) <= MOST_PARTS, f"{len(site.parts)} projections in one product"
+    assert len(site.parts) <= MAX_PARTS, f"{len(site.parts)} projections in one product"
     row = [site.a.data_ptr(), len(site.a), factors.ctypes.data]
     assert len(row) == PARTS
     for part in site.parts:

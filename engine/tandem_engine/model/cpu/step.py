@@ -48,7 +48,7 @@ from tandem_engine.kernels.cpu.tensors import dtype_of
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES, team
 from tandem_engine.model.adapters.step import StepAdapters
 from tandem_engine.model.adapters.tensor_names import Site
-from tandem_engine.model.attention.backend import Attend, AttentionSpec, ToldPlan, distinct
+from tandem_engine.model.attention.backend import Attend, AttentionSpec, NotifyingPlan, distinct
 from tandem_engine.model.attention.cpu import CpuPlan, PagedQueries
 from tandem_engine.model.cpu.adapters import AdapterTables, AdapterTasks
 from tandem_engine.model.cpu.arrays import ModelArrays, plain_attention
@@ -134,7 +134,7 @@ class _Call:
 
 
 def _first(rows: Tensor, count: int) -> Tensor:
-    """Some of them, or new ones if there are not as many: who wants a token twice wants more than there are."""
+    """Some of them, or new ones if there are not as many: a batch with a token twice needs more than there are."""
     if count > len(rows):
         return torch.zeros((count, rows.shape[1]), dtype=rows.dtype)
     return rows if count == len(rows) else rows[:count]
@@ -295,7 +295,7 @@ class FusedStack:
         self, attend: Attend, tokens: int, adapters: StepAdapters | None = None
     ) -> SmallStep | LargeStep | None:
         """The step of so many tokens that `attend` was planned for, if it is one for compiled code."""
-        plan, wrote = (attend.plan, attend.wrote) if isinstance(attend, ToldPlan) else (attend, None)
+        plan, wrote = (attend.plan, attend.wrote) if isinstance(attend, NotifyingPlan) else (attend, None)
         if not isinstance(plan, CpuPlan) or plan.kernels.pages.dtype != dtype_of(self.arrays.dtype):
             return None
         few = tokens <= FEW_TOKENS and wrote is None

@@ -70,7 +70,7 @@ FEW_TOKENS = 32
 """So many at most take our own kernel, which is 10 to 15 % slower from 8 on; with more, oneDNN's lead would grow."""
 
 NEAR_TOKENS, NEAR, FAR = 128, 4, 32
-"""oneDNN compiles its product anew for each number of rows, which takes as long as the product itself. So it is given
+"""oneDNN compiles its product again for each number of rows, which takes as long as the product itself. So it is given
 multiples of `NEAR` up to `NEAR_TOKENS`, which batches of decodes have, and of `FAR` beyond."""
 
 MIN_PACKED_ELEMENTS = 1 << 16

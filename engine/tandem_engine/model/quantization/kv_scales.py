@@ -1,4 +1,4 @@
-"""Scales of float8 KV that a checkpoint brings, calibrated by whoever quantized it: for K and for V of each layer.
+"""Scales of float8 KV that a checkpoint brings, calibrated when it was quantized: for K and for V of each layer.
 
     model.layers.N.self_attn.k_scale              as vLLM calls it, and compressed-tensors
     model.layers.N.self_attn.k_proj.k_scale       ModelOpt

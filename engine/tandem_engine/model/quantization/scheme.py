@@ -27,7 +27,7 @@ class WeightFormat(Protocol):
 
     @property
     def required(self) -> tuple[str, ...]:
-        """Suffixes of the tensors that a matrix needs; whoever has the first of them is one."""
+        """Suffixes of the tensors that a matrix needs; a module that has the first of them is one."""
         ...
 
     @property

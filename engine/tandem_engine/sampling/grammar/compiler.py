@@ -186,8 +186,8 @@ class GrammarCompiler:
         try:
             os.write(self._writable, b"\0")
         except BlockingIOError:
-            # The pipe is full of wake-ups nobody has read yet: the loop will look.
+            # The pipe is full of unread wake-ups: the loop will check.
             return
         finally:
-            # After the write: a flag without a byte costs one read, a byte without a flag would wake for ever.
+            # After the write: a flag without a byte costs one read, a byte without a flag would wake without end.
             self._woken = True

@@ -58,7 +58,7 @@ class ReasoningMatcher:
         self._matched: list[int] = []
         """For each token before the answer, how much of the marker in question the output ends with."""
         self._began: int | None = 0 if grammar.budget.opened else None
-        """How many of these tokens precede the reasoning; None while nobody has opened it."""
+        """How many of these tokens precede the reasoning; None while it has not been opened."""
         self._answered = 0
         """Tokens of the answer."""
 
@@ -75,7 +75,7 @@ class ReasoningMatcher:
         while taken < len(tokens) and not self._answers_with(tokens[taken]):
             if not self._fits(tokens[taken]):
                 return taken
-            self._go_on(tokens[taken])
+            self._continue_with(tokens[taken])
             taken += 1
         answer = tokens[taken:]
         answered = len(answer) if self._answer is None or not answer else self._answer.accept(answer)
@@ -145,7 +145,7 @@ class ReasoningMatcher:
             return token == forced
         return self._answer is None or token not in self._grammar.eos_token_ids
 
-    def _go_on(self, token: int) -> None:
+    def _continue_with(self, token: int) -> None:
         budget = self._grammar.budget
         marker = budget.begin if self._began is None else budget.end
         self._matched.append(_advance(marker, self._progress, token))

@@ -132,7 +132,7 @@ class GrammarGate:
             compiled = job.future.result()
             self.grammars.keep(spec, compiled)
             for req in job.requests:
-                self._go_on(req, compiled)
+                self._continue_with(req, compiled)
             return
         error = _error(job, state)
         if isinstance(error, InvalidRequestError):
@@ -140,7 +140,7 @@ class GrammarGate:
         for req in job.requests:
             self._end(req, error_finish(error))
 
-    def _go_on(self, req: Request, compiled: CompiledGrammar) -> None:
+    def _continue_with(self, req: Request, compiled: CompiledGrammar) -> None:
         finish = self._start(req, compiled)
         if finish is None:
             self.queues.ready(req)
@@ -214,8 +214,8 @@ def open_masks(samplers: Sequence[Request], constrained: Sequence[int], draft_le
 def fill_masks(masks: TokenMasks, runs: Iterable[tuple[Request, Sequence[int]]]) -> None:
     """Fill and release the masks of a step that is the only one in flight, or about to be launched.
 
-    `runs` are its samplers with their drafts. Those that cannot go on get a wish, which settlement of this step obeys
-    before it looks at their tokens.
+    `runs` are its samplers with their drafts. Those that cannot continue get a pending finish, which settlement of this
+    step applies before it reads their tokens.
     """
     bits: Bits = masks.bitmask.numpy()
     start = 0

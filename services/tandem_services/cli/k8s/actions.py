@@ -88,11 +88,11 @@ def drain(args: argparse.Namespace) -> int:
                 raise
             print(f"{error}. Its disruption budget forbids it: try again later, or scale up", file=sys.stderr)
             return 1
-        print(f"{_who_drains(Pod.of(pod))}: running requests migrate to other workers or finish")
+        print(f"{_drain_owner(Pod.of(pod))}: running requests migrate to other workers or finish")
         return 0 if args.no_wait else until_gone(cluster, pod)
 
 
-def _who_drains(pod: Pod) -> str:
+def _drain_owner(pod: Pod) -> str:
     return f"{pod.name} is draining, with all pods of worker {pod.leader}" if pod.leader else f"{pod.name} is draining"
 
 

@@ -281,11 +281,11 @@ def _message(response: httpx.Response) -> str:
 
 
 PROTOCOL = "v4.channel.k8s.io"
-DATA, COMPLAINT = 0, 1
+DATA, TEXT = 0, 1
 CONNECT_S = 5.0
 ANSWER_S = 5.0
 
-MOST_AT_ONCE = 4
+MAX_AT_ONCE = 4
 """Connections to one pod."""
 
 
@@ -343,10 +343,10 @@ class PodStream(httpcore.NetworkStream):
 
     def _take(self, channel: int, data: bytes) -> None:
         if channel not in self._begun:
-            if channel > COMPLAINT or data != struct.pack("<H", self._port):
+            if channel > TEXT or data != struct.pack("<H", self._port):
                 raise httpcore.RemoteProtocolError("the API server forwards in a way that is not known here")
             self._begun.add(channel)
-        elif channel == COMPLAINT:
+        elif channel == TEXT:
             raise httpcore.ReadError(f"the kubelet reports: {quoted(data.decode('utf-8', 'replace'))}")
         else:
             self._received += data
@@ -395,7 +395,7 @@ class PodTransport(httpx.HTTPTransport):
         super().__init__(trust_env=False)
         # httpx has no parameter for the network below its pool.
         self._pool = httpcore.ConnectionPool(
-            network_backend=network, max_connections=MOST_AT_ONCE, max_keepalive_connections=1
+            network_backend=network, max_connections=MAX_AT_ONCE, max_keepalive_connections=1
         )
 
 

@@ -127,13 +127,13 @@ ADMIN_PORT = "admin"
 HTTP_PORT = "http"
 ASKED_AT_ONCE = 8
 
-MOST_ASKED = 128
+MAX_ASKED = 128
 """Of one look. Those beyond are shown without figures."""
 
 MAX_BYTES = 4 << 20
 Figures = WorkerFigures | GatewayFigures
 
-Said = Figures | str
+PodAnswer = Figures | str
 """Or in a few words why a pod returns nothing."""
 
 
@@ -205,19 +205,19 @@ def own_pod(cluster: Cluster, name: str) -> Object:
     return pod
 
 
-def ask(access: Access, pods: Iterable[Object]) -> dict[str, Said]:
+def ask(access: Access, pods: Iterable[Object]) -> dict[str, PodAnswer]:
     """What workers and gateways say, by the pod's name. Bounded in time, in number and in bytes; never raises."""
-    asked = [pod for pod in pods if Pod.of(pod).component in (WORKER, GATEWAY) and runs(pod)][:MOST_ASKED]
+    asked = [pod for pod in pods if Pod.of(pod).component in (WORKER, GATEWAY) and runs(pod)][:MAX_ASKED]
     with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
         said = threads.map(lambda pod: _figures(access, pod), asked)
         return {pod["metadata"]["name"]: answer for pod, answer in zip(asked, said, strict=True)}
 
 
-def workers_among(figures: Mapping[str, Said]) -> dict[str, WorkerFigures]:
+def workers_among(figures: Mapping[str, PodAnswer]) -> dict[str, WorkerFigures]:
     return {name: said for name, said in figures.items() if isinstance(said, WorkerFigures)}
 
 
-def _figures(access: Access, pod: Object) -> Said:
+def _figures(access: Access, pod: Object) -> PodAnswer:
     worker = Pod.of(pod).component == WORKER
     try:
         with pod_client(access, pod, HEALTH_PORT if worker else ADMIN_PORT) as client:

@@ -16,7 +16,7 @@ from tandem_services.cli.k8s.pods import (
     WORKER,
     GatewayFigures,
     Pod,
-    Said,
+    PodAnswer,
     WorkerFigures,
     ask,
     now,
@@ -44,7 +44,7 @@ class PodSeen:
     """A pod, and what it returned."""
 
     pod: Pod
-    said: Said | None
+    said: PodAnswer | None
     """None: it was not queried."""
     followers: tuple["PodSeen", ...] = ()
     """The other pods of a worker that has several."""
@@ -88,7 +88,7 @@ class ServiceTree:
 
 
 def service_tree(
-    service: Object, pools: Sequence[Object], pods: Sequence[Object], figures: Mapping[str, Said]
+    service: Object, pools: Sequence[Object], pods: Sequence[Object], figures: Mapping[str, PodAnswer]
 ) -> ServiceTree:
     """`pools` and `pods`: at least those of the service; `figures`: by pod name."""
     metadata, status = service["metadata"], service.get("status", {})
@@ -130,12 +130,12 @@ def _condition(condition: Mapping[str, Any], generation: int) -> ConditionSeen:
 
 def _role(role: str, service: Object, pool: Object | None, pods: Sequence[PodSeen]) -> RoleSeen:
     mine = [one for one in pods if one.pod.component == WORKER and one.pod.role == role]
-    told = {one["name"]: one for one in service.get("status", {}).get("revisions", ())}
-    names = dict.fromkeys([*(name for name, one in told.items() if role in one), *(one.pod.revision for one in mine)])
+    status = {one["name"]: one for one in service.get("status", {}).get("revisions", ())}
+    names = dict.fromkeys([*(name for name, one in status.items() if role in one), *(one.pod.revision for one in mine)])
     revisions = tuple(
         RevisionSeen(
             name=name,
-            share=told.get(name, {}).get("share", 0.0),
+            share=status.get(name, {}).get("share", 0.0),
             pods=tuple(one for one in mine if one.pod.revision == name),
         )
         for name in names
@@ -252,7 +252,7 @@ def _pod(seen: PodSeen, now: datetime) -> Row:
     )
 
 
-def _busy(said: Said | None) -> tuple[str, str, str, str]:
+def _busy(said: PodAnswer | None) -> tuple[str, str, str, str]:
     """Role, running, queue and KV, as far as they are known."""
     match said:
         case WorkerFigures():
@@ -263,7 +263,7 @@ def _busy(said: Said | None) -> tuple[str, str, str, str]:
     return "", "", "", ""
 
 
-def _note(pod: Pod, said: Said | None) -> str:
+def _note(pod: Pod, said: PodAnswer | None) -> str:
     notes = [pod.failure]
     match said:
         case str():
@@ -324,14 +324,14 @@ def show_decisions(args: argparse.Namespace) -> int:
 
 
 def roles_text(trees: list[ServiceTree]) -> str:
-    """ "" when there is nobody."""
+    """ "" when there is none."""
     rows = [_role_row(tree, seen) for tree in trees for seen in workers_of(tree)]
     header = ("POD", "SERVICE", "MADE FOR", "SERVES", "STATE", "RUNNING", "QUEUE", "PREFILL/S", "DECODE STEP")
     return table(header, rows) if rows else ""
 
 
 def queue_text(trees: list[ServiceTree]) -> str:
-    """ "" when there is nobody who could have a queue."""
+    """ "" when no worker could have a queue."""
     rows = [
         _queue_row(tree, "gateway", seen, said)
         for tree in trees
@@ -360,14 +360,14 @@ def decisions_text(services: list[Object]) -> str:
 
 def _decisions(service: Object, *, named: bool) -> str:
     name = service["metadata"]["name"]
-    told = service.get("status", {}).get("decisions", [])
+    status = service.get("status", {}).get("decisions", [])
     title = f"{name}\n" if named else ""
-    if not told:
+    if not status:
         mode = service["spec"].get("autoscaling", {}).get("mode", "none")
         why = "nothing was decided yet" if mode == "internal" else f"spec.autoscaling.mode is {mode}"
         return f"{title}no decisions: {why}"
     rows = [
-        (one["time"], one.get("role", ""), one.get("action", ""), _change(one), one.get("reason", "")) for one in told
+        (one["time"], one.get("role", ""), one.get("action", ""), _change(one), one.get("reason", "")) for one in status
     ]
     return title + table(("TIME", "ROLE", "ACTION", "WORKERS", "REASON"), rows)
 

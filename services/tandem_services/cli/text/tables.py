@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell, two spaces apart. The last cell of a row goes on as far as its text does,
+    """Columns as wide as their widest cell, two spaces apart. The last cell of a row is as long as its text,
     in a shorter row over the columns behind it."""
     lines = [header, *rows]
     widths = [

@@ -3,10 +3,10 @@
 from dataclasses import dataclass, field
 from hashlib import blake2b
 
-from tandem_services.gateway.access.tenants import EVERYBODY, Taken, Tenant, TenantLimits, rate_headers, refusal
+from tandem_services.gateway.access.tenants import SOLE_TENANT, Taken, Tenant, TenantLimits, rate_headers, refusal
 from tandem_services.router.usage_counters import Ask, Refused, Usage
 
-UNKNOWN = Tenant(name=EVERYBODY, sha256=(), admin=True)
+UNKNOWN = Tenant(name=SOLE_TENANT, sha256=(), admin=True)
 """The one tenant of a gateway without a key file."""
 
 

@@ -213,6 +213,6 @@ class KeyWatch:
         self.metrics.keys_loaded(len(ring.tenants))
         logger.info("API keys changed", extra={"fields": {"tenants": len(ring.tenants)}})
 
-    def _refused(self, complaint: str) -> None:
+    def _refused(self, failure: str) -> None:
         self.metrics.keys_refused()
-        logger.error("changed API keys are invalid, keeping the previous ones: %s", quoted(complaint))
+        logger.error("changed API keys are invalid, keeping the previous ones: %s", quoted(failure))

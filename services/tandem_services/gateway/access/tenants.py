@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge
 from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.common.tasks import BackgroundTasks, for_ever
+from tandem_services.common.tasks import BackgroundTasks, run_periodically
 from tandem_services.gateway.process_place import ProcessPlace
 from tandem_services.router.keys import LEASE_OF_REQUEST_MS
 from tandem_services.router.usage_counters import Ask, Refused, Usage, UsageLimits, UsageWindows
@@ -64,7 +64,7 @@ class Tenant(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )
 
 
-EVERYBODY = ""
+SOLE_TENANT = ""
 """Name of the one tenant there is without a key file. No entry can have it."""
 
 
@@ -270,8 +270,8 @@ class TenantLimits:
     async def run(self) -> None:
         """Renew leases of running requests, and forget idle tenants, until canceled."""
         # Leases that are not renewed would let tenants run more than they may.
-        complaint = "renewing leases of running requests failed"
-        await for_ever(self.renew, every_s=RENEW_S, logger=logger, complaint=complaint)
+        failure = "renewing leases of running requests failed"
+        await run_periodically(self.renew, every_s=RENEW_S, logger=logger, failure=failure)
 
     async def renew(self) -> None:
         """Redis away: next time."""

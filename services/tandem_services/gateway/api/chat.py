@@ -21,14 +21,14 @@ from tandem_services.gateway.api.openai_schemas import (
 )
 from tandem_services.gateway.api.request_fields import (
     PROMPT_ALONE_TOKENS,
-    asked_truncation,
-    behind_prompt,
+    after_prompt,
     chat_logprobs,
     check_common_fields,
     check_prompt_alone,
     choice_counts,
     fit_output,
     generation_plan,
+    requested_truncation,
     sampling_params,
 )
 from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
@@ -37,7 +37,7 @@ from tandem_services.gateway.http.body import BodyDecoder
 from tandem_services.gateway.http.known_fields import check_no_fields
 from tandem_services.gateway.limits import MAX_MESSAGES, MAX_OUTPUT_TOKENS, check_context
 from tandem_services.gateway.output.reader import OutputReading
-from tandem_services.gateway.output.structured_output import AskedGrammar, asked_grammar
+from tandem_services.gateway.output.structured_output import RequestedGrammar, requested_grammar
 from tandem_services.gateway.output.tool_parsers.registry import Channels
 from tandem_services.gateway.output.tools import ToolUse, answer_on_channel, tool_use
 
@@ -243,15 +243,15 @@ class ChatPlanner:
             grammar=grammar,
             reasoning_budget=served.model.dialect.budget(request.thinking_token_budget),
         )
-        turn = await served.desk.take(
+        turn = await served.session_manager.take(
             request.session_params, cache_salt=caller.cache_salt(request.cache_salt or ""), choices=counts.generated
         )
-        truncation = asked_truncation(request, served.prompts.context_length, max_tokens=wanted or 0)
+        truncation = requested_truncation(request, served.prompts.context_length, max_tokens=wanted or 0)
         input_ids = await _encode(request, served, tools, turn, truncation)
         context_length = served.prompts.context_length() - (0 if turn is None else turn.history)
         check_context(len(input_ids), wanted or 0, context_length, "messages")
         reading = _reading(request, served, input_ids, tools, grammar)
-        sampling = behind_prompt(sampling, reading)
+        sampling = after_prompt(sampling, reading)
         sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size)
         return generation_plan(
             request,
@@ -288,7 +288,7 @@ def _channels(request: ChatRequest, served: ReadModel) -> Channels | None:
     channels = served.model.dialect.channels
     if channels is None or request.thinking_token_budget is None:
         return channels
-    return channels.behind_reasoning()
+    return channels.after_reasoning()
 
 
 def _reading(
@@ -296,7 +296,7 @@ def _reading(
     served: ReadModel,
     prompt: tuple[int, ...],
     tools: ToolUse | None,
-    grammar: AskedGrammar | None,
+    grammar: RequestedGrammar | None,
 ) -> OutputReading:
     # Tags follow free text, but not those that are there instead of a formatted answer.
     tags = grammar is not None and grammar.spec.kind is GrammarKind.STRUCTURAL_TAG
@@ -353,9 +353,9 @@ async def _encode(
     )
 
 
-def _grammar(request: ChatRequest, tools: ToolUse | None, channels: Channels | None) -> AskedGrammar | None:
+def _grammar(request: ChatRequest, tools: ToolUse | None, channels: Channels | None) -> RequestedGrammar | None:
     """The form of the output: as the tools require, or as the client requested. `channels`: of the model's outputs."""
-    asked = asked_grammar(request, request.response_format)
+    asked = requested_grammar(request, request.response_format)
     if tools is None:
         return asked if asked is None or channels is None else answer_on_channel(channels, asked)
     if asked is None:

@@ -43,11 +43,11 @@ class ChatFormat:
         self._model = plan.model
         self._vocabulary = vocabulary
         self._prompt = plan.choices[0].input_ids
-        self._top = plan.told_logprobs
+        self._top = plan.returned_logprobs
         self._prompt_top = plan.prompt_logprobs
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
         self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)
-        self._tells_ids = plan.tells_ids
+        self._tells_ids = plan.returns_ids
         self._text_events = TextEvents(self._text_event)
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:

@@ -27,7 +27,6 @@ from tandem_services.gateway.api.openai_schemas import (
 )
 from tandem_services.gateway.api.request_fields import (
     PROMPT_ALONE_TOKENS,
-    asked_truncation,
     check_common_fields,
     check_prompt_alone,
     choice_counts,
@@ -35,6 +34,7 @@ from tandem_services.gateway.api.request_fields import (
     completion_prompt_logprobs,
     fit_output,
     generation_plan,
+    requested_truncation,
     sampling_params,
 )
 from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
@@ -50,7 +50,7 @@ from tandem_services.gateway.limits import (
 )
 from tandem_services.gateway.models.prompts import PromptEncoder
 from tandem_services.gateway.output.choice_text import ChoicePiece, ScoredToken
-from tandem_services.gateway.output.structured_output import asked_grammar
+from tandem_services.gateway.output.structured_output import requested_grammar
 
 FIELD = "suffix"
 
@@ -102,7 +102,7 @@ class CompletionPlanner:
         prompts = split_prompts(request.prompt, param="prompt", most=MAX_PROMPTS)
         counts = choice_counts(request, prompts=len(prompts))
         wanted = _wanted_tokens(request)
-        grammar = asked_grammar(request, request.response_format)
+        grammar = requested_grammar(request, request.response_format)
         # Ranges are checked before any prompt is encoded.
         sampling = sampling_params(
             request,
@@ -113,7 +113,7 @@ class CompletionPlanner:
             vocab_size=prompt_encoder.tokenizer.vocab_size,
             grammar=grammar,
         )
-        turn = await served.desk.take(
+        turn = await served.session_manager.take(
             request.session_params,
             cache_salt=caller.cache_salt(request.cache_salt or ""),
             choices=counts.generated * len(prompts),
@@ -159,7 +159,7 @@ async def _choice(
 ) -> PlannedChoice:
     # Around a turn that continues a text there is nothing to add, such as BOS.
     begins = turn is None or turn.begins
-    truncation = asked_truncation(request, prompts.context_length, max_tokens=wanted or 0)
+    truncation = requested_truncation(request, prompts.context_length, max_tokens=wanted or 0)
     context_length = prompts.context_length() - (0 if turn is None else turn.history)
     if truncation is None and not isinstance(prompt, str):
         # Before a look at each of millions of ids.
@@ -226,7 +226,7 @@ class CompletionFormat:
         self._model = plan.model
         self._vocabulary = vocabulary
         self._plan = plan
-        self._top = plan.told_logprobs
+        self._top = plan.returned_logprobs
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
         self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)
         self._owes_prompt: set[int] = set()
@@ -234,7 +234,7 @@ class CompletionFormat:
         self._text_events = TextEvents(self._text_event)
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
-        if self._plan.tells_ids:
+        if self._plan.returns_ids:
             self._owes_prompt.add(choice.index)
         if choice.echo is None:
             return b""
@@ -248,7 +248,7 @@ class CompletionFormat:
         return self._chunk(echoed, usage)
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        if usage is None and piece.finish is None and not piece.scored and not self._plan.tells_ids:
+        if usage is None and piece.finish is None and not piece.scored and not self._plan.returns_ids:
             return self._text_events.of(piece.index, piece.text)
         choice = CompletionChoice(
             index=piece.index,
@@ -280,7 +280,7 @@ class CompletionFormat:
         return self._planned(index).input_ids
 
     def _token_ids(self, ids: Sequence[int]) -> list[int] | UnsetType:
-        return list(ids) if self._plan.tells_ids else UNSET
+        return list(ids) if self._plan.returns_ids else UNSET
 
     def _text_event(self, index: int, text: str) -> bytes:
         return self._chunk(CompletionChoice(index=index, text=text), None)
@@ -299,7 +299,7 @@ class CompletionFormat:
             finish_reason=choice.finish.reason,
             stop_reason=choice.finish.stop,
             prompt_logprobs=self._prompt_logprobs(choice),
-            prompt_token_ids=self._planned(choice.index).input_ids if self._plan.tells_ids else UNSET,
+            prompt_token_ids=self._planned(choice.index).input_ids if self._plan.returns_ids else UNSET,
             token_ids=self._token_ids(choice.token_ids),
         )
 

@@ -26,7 +26,7 @@ from tandem_engine.tokenizer.text_tokenizer import TruncationSide
 from tandem_services.common.errors import bad_request, internal_error
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.api.openai_schemas import Prompt, PromptItem, place_of, split_prompts
-from tandem_services.gateway.api.request_fields import asked_truncation
+from tandem_services.gateway.api.request_fields import requested_truncation
 from tandem_services.gateway.api.response_writer import Answering, new_record
 from tandem_services.gateway.dispatch.generation import Generator
 from tandem_services.gateway.dispatch.plan import ChoiceRequest
@@ -166,7 +166,7 @@ async def _encode(
 ) -> tuple[tuple[int, ...], ...]:
     encoder = served.prompts
     # vLLM's side for models that it serves embeddings of: the topic of a text is at its beginning.
-    truncation = asked_truncation(request, encoder.context_length, side="right")
+    truncation = requested_truncation(request, encoder.context_length, side="right")
     texts = [prompt for prompt in prompts if isinstance(prompt, str)]
     special = request.add_special_tokens is not False
     parsed = encoder.parses_special_tokens(request.parse_special_tokens, caller)

@@ -12,7 +12,7 @@ from tandem_engine.messages.outputs import TokenLogprob
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway.api.openai_schemas import CompletionTokensDetails, PromptTokensDetails, Usage
 from tandem_services.gateway.dispatch.plan import PlannedChoice
-from tandem_services.gateway.dispatch.sessions import SessionDesk
+from tandem_services.gateway.dispatch.sessions import SessionManager
 from tandem_services.gateway.models.model import ServedModel
 from tandem_services.gateway.models.prompts import PromptEncoder
 from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoicePiece, ScoredToken
@@ -99,7 +99,7 @@ class ReadModel(Protocol):
     def prompts(self) -> PromptEncoder: ...
 
     @property
-    def desk(self) -> SessionDesk: ...
+    def session_manager(self) -> SessionManager: ...
 
 
 @contextmanager

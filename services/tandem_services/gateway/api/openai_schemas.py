@@ -66,7 +66,7 @@ class StreamOptions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     include_obfuscation: Any = None
 
     @property
-    def asks_for_usage(self) -> bool:
+    def includes_usage(self) -> bool:
         return self.include_usage is msgspec.UNSET or bool(self.include_usage)
 
 

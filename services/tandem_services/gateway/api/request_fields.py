@@ -28,7 +28,7 @@ from tandem_services.gateway.limits import (
 )
 from tandem_services.gateway.models.prompts import allowed_ids, logit_biases, named_ids
 from tandem_services.gateway.output.reader import PLAIN, OutputReading
-from tandem_services.gateway.output.structured_output import AskedGrammar
+from tandem_services.gateway.output.structured_output import RequestedGrammar
 
 FIELD = "truncate_prompt_tokens"
 
@@ -45,7 +45,7 @@ class Truncating(Protocol):
     def truncation_side(self) -> TruncationSide | None: ...
 
 
-def asked_truncation(
+def requested_truncation(
     request: Truncating, context_length: Callable[[], int], *, max_tokens: int = 0, side: TruncationSide = "left"
 ) -> Truncation | None:
     """None when prompts stay whole. `max_tokens`: of output, in the request; `side`: when the request has none.
@@ -137,7 +137,7 @@ def sampling_params(
     logprobs: int | None,
     bad_words: tuple[tuple[int, ...], ...],
     vocab_size: int,
-    grammar: AskedGrammar | None,
+    grammar: RequestedGrammar | None,
     prompt_logprobs: int | None = None,
     reasoning_budget: ReasoningBudget | None = None,
 ) -> SamplingParams:
@@ -180,7 +180,7 @@ def fit_output(sampling: SamplingParams, room: int, *, vocab_size: int) -> Sampl
     return fitted
 
 
-def behind_prompt(sampling: SamplingParams, reading: OutputReading) -> SamplingParams:
+def after_prompt(sampling: SamplingParams, reading: OutputReading) -> SamplingParams:
     """A reasoning budget counts from the prompt's end where that has opened the reasoning."""
     if sampling.reasoning_budget is None or not reading.opened:
         return sampling
@@ -226,7 +226,7 @@ def generation_plan(
     if generated > counts.kept:
         prompts = [_scored(prompt) for prompt in prompts]
     options = request.stream_options
-    include_usage = options is not None and options.asks_for_usage
+    include_usage = options is not None and options.includes_usage
     _check_prompt_logprobs(prompts, counts.kept)
     return GenerationPlan(
         model=request.model or "",
@@ -249,7 +249,7 @@ def generation_plan(
         skip_special_tokens=request.skip_special_tokens is not False,
         keep_stop=bool(request.include_stop_str_in_output or request.no_stop_trim),
         prompt_logprobs=request.prompt_logprobs,
-        tells_ids=bool(request.return_token_ids),
+        returns_ids=bool(request.return_token_ids),
         names_by_id=bool(request.return_tokens_as_token_ids),
         reading=reading,
         grammar_field=grammar_field,

@@ -94,25 +94,25 @@ class SessionRoutes:
         return _json(ClosedSession(id=session_id))
 
     async def close_as_sglang(self, request: Request) -> Response:
-        asked = await decode_body(_CLOSE.decode, await read_body(request))
-        await self._close(request, asked.session_id, asked.model, asked.cache_salt)
+        body = await decode_body(_CLOSE.decode, await read_body(request))
+        await self._close(request, body.session_id, body.model, body.cache_salt)
         return Response()
 
     async def _open(self, request: Request) -> tuple[SessionName, float]:
         """The session, and for how long it is kept unused, in seconds."""
-        asked = await decode_body(_OPEN.decode, await read_body(request))
-        served = self.models.of_request(request.scope, asked.model).service
-        check_cache_salt(asked.cache_salt)
-        session_id = secrets.token_hex(16) if asked.session_id is None else asked.session_id
-        name = session_name(session_id, _salt(request, asked.cache_salt), param="session_id")
-        await served.desk.open(name)
-        return name, served.desk.ttl_s
+        body = await decode_body(_OPEN.decode, await read_body(request))
+        served = self.models.of_request(request.scope, body.model).service
+        check_cache_salt(body.cache_salt)
+        session_id = secrets.token_hex(16) if body.session_id is None else body.session_id
+        name = session_name(session_id, _salt(request, body.cache_salt), param="session_id")
+        await served.session_manager.open(name)
+        return name, served.session_manager.ttl_s
 
     async def _close(self, request: Request, session_id: str, model: str | None, cache_salt: str | None) -> None:
         served = self.models.of_request(request.scope, model).service
         check_cache_salt(cache_salt)
         name = session_name(session_id, _salt(request, cache_salt), param="session_id")
-        incarnation = await served.desk.close(name)
+        incarnation = await served.session_manager.close(name)
         keeper = next((w for w in served.chooser.workers() if w.incarnation == incarnation), None)
         if keeper is None:
             return

@@ -36,19 +36,19 @@ class Tokenization:
 
     async def tokenize(self, request: Request) -> Response:
         """Ids of a prompt, or of messages through the chat template, exactly as generation would see them."""
-        asked = await decode_body(self._tokenize.decode, await read_body(request))
-        served = self._models.of_request(request.scope, asked.model).service
+        body = await decode_body(self._tokenize.decode, await read_body(request))
+        served = self._models.of_request(request.scope, body.model).service
         caller = identity_of(request.scope).caller
-        answer = await self._shared.without_workers(request, lambda: _tokenized(asked, served, caller))
+        answer = await self._shared.without_workers(request, lambda: _tokenized(body, served, caller))
         return Response(encode_json(answer), media_type="application/json")
 
     async def detokenize(self, request: Request) -> Response:
         """Text of token ids, control tokens included; U+FFFD for bytes that are not UTF-8."""
-        asked = await decode_body(self._detokenize.decode, await read_body(request))
-        prompts = self._models.of_request(request.scope, asked.model).service.prompts
-        check_token_ids(asked.tokens, prompts.tokenizer.vocab_size, "tokens")
+        body = await decode_body(self._detokenize.decode, await read_body(request))
+        prompts = self._models.of_request(request.scope, body.model).service.prompts
+        check_token_ids(body.tokens, prompts.tokenizer.vocab_size, "tokens")
         text = await self._shared.without_workers(
-            request, lambda: prompts.decode(asked.tokens, skip_special_tokens=False)
+            request, lambda: prompts.decode(body.tokens, skip_special_tokens=False)
         )
         return Response(encode_json(DetokenizeResponse(prompt=text)), media_type="application/json")
 
@@ -67,45 +67,45 @@ class Tokenization:
         return Response(encode_json(answer), media_type="application/json")
 
 
-async def _tokenized(asked: TokenizeRequest, served: ModelService, caller: Caller) -> TokenizeResponse:
-    ids = await _encode(asked, served, caller)
+async def _tokenized(body: TokenizeRequest, served: ModelService, caller: Caller) -> TokenizeResponse:
+    ids = await _encode(body, served, caller)
     return TokenizeResponse(
         count=len(ids),
         max_model_len=served.model.context_length,
         tokens=list(ids),
-        token_strs=await served.prompts.spellings(ids) if asked.return_token_strs else None,
+        token_strs=await served.prompts.spellings(ids) if body.return_token_strs else None,
     )
 
 
-async def _encode(asked: TokenizeRequest, served: ModelService, caller: Caller) -> tuple[int, ...]:
-    if (asked.prompt is None) == (asked.messages is None):
+async def _encode(body: TokenizeRequest, served: ModelService, caller: Caller) -> tuple[int, ...]:
+    if (body.prompt is None) == (body.messages is None):
         raise bad_request("give either prompt or messages", "prompt")
-    if asked.prompt is not None:
+    if body.prompt is not None:
         return await served.prompts.encode(
-            asked.prompt,
-            add_special_tokens=asked.add_special_tokens is not False,
-            parse_special_tokens=served.prompts.parses_special_tokens(asked.parse_special_tokens, caller),
+            body.prompt,
+            add_special_tokens=body.add_special_tokens is not False,
+            parse_special_tokens=served.prompts.parses_special_tokens(body.parse_special_tokens, caller),
         )
-    messages = template_messages(asked.messages, on_channels=served.model.dialect.channels is not None)
+    messages = template_messages(body.messages, on_channels=served.model.dialect.channels is not None)
     final = continues_final(
-        asked.messages, asked=asked.continue_final_message, add_generation_prompt=asked.add_generation_prompt
+        body.messages, asked=body.continue_final_message, add_generation_prompt=body.add_generation_prompt
     )
     return await served.prompts.encode_chat(
         messages,
-        add_generation_prompt=not final and asked.add_generation_prompt is not False,
-        add_special_tokens=bool(asked.add_special_tokens),
+        add_generation_prompt=not final and body.add_generation_prompt is not False,
+        add_special_tokens=bool(body.add_special_tokens),
         continue_final=final,
-        tools=_tools(asked, served),
+        tools=_tools(body, served),
         variables=template_variables(
             served.prompts.tokenizer.chat_template,
-            asked.chat_template_kwargs,
-            documents=asked.documents,
-            reasoning_effort=asked.reasoning_effort,
+            body.chat_template_kwargs,
+            documents=body.documents,
+            reasoning_effort=body.reasoning_effort,
         ),
     )
 
 
-def _tools(asked: TokenizeRequest, served: ModelService) -> list[dict[str, Any]] | None:
+def _tools(body: TokenizeRequest, served: ModelService) -> list[dict[str, Any]] | None:
     dialect = served.model.dialect
-    tools = tool_use(asked.tools, None, parallel=None, family=dialect.family, template_knows_tools=dialect.knows_tools)
+    tools = tool_use(body.tools, None, parallel=None, family=dialect.family, template_knows_tools=dialect.knows_tools)
     return None if tools is None else tools.for_template

@@ -365,11 +365,11 @@ def _link(source: str, link: LinkReport) -> LinkRow:
         latency_s=link.latency_s,
         age_s=link.age_s,
         broken=link.broken,
-        trouble=_cut(_trouble(link)),
+        trouble=_cut(_problem(link)),
     )
 
 
-def _trouble(link: LinkReport) -> str:
+def _problem(link: LinkReport) -> str:
     return link.condition or link.problem
 
 
@@ -379,7 +379,7 @@ def _by_role(member: FleetMember) -> tuple[int, str]:
 
 def _worst_first(entry: tuple[str, LinkReport]) -> tuple[bool, bool]:
     """Else in the order of their senders."""
-    return not entry[1].broken, not _trouble(entry[1])
+    return not entry[1].broken, not _problem(entry[1])
 
 
 def _cut(text: str) -> str:

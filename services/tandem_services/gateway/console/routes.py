@@ -207,7 +207,7 @@ class Console:
 
     async def _request(self, request: Request) -> Response:
         request_id: str = request.path_params["request_id"]
-        record = self.journal.find_anybodys(request_id)
+        record = self.journal.find_of_any_caller(request_id)
         if record is None:
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
         return _data(encode_json(record))

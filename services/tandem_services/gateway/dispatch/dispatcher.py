@@ -310,7 +310,7 @@ class Dispatcher:
         self, request: ChoiceRequest, choice: Choice, progress: Progress, failure: AttemptFailedError
     ) -> None:
         """Decide whether there is another attempt; raises `ApiError` when there is none."""
-        progress.suspicion.acquit(worker.incarnation for worker in self.placing.chooser.workers())
+        progress.suspicion.clear_losses(worker.incarnation for worker in self.placing.chooser.workers())
         progress.note_failure(failure, alone=self.suspects.alone(failure.incarnation))
         progress.failed.add(at_fault(choice, failure))
         if (state := LEAVING.get(failure.code or "")) is not None:
@@ -330,8 +330,8 @@ class Dispatcher:
         if failure.cause is FailureCause.WORKER_LOST and suspected:
             killed = await self.quarantine.killed_for_memory({*progress.suspicion.lost, failure.incarnation})
             progress.note_memory_kills(killed, last=failure.incarnation)
-        if progress.suspicion.convicted:
-            self.quarantine.convict(request, about=request.about, workers=progress.suspicion.lost)
+        if progress.suspicion.is_poison:
+            self.quarantine.quarantine(request, about=request.about, workers=progress.suspicion.lost)
             raise quarantined() from failure
         if not failure.retryable or progress.exhausted(self.policy.max_attempts):
             raise gave_up(failure, out_of_memory=progress.out_of_memory) from failure
@@ -342,7 +342,7 @@ def _attempt_start(request: ChoiceRequest, progress: Progress, choice: Choice, n
         attempt_id=request.attempt_id(progress),
         index=request.index,
         number=progress.number,
-        asked_at=progress.asked_at,
+        requested_at=progress.requested_at,
         choice=choice,
         note=note,
         sampling=request.sampling,

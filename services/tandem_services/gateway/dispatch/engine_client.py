@@ -131,7 +131,7 @@ class LivenessTiming:
 PROOF_S = 10.0
 """How long a message of an engine proves that it is there, at least."""
 
-MOST_DELIVERED = 256
+MAX_DELIVERED = 256
 """Outputs, about two milliseconds' worth, after which the reader of a connection lets the event loop serve others."""
 
 
@@ -319,7 +319,7 @@ class EngineConnection:
         try:
             for number, reply in enumerate(self._channel.waiting(), 1):
                 self._hear(reply)
-                if self._closed or self._delivered >= MOST_DELIVERED or number >= MAX_PER_RECEIVE:
+                if self._closed or self._delivered >= MAX_DELIVERED or number >= MAX_PER_RECEIVE:
                     return False
         finally:
             self._pour()

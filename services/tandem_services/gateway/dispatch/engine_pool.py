@@ -5,7 +5,7 @@
     unlisted  workers that Redis does not name are members while they answer, so all are connected and pinged, at
               most `UNLISTED_A_VIEW` more with each view
     used      any other worker is connected when a request is to go there (`prove`)
-    closed    unused for `IDLE_S`, or those unused the longest when there are more than `MOST_OPEN`
+    closed    unused for `IDLE_S`, or those unused the longest when there are more than `MAX_OPEN`
 
 A socket costs a handshake of half a millisecond, 36 KB, and ZeroMQ's heartbeats at both ends.
 """
@@ -39,7 +39,7 @@ UNLISTED_A_VIEW = 256
 
 IDLE_S = 300.0
 
-MOST_OPEN = 2048
+MAX_OPEN = 2048
 """Two descriptors each."""
 
 
@@ -128,14 +128,14 @@ class EnginePool:
         names, now = set(wanted), self.clock.now()
         idle = [each for name, each in self._connections.items() if each.idle and name not in watched]
         idle.sort(key=lambda connection: connection.used_at)
-        too_many = len(self._connections) - MOST_OPEN
+        too_many = len(self._connections) - MAX_OPEN
         for number, connection in enumerate(idle):
             gone = connection.worker.incarnation not in names
             if gone or number < too_many or now - connection.used_at > IDLE_S:
                 self._drop(connection)
 
     def _left(self) -> int:
-        return max(0, MOST_OPEN - len(self._connections))
+        return max(0, MAX_OPEN - len(self._connections))
 
     def _open(self, worker: WorkerView, *, trusted: bool, silent: bool = False) -> EngineConnection:
         connection = EngineConnection(

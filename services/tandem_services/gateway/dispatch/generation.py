@@ -185,7 +185,7 @@ class _ChoiceOutput:
             skip_special_tokens=job.plan.skip_special_tokens,
             keep_stop=job.plan.keep_stop,
             reading=job.plan.reading,
-            tells_ids=job.plan.tells_ids,
+            returns_ids=job.plan.returns_ids,
             interval=job.plan.stream_interval,
         )
         self._first_token_at = 0.0

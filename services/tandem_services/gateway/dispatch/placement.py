@@ -24,7 +24,7 @@ from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.common.tasks import BackgroundTasks
 from tandem_services.gateway.dispatch.attempt import Attempt
 from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
-from tandem_services.gateway.dispatch.progress import Progress, nobody
+from tandem_services.gateway.dispatch.progress import Progress, no_workers
 from tandem_services.gateway.dispatch.sessions import session_lost
 from tandem_services.gateway.observe.explain import ChoiceRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
@@ -152,7 +152,7 @@ class Placing:
     async def choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> Choice:
         """Workers for the next attempt, reserved. Raises `ApiError` when there are none in time."""
         await self._pay(progress)
-        progress.asked_at = self.clock.now()
+        progress.requested_at = self.clock.now()
         if progress.number == 0:
             progress.expected_wait_s = self.admission.binding.expected_wait_s(
                 tenant=request.caller.tenant, priority=request.priority, prompt_tokens=len(request.input_ids)
@@ -163,8 +163,8 @@ class Placing:
             record.lacked_workers = True
             return await self._await_worker(request, progress, error)
         if progress.attempts == 0:
-            record.admission_s = self.clock.now() - progress.asked_at
-            record.lacked_workers = self.admission.binding.has_lacked_workers_since(progress.asked_at)
+            record.admission_s = self.clock.now() - progress.requested_at
+            record.lacked_workers = self.admission.binding.has_lacked_workers_since(progress.requested_at)
         return choice
 
     async def finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: Progress) -> bool:
@@ -175,7 +175,7 @@ class Placing:
         leaving, attempt.leaving = attempt.leaving, None
         if leaving is None or len(progress.received) >= request.sampling.max_tokens:
             return False
-        progress.asked_at = self.clock.now()
+        progress.requested_at = self.clock.now()
         try:
             place = await self._timed(self.chooser.relocate(self._query(request, progress), leaving))
         except NoWorkersError:
@@ -215,7 +215,7 @@ class Placing:
                 return await self._choose_once(request, progress)
             except NoWorkersError as again:
                 error = again
-        raise nobody(error) from error
+        raise no_workers(error) from error
 
     async def _keeper(self, query: RouteQuery, incarnation: str) -> Choice:
         """For a turn of an existing session, which no other worker can serve."""
@@ -252,7 +252,7 @@ class Placing:
                 work_s=partial(self._work_s, query),
             )
         except ApiError:
-            self.admission.binding.turned_away(len(query.token_ids))
+            self.admission.binding.note_rejected(len(query.token_ids))
             raise
         alone = partial(self._choose_suitable, query, request.ticket)
 
@@ -281,7 +281,7 @@ class Placing:
             request.objectives,
             tenant=request.caller.tenant.name,
             priority=request.priority,
-            waited_s=self.clock.now() - progress.asked_at,
+            waited_s=self.clock.now() - progress.requested_at,
             work_s=partial(self._work_s, query),
         )
         if rejection is None:

@@ -62,7 +62,7 @@ class GenerationPlan:
     keep_stop: bool = False
     prompt_logprobs: int | None = None
     """Number of alternatives to list with each prompt token; None without such a list."""
-    tells_ids: bool = False
+    returns_ids: bool = False
     """The ids of prompts and outputs are part of the answer."""
     names_by_id: bool = False
     """Logprobs call tokens by their ids."""
@@ -80,7 +80,7 @@ class GenerationPlan:
     """What the model name stood for when the request came; None: the model alone."""
 
     @property
-    def told_logprobs(self) -> int | None:
+    def returned_logprobs(self) -> int | None:
         """Most alternatives that the answer has with each token; None when it has no logprobs."""
         sampling = self.choices[0].sampling
         if not self.shows_logprobs or sampling.logprobs is None:

@@ -44,7 +44,7 @@ class Progress:
     """Attempts that have failed."""
     number: int = 0
     """Of the current attempt: those before it have failed or moved."""
-    asked_at: float = 0.0
+    requested_at: float = 0.0
     """Since when a worker was wanted for it, on the gateway's clock."""
     expected_wait_s: float = 0.0
     """Predicted time in the gateway's queue, when it came."""
@@ -120,11 +120,11 @@ class Progress:
         """The kernel killed these of the lost workers because memory was short; `last` was lost last. A request that
         was one of many there is not held responsible, so it has as many attempts as one that did not arrive."""
         self.out_of_memory = last in killed
-        self.suspicion.acquit(killed)
-        innocent = self._crowded & killed
-        self._crowded -= innocent
-        self.fruitless = max(self.fruitless - len(innocent), 0)
-        self.unreached += len(innocent)
+        self.suspicion.clear_losses(killed)
+        unrelated = self._crowded & killed
+        self._crowded -= unrelated
+        self.fruitless = max(self.fruitless - len(unrelated), 0)
+        self.unreached += len(unrelated)
 
     def exhausted(self, max_attempts: int) -> bool:
         """Whether it is time to give up."""
@@ -147,7 +147,7 @@ def at_fault(choice: Choice, failure: AttemptFailedError) -> str:
     return failure.incarnation
 
 
-def nobody(error: NoWorkersError) -> ApiError:
+def no_workers(error: NoWorkersError) -> ApiError:
     """No worker came in time."""
     return unavailable("No worker can take the request now. Try again later.", retry_after=error.retry_after)
 

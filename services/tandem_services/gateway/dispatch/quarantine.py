@@ -43,7 +43,7 @@ from tandem_engine.messages.requests import AdapterRef, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.common.redis_client import RedisUnavailableError
-from tandem_services.common.tasks import for_ever
+from tandem_services.common.tasks import run_periodically
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.registry import Endings
@@ -58,7 +58,7 @@ MAX_REMEMBERED = 1024
 """Digests; the oldest makes room for the next."""
 
 
-class Asked(Protocol):
+class Executed(Protocol):
     """What of a request can kill a worker."""
 
     @property
@@ -108,7 +108,7 @@ class Quarantine:
     """Digest → monotonic time, the oldest first."""
     _unpublished: set[str] = field(default_factory=set)
 
-    def check(self, request: Asked) -> None:
+    def check(self, request: Executed) -> None:
         """Raises `ApiError` 500 for a request that is remembered."""
         if not self._expires:
             return
@@ -132,7 +132,7 @@ class Quarantine:
                 await asyncio.sleep(REPORT_POLL_S)
         return killed
 
-    def convict(self, request: Asked, *, about: dict[str, Any], workers: Collection[str]) -> None:
+    def quarantine(self, request: Executed, *, about: dict[str, Any], workers: Collection[str]) -> None:
         """Remember `request`, here now and everywhere else soon. `about`: fields of its log records."""
         digest = self._digest(request)
         self._unpublished.add(digest)
@@ -144,8 +144,8 @@ class Quarantine:
     async def run(self) -> None:
         """Stay synchronized with the other gateways until canceled."""
         # What other gateways know would otherwise never be learned again.
-        complaint = "cannot synchronize the quarantine"
-        await for_ever(self.sync, every_s=HEARTBEAT_S, logger=logger, complaint=complaint, at_once=True)
+        failure = "cannot synchronize the quarantine"
+        await run_periodically(self.sync, every_s=HEARTBEAT_S, logger=logger, failure=failure, at_once=True)
 
     async def sync(self) -> None:
         """Publish what is new here, and take over what is known elsewhere. Redis away: next time."""
@@ -177,7 +177,7 @@ class Quarantine:
             self._unpublished.discard(digest)
         self.metrics.quarantined.set(len(self._expires))
 
-    def _digest(self, request: Asked) -> str:
+    def _digest(self, request: Executed) -> str:
         parameters = msgspec.structs.replace(request.sampling, seed=0)
         digest = blake2b(
             msgspec.msgpack.encode((request.model, parameters, request.pooling)),
@@ -203,7 +203,7 @@ def quarantined() -> ApiError:
 PROOF_TOKENS = 4
 """New tokens on one worker that prove a request harmless there."""
 
-CONVICTING_LOSSES = 2
+POISON_LOSSES = 2
 
 CERTAIN_LOSSES = 3
 """Whatever other requests were on the lost workers."""
@@ -233,19 +233,19 @@ class Suspicion:
         """It has got through where workers were lost."""
         self.lost.clear()
 
-    def acquit(self, others: Iterable[str]) -> None:
+    def clear_losses(self, others: Iterable[str]) -> None:
         """Workers that were lost for another reason: those that are there again did not die, it was the network."""
         for incarnation in others:
             self.lost.pop(incarnation, None)
 
     @property
-    def convicted(self) -> bool:
+    def is_poison(self) -> bool:
         first_with_others = next(iter(self.lost.values()), False)
-        return len(self.lost) >= (CERTAIN_LOSSES if first_with_others else CONVICTING_LOSSES)
+        return len(self.lost) >= (CERTAIN_LOSSES if first_with_others else POISON_LOSSES)
 
     @property
     def needs_trial(self) -> bool:
-        return len(self.lost) >= CONVICTING_LOSSES
+        return len(self.lost) >= POISON_LOSSES
 
 
 @dataclass(kw_only=True, slots=True)
@@ -254,14 +254,14 @@ class Suspects:
 
     _unproven: OrderedDict[str, set[str]] = field(default_factory=OrderedDict)
     """Names of attempts by incarnation. Those of a lost worker stay, to be counted by each of them."""
-    _court: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _trial_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
     async def enter(self, suspicion: Suspicion, rid: str, workers: Iterable[str]) -> "Trial":
         """Before attempt `rid` is sent to `workers`. An isolated request waits for its turn."""
         trial = Trial(suspects=self, rid=rid, workers=tuple(workers))
         if suspicion.needs_trial:
-            await self._court.acquire()
-            trial.in_court(self._court)
+            await self._trial_lock.acquire()
+            trial.hold_lock(self._trial_lock)
         for worker in trial.workers:
             self._unproven.setdefault(worker, set()).add(rid)
         while len(self._unproven) > MAX_WORKERS:
@@ -287,12 +287,12 @@ class Trial:
     suspects: Suspects
     rid: str
     workers: tuple[str, ...]
-    _court: asyncio.Lock | None = None
+    _trial_lock: asyncio.Lock | None = None
     _limit: asyncio.TimerHandle | None = None
 
-    def in_court(self, court: asyncio.Lock) -> None:
+    def hold_lock(self, lock: asyncio.Lock) -> None:
         """It runs as the only isolated request, for a limited time."""
-        self._court = court
+        self._trial_lock = lock
         self._limit = asyncio.get_running_loop().call_later(TRIAL_S, self._rise)
 
     def cleared(self) -> None:
@@ -308,6 +308,6 @@ class Trial:
     def _rise(self) -> None:
         if self._limit is not None:
             self._limit.cancel()
-        if self._court is not None:
-            self._court.release()
-        self._court = self._limit = None
+        if self._trial_lock is not None:
+            self._trial_lock.release()
+        self._trial_lock = self._limit = None

@@ -1,6 +1,6 @@
 """Sessions over HTTP: a request with `session_params` brings one turn and runs on the worker that keeps the others.
 
-    1. taken   the session is looked up (`SessionDesk.take`); without one only turn 0 is accepted
+    1. taken   the session is looked up (`SessionManager.take`); without one only turn 0 is accepted
     2. bound   the worker of the first turn is recorded before anything is sent there. Without the record the next turn
                would start a conversation without its beginning
     3. ended   tokens and last token are recorded before the client receives the end, so that its next turn finds them
@@ -136,7 +136,7 @@ class SessionTurn:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SessionDesk:
+class SessionManager:
     """Where requests get their turn, and sessions are opened and closed. One per model service."""
 
     directory: SessionDirectory

@@ -245,10 +245,10 @@ class BodyDecoder(Generic[T]):
         if self._refusals is not None:
             self._refusals.check(request)
         if self._strict or logger.isEnabledFor(logging.DEBUG):
-            self._tell_unknown_fields(request, body)
+            self._warn_unknown_fields(request, body)
         return request
 
-    def _tell_unknown_fields(self, request: T, body: bytes) -> None:
+    def _warn_unknown_fields(self, request: T, body: bytes) -> None:
         fields = msgspec.json.decode(body, type=dict[str, msgspec.Raw]).keys()
         unknown = sorted(fields - set(request.__struct_encode_fields__))
         if not unknown:

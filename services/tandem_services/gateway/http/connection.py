@@ -73,7 +73,7 @@ class GatewayConnection(HttpToolsProtocol):
     """Event loop time at which the last request was answered; None before the first and during the next."""
     _clients: deque[tuple[Any, Client]]
     """Of the requests that have no whole response yet, oldest first, with uvicorn's cycles."""
-    _last_word: ApiError | None = None
+    _final_error: ApiError | None = None
     """What is wrong with the bytes after the requests that are being answered."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -128,7 +128,7 @@ class GatewayConnection(HttpToolsProtocol):
         the connection ends."""
         cycle: Any = self.cycle
         if self._belongs_to_the_next and self._in_head:
-            self._last_word = UNEXPECTED
+            self._final_error = UNEXPECTED
         elif self._belongs_to_the_next:
             cycle.keep_alive = False
         else:
@@ -137,7 +137,7 @@ class GatewayConnection(HttpToolsProtocol):
             self.transport.close()
 
     def _receive(self, data: bytes) -> None:
-        if self.transport.is_closing() or self._last_word is not None:
+        if self.transport.is_closing() or self._final_error is not None:
             return
         began_in_head = self._in_head
         super().data_received(data)
@@ -186,8 +186,8 @@ class GatewayConnection(HttpToolsProtocol):
         super().on_response_complete()
         if not self.answering:
             self._rests_since = self.loop.time()
-        if self._last_word is not None and not self.answering and not self.transport.is_closing():
-            self.transport.write(_whole_response(self._last_word))
+        if self._final_error is not None and not self.answering and not self.transport.is_closing():
+            self.transport.write(_whole_response(self._final_error))
             self.end()
 
     def send_400_response(self, msg: str) -> None:  # noqa: ARG002  # uvicorn's name for its own sentence
@@ -264,7 +264,7 @@ class GatewayConnection(HttpToolsProtocol):
 
     def _end_with(self, refusal: ApiError) -> None:
         if self._belongs_to_the_next:
-            self._last_word = refusal
+            self._final_error = refusal
             return
         if self._may_be_answered_here:
             self.transport.write(_whole_response(refusal))

@@ -30,7 +30,7 @@ from tandem_engine.base.logs import quoted
 from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
 from tandem_services.common.errors import ApiError, bad_request, not_found, unavailable
-from tandem_services.common.tasks import for_ever
+from tandem_services.common.tasks import run_periodically
 from tandem_services.gateway.models.model import ServedModel
 from tandem_services.gateway.models.worker_commands import (
     LoadedThere,
@@ -121,7 +121,7 @@ class AdapterUpdates:
     async def run(self) -> None:
         """Stay synchronized with the other gateways until canceled."""
         problem = "cannot synchronize registered adapters"
-        await for_ever(self._synchronize, every_s=HEARTBEAT_S, logger=logger, complaint=problem, at_once=True)
+        await run_periodically(self._synchronize, every_s=HEARTBEAT_S, logger=logger, failure=problem, at_once=True)
 
     async def _synchronize(self) -> None:
         reported = self.model.reported_adapters()

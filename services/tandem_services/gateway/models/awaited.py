@@ -37,7 +37,7 @@ class AwaitedModel:
     _metrics: QueueMetrics = field(init=False)
 
     def __post_init__(self) -> None:
-        # All series of a model, which whoever scrapes them expects together.
+        # All series of a model, which a scraper expects together.
         GatewayMetrics(self.families, model=self.names[0])
         self._metrics = QueueMetrics(self.families, model=self.names[0])
         self._metrics.watch(self._figures)

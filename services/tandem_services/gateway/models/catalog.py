@@ -44,7 +44,7 @@ from tandem_services.gateway.models.fleet_tokenizer import TokenizerMissingError
 from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.models.service import Fleet, ModelService
 
-MOST_NAMED = 8
+MAX_NAMED = 8
 """Models listed in the error for an unknown model; /v1/models lists all."""
 
 
@@ -75,7 +75,7 @@ class ModelCatalog:
     def replace(self, services: Sequence[ModelService]) -> None:
         """From now on there are `services`, no two with a name in common.
 
-        Requests that have found a former service finish on it (`ModelService.visits`).
+        Requests that have found a former service finish on it (`ModelService.open_requests`).
         """
         self._services = tuple(services)
         self._by_name = {name: service for service in services for name in service.model.names}
@@ -88,8 +88,8 @@ class ModelCatalog:
         answered by it. Raises `ApiError` 400 for a name of several, or none where there are several models, 404 for
         a name that is not there for the caller, and 503 for a model whose tokenizer is awaited."""
         served, adapter = self._find(name, identity_of(scope).caller)
-        served.visits.begin()
-        identify_model(scope, served.model.name, on_end=served.visits.end)
+        served.open_requests.begin()
+        identify_model(scope, served.model.name, on_end=served.open_requests.end)
         return Named(served, None if adapter is None else ref_of(adapter))
 
     def of_adapter(self, name: str, *, param: str) -> tuple[ModelService, str]:
@@ -103,7 +103,7 @@ class ModelCatalog:
                 raise bad_request(f"{param}: send MODEL:NAME, this gateway may serve several models", param)
             return self._services[0], own
         if model not in self._by_name:
-            names = ", ".join(service.model.name for service in self._services[:MOST_NAMED])
+            names = ", ".join(service.model.name for service in self._services[:MAX_NAMED])
             raise not_found(
                 f"The model '{quoted(model)}' does not exist. Available: {names}.", param, reason="model_not_found"
             )
@@ -168,7 +168,7 @@ class ModelCatalog:
             if service.model.may_use_adapter(caller, own) and (adapter := service.model.adapters.find(own)) is not None
         ]
         if len(found) > 1:
-            names = " or ".join(f"'{quoted(each.service.model.name)}:{quoted(own)}'" for each in found[:MOST_NAMED])
+            names = " or ".join(f"'{quoted(each.service.model.name)}:{quoted(own)}'" for each in found[:MAX_NAMED])
             raise bad_request(f"Several models have an adapter '{quoted(own)}': send {names}.", "model")
         return found[0] if found else None
 
@@ -190,8 +190,8 @@ class ModelCatalog:
                 return awaited.refusal(name)
         names = [known for service in self._services for known in service.model.names_for(caller)]
         names += self._adapters(caller)
-        shown = ", ".join(names[:MOST_NAMED])
-        more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+        shown = ", ".join(names[:MAX_NAMED])
+        more = f" and {len(names) - MAX_NAMED} more" if len(names) > MAX_NAMED else ""
         there = f" Available: {shown}{more}." if names else ""
         return not_found(f"The model '{quoted(name)}' does not exist.{there}", "model", reason="model_not_found")
 
@@ -382,7 +382,7 @@ class LiveModels(Generic[F]):
         task.add_done_callback(lambda done: self._retiring.pop(done, None))
 
     async def _finish(self, member: _Member[F]) -> None:
-        await member.service.visits.over()
+        await member.service.open_requests.over()
         await member.service.close()
         if member.fleet is not self._first:
             await self.door.close(member.fleet)

@@ -288,6 +288,6 @@ class ModelsWatch:
         await self.live.change(models)
         self.metrics.loaded(len(models))
 
-    def _refused(self, complaint: str) -> None:
+    def _refused(self, failure: str) -> None:
         self.metrics.refused()
-        logger.error("changed models are invalid, keeping the previous ones: %s", quoted(complaint))
+        logger.error("changed models are invalid, keeping the previous ones: %s", quoted(failure))

@@ -21,7 +21,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.logs import quoted
 from tandem_services.common.file_watcher import POLL_S, Signature, signature_of
 from tandem_services.common.metrics import MetricFamilies
-from tandem_services.common.tasks import for_ever
+from tandem_services.common.tasks import run_periodically
 from tandem_services.gateway.config import ModelConfig, ModelsSource
 from tandem_services.gateway.models.awaited import AwaitedModel
 from tandem_services.gateway.models.catalog import LiveModels
@@ -103,8 +103,8 @@ class IndependentModels:
 
     async def run(self) -> None:
         """Follow changes until canceled."""
-        work = for_ever(
-            self.poll, every_s=POLL_S, logger=logger, complaint="cannot check for changed models", at_once=True
+        work = run_periodically(
+            self.poll, every_s=POLL_S, logger=logger, failure="cannot check for changed models", at_once=True
         )
         await work
 

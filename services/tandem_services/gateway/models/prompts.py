@@ -123,7 +123,7 @@ def _spellings(word: str, position: int, tokenizer: TextTokenizer) -> list[tuple
     return [first] if spaced[-len(first) :] == first else [first, spaced]
 
 
-MOST_AT_ONCE = 16
+MAX_AT_ONCE = 16
 """Short pieces of work that are answered together: about a millisecond's worth of the usual ones."""
 
 RETRY_S = 1.0
@@ -144,7 +144,7 @@ class _Job:
             self.value = self.work()
         except Exception as error:  # noqa: BLE001  # raised where the result is awaited
             self.error = error
-        except BaseException as panic:  # noqa: BLE001  # of a tokenizer in Rust: the thread must go on
+        except BaseException as panic:  # noqa: BLE001  # of a tokenizer in Rust: the thread must continue
             self.error = _unconverted(panic)
             self.error.__cause__ = panic
 
@@ -236,7 +236,7 @@ class TokenizerThreads:
         self._brief: deque[asyncio.Future[None]] = deque()
         """Turns of brief work that waits for a later iteration, oldest first."""
         self._iteration_due = False
-        self._short = _Line(1, at_once=MOST_AT_ONCE, name="tokenizer")
+        self._short = _Line(1, at_once=MAX_AT_ONCE, name="tokenizer")
         self._long = _Line(self.long_threads, at_once=1, name="tokenizer-long")
 
     async def run(self, work: Callable[[], T], *, characters: int, refusable: bool = True, brief: bool = False) -> T:
@@ -276,7 +276,7 @@ class TokenizerThreads:
         finally:
             took_s = time.perf_counter() - began
             self._brief_s += took_s
-            self._brief_mean_s += (took_s - self._brief_mean_s) / MOST_AT_ONCE
+            self._brief_mean_s += (took_s - self._brief_mean_s) / MAX_AT_ONCE
 
     async def _turn(self) -> None:
         """Until brief work may run. A thread would wait for the interpreter of a busy loop, once or twice for each."""
@@ -293,7 +293,7 @@ class TokenizerThreads:
     def _begin_iteration(self) -> None:
         """Brief work that waits has its turn, as much of it as takes the time; the loop then serves others."""
         self._iteration_due, self._brief_s = False, 0.0
-        most = int(BRIEF_TEXTS_S / max(self._brief_mean_s, BRIEF_TEXTS_S / MOST_AT_ONCE))
+        most = int(BRIEF_TEXTS_S / max(self._brief_mean_s, BRIEF_TEXTS_S / MAX_AT_ONCE))
         for _ in range(min(len(self._brief), max(1, most))):
             turn = self._brief.popleft()
             if not turn.done():

@@ -24,7 +24,7 @@ from tandem_services.gateway.dispatch.placement import PairChooser, Placing, Ret
 from tandem_services.gateway.dispatch.plan import RetryPolicy
 from tandem_services.gateway.dispatch.quarantine import Board as QuarantineBoard
 from tandem_services.gateway.dispatch.quarantine import EndReports, Quarantine
-from tandem_services.gateway.dispatch.sessions import SessionDesk, SessionDirectory
+from tandem_services.gateway.dispatch.sessions import SessionDirectory, SessionManager
 from tandem_services.gateway.models.adapter_updates import AdapterUpdates
 from tandem_services.gateway.models.model import ServedModel, checkpoint_length
 from tandem_services.gateway.models.prompts import PromptEncoder, TokenizerThreads
@@ -37,7 +37,7 @@ from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import Board as FairBoard
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import LateBinding
-from tandem_services.gateway.queueing.patience import AdmissionPolicy
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.slo_admission import SloAdmission
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.registered_adapters import RegisteredAdapters
@@ -45,7 +45,7 @@ from tandem_services.router.usage_counters import VirtualCounters
 
 
 @dataclass(slots=True)
-class Visits:
+class OpenRequests:
     """Of one model service. All methods belong to one event loop."""
 
     open: int = 0
@@ -106,7 +106,7 @@ class ModelService:
 
     model: ServedModel
     prompts: PromptEncoder
-    desk: SessionDesk
+    session_manager: SessionManager
     chooser: PairChooser
     engines: EnginePool
     generator: Generator
@@ -119,7 +119,7 @@ class ModelService:
     """Of the router, as spans name them."""
     cluster: str = ""
     """Of its fleet."""
-    visits: Visits = field(default_factory=Visits)
+    open_requests: OpenRequests = field(default_factory=OpenRequests)
     """Requests that are answered here."""
     upkeep: Callable[[], Coroutine[Any, Any, None]] | None = None
     """See `Fleet.upkeep`."""
@@ -212,7 +212,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     return ModelService(
         model=model,
         prompts=PromptEncoder(model=model, threads=shared.tokenizing, parse_special_tokens=config.parse_special_tokens),
-        desk=SessionDesk(directory=fleet.sessions, ttl_s=config.session_ttl_s, turn_s=shared.turn_s),
+        session_manager=SessionManager(directory=fleet.sessions, ttl_s=config.session_ttl_s, turn_s=shared.turn_s),
         chooser=fleet.chooser,
         engines=engines,
         generator=Generator(

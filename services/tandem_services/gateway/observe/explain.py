@@ -391,7 +391,7 @@ class RequestJournal:
         entry = entry or self._refused_as(request_id, tenant)
         return entry.read() if entry is not None and entry.tenant == tenant else None
 
-    def find_anybodys(self, request_id: str) -> RequestRecord | None:
+    def find_of_any_caller(self, request_id: str) -> RequestRecord | None:
         """As `find`, of all tenants."""
         entry = self._entry(request_id)
         if entry is None:

@@ -129,10 +129,10 @@ class RequestSpans:
         decided_at = now - start.choice.decided_s
         asked_itself = start.choice.request_id == start.attempt_id
         if start.number == 0:
-            self._add(names.QUEUE, start.asked_at, decided_at if asked_itself else now, {names.CHOICE: start.index})
+            self._add(names.QUEUE, start.requested_at, decided_at if asked_itself else now, {names.CHOICE: start.index})
         if asked_itself:
             # Choices of one prompt share a decision: it is one span, of the choice that made the query.
-            self._add(names.ROUTE, max(decided_at, start.asked_at), now, self._decision(start))
+            self._add(names.ROUTE, max(decided_at, start.requested_at), now, self._decision(start))
         span = self._begin_attempt(start, now)
         self._last[start.index] = _LastAttempt(span, start.note)
         return AttemptSpan(span, start.note, self)

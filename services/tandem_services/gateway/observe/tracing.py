@@ -69,7 +69,7 @@ class AttemptStart:
     index: int
     """Of the choice."""
     number: int
-    asked_at: float
+    requested_at: float
     """Since when a worker was wanted."""
     choice: Choice
     note: AttemptRecord

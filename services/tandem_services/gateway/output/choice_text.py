@@ -67,13 +67,13 @@ class ChoiceText:
         skip_special_tokens: bool,
         keep_stop: bool,
         reading: OutputReading = PLAIN,
-        tells_ids: bool = False,
+        returns_ids: bool = False,
         interval: int = 1,
     ) -> None:
         """`interval`: tokens that pieces after the first have together, except the last."""
         self.index = index
         self._keep_stop = keep_stop
-        self._tells_ids = tells_ids
+        self._tells_ids = returns_ids
         self._interval = interval
         self._held = ""
         """Text of tokens that wait for the interval to be full."""

@@ -75,14 +75,14 @@ class GrammarFields(msgspec.Struct, kw_only=True):
     json_schema: str | dict[str, Any] | None = None
 
 
-class AskedGrammar(NamedTuple):
+class RequestedGrammar(NamedTuple):
     """A grammar, and the request field it came from."""
 
     field: str
     spec: GrammarSpec
 
 
-def asked_grammar(fields: GrammarFields, response_format: ResponseFormat | None) -> AskedGrammar | None:
+def requested_grammar(fields: GrammarFields, response_format: ResponseFormat | None) -> RequestedGrammar | None:
     """What the output has to look like. Raises `ApiError` 400 naming the field."""
     asked = [*_asked(fields, response_format)]
     if len(asked) > 1:
@@ -99,7 +99,7 @@ def name_grammar_field(error: ApiError, field: str | None) -> None:
         error.param = field
 
 
-def _asked(fields: GrammarFields, response_format: ResponseFormat | None) -> Iterator[AskedGrammar]:
+def _asked(fields: GrammarFields, response_format: ResponseFormat | None) -> Iterator[RequestedGrammar]:
     if response_format is not None:
         yield from _of_response_format(response_format)
     if fields.structured_outputs is not None:
@@ -118,11 +118,11 @@ def _asked(fields: GrammarFields, response_format: ResponseFormat | None) -> Ite
             yield _grammar(field, kind, value, whitespace=fields.guided_whitespace_pattern)
 
 
-def _of_response_format(wanted: ResponseFormat) -> Iterator[AskedGrammar]:
+def _of_response_format(wanted: ResponseFormat) -> Iterator[RequestedGrammar]:
     field = "response_format"
     match wanted.type:
         case "json_object":
-            yield AskedGrammar(field, GrammarSpec(kind=GrammarKind.JSON_OBJECT))
+            yield RequestedGrammar(field, GrammarSpec(kind=GrammarKind.JSON_OBJECT))
         case "json_schema":
             yield _grammar(field, GrammarKind.JSON_SCHEMA, *_named_schema(wanted.json_schema))
         case "structural_tag":
@@ -153,7 +153,7 @@ def _named_schema(named: NamedSchema | None) -> _Schema:
     return _Schema(named.schema, whitespace=None, lenient=named.strict is False)
 
 
-def _of_structured_outputs(wanted: StructuredOutputs) -> Iterator[AskedGrammar]:
+def _of_structured_outputs(wanted: StructuredOutputs) -> Iterator[RequestedGrammar]:
     field = "structured_outputs"
     whitespace = "" if wanted.disable_any_whitespace else wanted.whitespace_pattern
     kinds: tuple[tuple[GrammarKind, Any], ...] = (
@@ -165,7 +165,7 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> Iterator[AskedGrammar]:
     )
     asked = [_grammar(field, kind, value, whitespace=whitespace) for kind, value in kinds if value is not None]
     if wanted.json_object:
-        asked.append(AskedGrammar(field, GrammarSpec(kind=GrammarKind.JSON_OBJECT, whitespace_pattern=whitespace)))
+        asked.append(RequestedGrammar(field, GrammarSpec(kind=GrammarKind.JSON_OBJECT, whitespace_pattern=whitespace)))
     if not asked:
         raise bad_request(
             "structured_outputs needs one of json, regex, choice, grammar, json_object and structural_tag", field
@@ -175,9 +175,11 @@ def _of_structured_outputs(wanted: StructuredOutputs) -> Iterator[AskedGrammar]:
 
 def _grammar(
     field: str, kind: GrammarKind, value: Any, whitespace: str | None = None, lenient: bool = False
-) -> AskedGrammar:
+) -> RequestedGrammar:
     source = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-    return AskedGrammar(field, GrammarSpec(kind=kind, source=source, whitespace_pattern=whitespace, lenient=lenient))
+    return RequestedGrammar(
+        field, GrammarSpec(kind=kind, source=source, whitespace_pattern=whitespace, lenient=lenient)
+    )
 
 
 def _check(field: str, spec: GrammarSpec) -> None:

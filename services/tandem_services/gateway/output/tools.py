@@ -26,7 +26,7 @@ from tandem_engine.base.logs import quoted
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec, check_depth
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.http.known_fields import check_no_fields
-from tandem_services.gateway.output.structured_output import AskedGrammar
+from tandem_services.gateway.output.structured_output import RequestedGrammar
 from tandem_services.gateway.output.tool_parsers.json_calls import CallArray
 from tandem_services.gateway.output.tool_parsers.parser import Schemas, ToolParser
 from tandem_services.gateway.output.tool_parsers.registry import Channels, ToolFamily
@@ -219,7 +219,7 @@ class ToolUse:
     def parser(self, schemas: Schemas) -> ToolParser:
         return self.family.parser(schemas) if self.callable is None else CallArray()
 
-    def grammar(self) -> AskedGrammar | None:
+    def grammar(self) -> RequestedGrammar | None:
         """What holds the output to the tools' schemas. Raises `ApiError` 400 when they are too much for a grammar."""
         kind, document = self._constraint()
         if document is None:
@@ -229,16 +229,16 @@ class ToolUse:
             spec.check()
         except InvalidRequestError as error:
             raise bad_request(f"tools: {error}", "tools") from error
-        return AskedGrammar("tools", spec)
+        return RequestedGrammar("tools", spec)
 
-    def grammar_or(self, answer: GrammarSpec) -> AskedGrammar:
+    def grammar_or(self, answer: GrammarSpec) -> RequestedGrammar:
         """The grammar that restricts the output to calls of the tools, or to the JSON of `answer`.
 
         Raises `ApiError` 400 when the family's calls are not JSON after a fixed beginning.
         """
         field = "response_format"
         if self.channels is not None:
-            return answer_on_channel(self.channels, AskedGrammar(field, answer), calls=self._loose_schemas)
+            return answer_on_channel(self.channels, RequestedGrammar(field, answer), calls=self._loose_schemas)
         if self.family.tag is None:
             raise bad_request(
                 f"{field} cannot be combined with tools and tool_choice auto in the {self.family.name} form of tool "
@@ -259,7 +259,7 @@ class ToolUse:
             spec.check()
         except InvalidRequestError as error:
             raise bad_request(f"{field}: {error}", field) from error
-        return AskedGrammar(field, spec)
+        return RequestedGrammar(field, spec)
 
     @property
     def _loose_schemas(self) -> Mapping[str, Mapping[str, Any]]:
@@ -290,8 +290,8 @@ _JSON_KINDS = frozenset({GrammarKind.JSON_SCHEMA, GrammarKind.JSON_OBJECT})
 
 
 def answer_on_channel(
-    channels: Channels, asked: AskedGrammar, *, calls: Mapping[str, Mapping[str, Any]] | None = None
-) -> AskedGrammar:
+    channels: Channels, asked: RequestedGrammar, *, calls: Mapping[str, Mapping[str, Any]] | None = None
+) -> RequestedGrammar:
     """The grammar of an answer of JSON, or of `calls`, as messages. What is no JSON has no channel and stays as it is.
 
     Raises `ApiError` 400 when that is too much for a grammar.
@@ -314,7 +314,7 @@ def answer_on_channel(
         framed.check()
     except InvalidRequestError as error:
         raise bad_request(f"{asked.field}: {error}", asked.field) from error
-    return AskedGrammar(asked.field, framed)
+    return RequestedGrammar(asked.field, framed)
 
 
 def tool_use(

@@ -5,7 +5,7 @@
     processes   `command` with its place, each a whole gateway: own view of the fleet, own connections to workers. What
                 gateways of several pods share they share as well, through Redis
     signals     go to all of them, which drain as a single gateway does
-    a death     restarts the process after FIRST_PAUSE_S, doubled up to LONGEST_PAUSE_S. MOST_DEATHS within DEATHS_S end
+    a death     restarts the process after FIRST_PAUSE_S, doubled up to MAX_PAUSE_S. MAX_DEATHS within DEATHS_S end
                 all of them, with status 1; so does one that ends before it has ever served
     this port   `front` serves the administrators' routes
 
@@ -40,11 +40,11 @@ from tandem_services.gateway.processes.front import Front
 logger = logging.getLogger(__name__)
 
 FIRST_PAUSE_S = 0.5
-LONGEST_PAUSE_S = 10.0
+MAX_PAUSE_S = 10.0
 STABLE_S = 60.0
 """A process that served so long starts again with the first pause."""
 
-MOST_DEATHS, DEATHS_S = 5, 60.0
+MAX_DEATHS, DEATHS_S = 5, 60.0
 
 
 class FrontServer(Protocol):
@@ -139,14 +139,14 @@ class Supervisor:
             self._note_death()
             child.pause_s = FIRST_PAUSE_S if ran_s >= STABLE_S else child.pause_s
             await self._pause(child.pause_s)
-            child.pause_s = min(2 * child.pause_s, LONGEST_PAUSE_S)
+            child.pause_s = min(2 * child.pause_s, MAX_PAUSE_S)
 
     def _note_death(self) -> None:
         now = time.monotonic()
         self._deaths.append(now)
         while now - self._deaths[0] > DEATHS_S:
             self._deaths.popleft()
-        if len(self._deaths) >= MOST_DEATHS:
+        if len(self._deaths) >= MAX_DEATHS:
             logger.error("%d processes of the gateway have died within %g s: ending all", len(self._deaths), DEATHS_S)
             self._fail(1)
 

@@ -14,7 +14,7 @@ from tandem_services.common.recording import recording
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.gateway.queueing.lanes import Lane
-from tandem_services.gateway.queueing.late_binding import NEXT_S, Ask, LateBinding, QueueFigures, Visitor
+from tandem_services.gateway.queueing.late_binding import NEXT_S, Ask, LateBinding, QueueEntry, QueueFigures
 from tandem_services.router.decision import Choice
 
 
@@ -43,16 +43,16 @@ class Admission:
         of them has found no room the next take seats, instead of a query each that turns of the queue wait behind.
 
         Raises:
-            ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full, or nobody takes it in
+            ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full, or no worker takes it in
                 time.
         """
         choice: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
-        visitor = self.binding.visitor(
+        entry = self.binding.entry(
             ask, choice, tenant=tenant, priority=priority, prompt_tokens=prompt_tokens, lane=lane
         )
         async with arrivals or nullcontext():
-            found = await self.binding.arrive(visitor)
-        return await self._wait(visitor, choice) if found is None else found
+            found = await self.binding.arrive(entry)
+        return await self._wait(entry, choice) if found is None else found
 
     def freed(self, worker: str = "") -> None:
         """A request has ended, or left its worker, whose incarnation is `worker` if it is known."""
@@ -67,9 +67,9 @@ class Admission:
             await asyncio.gather(self._pump, return_exceptions=True)
         await self.binding.settle()
 
-    async def _wait(self, visitor: Visitor, choice: "asyncio.Future[Choice]") -> Choice:
-        if self.binding.has_overtaken(visitor):
-            asyncio.get_running_loop().call_later(NEXT_S, self._try_now, visitor)
+    async def _wait(self, entry: QueueEntry, choice: "asyncio.Future[Choice]") -> Choice:
+        if self.binding.has_overtaken(entry):
+            asyncio.get_running_loop().call_later(NEXT_S, self._try_now, entry)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="admission")
         try:
@@ -80,10 +80,10 @@ class Admission:
                 self.binding.give_back(choice.result())
             raise
         finally:
-            self.binding.leave(visitor)
+            self.binding.leave(entry)
 
-    def _try_now(self, visitor: Visitor) -> None:
-        if self.binding.is_next(visitor):
+    def _try_now(self, entry: QueueEntry) -> None:
+        if self.binding.is_next(entry):
             self._changed.set()
 
     async def _run(self) -> None:
@@ -174,7 +174,7 @@ class QueueMetrics:
         self._held.set_function(lambda: figures().held)
 
     @recording
-    def asked(self, prompt_tokens: int, *, gap_s: float) -> None:
+    def note_demand(self, prompt_tokens: int, *, gap_s: float) -> None:
         """A request has come, so long after the one before it."""
         self._asked.inc(prompt_tokens)
         self._gaps.inc(gap_s * gap_s)

@@ -10,12 +10,12 @@ tenant that holds the most seats for its weight. A flood of one tenant therefore
 a report. Redis adds up all reports, so that a tenant with requests at several gateways has one position at all of them.
 Without Redis, or with an unreadable reply, the local counters decide; unsent charges are reported later.
 
-`GivingWay` decides when a gateway leaves capacity to others. A slot that a request frees is reused first at the same
+`HeadYield` decides when a gateway leaves capacity to others. A slot that a request frees is reused first at the same
 gateway, so a tenant that waits alone there would keep it, whatever the queues of the others:
 
-    wish      the head of line of a gateway has waited `WISH_AFTER_S`: it is reported with the counters
-    ahead     the head of line here has used more than the wish of another gateway, by more than the cost of its prompt,
-              or that wish has greater priority. Redis reports both values for one moment, so at least one gateway, that
+    head      the head of line of a gateway has waited `HEAD_AFTER_S`: it is reported with the counters
+    ahead     the head of line here has used more than the head of another gateway, by more than the cost of its prompt,
+              or that head has greater priority. Redis reports both values for one moment, so at least one gateway, that
               of the tenant with the least usage, is not ahead: all gateways never yield to each other
     yield     for `YIELD_S` the head of line is not tried, and freed slots are offered in Redis (`Report.left`)
     take      then, for `TAKE_S` from its next time at the head, it competes as if no other gateway waited: unused slots
@@ -34,7 +34,7 @@ from typing import Generic, Protocol, TypeVar
 
 from tandem_engine.base.clock import Clock
 from tandem_services.common.redis_client import RedisUnavailableError, UnreadableReplyError
-from tandem_services.router.shared_state import Charge, Report, Standing, Wish
+from tandem_services.router.shared_state import Charge, QueueHead, Report, Standing
 from tandem_services.router.usage_counters import VirtualCounters
 
 
@@ -159,7 +159,7 @@ def _share(line: Sequence[Waiting]) -> float:
     return len(line) / line[0].weight
 
 
-WISH_AFTER_S = 0.3
+HEAD_AFTER_S = 0.3
 
 YIELD_S = 0.8
 """Long enough for an offer to be found, and for what was charged for it to come back."""
@@ -170,15 +170,15 @@ TAKE_S = 0.2
 FRESH_S = 1.0
 
 
-def wish_of(head: Waiting | None, now: float) -> Wish | None:
+def queue_head(head: Waiting | None, now: float) -> QueueHead | None:
     """Of the gateway where `head` is next."""
-    if head is None or now - head.arrived < WISH_AFTER_S:
+    if head is None or now - head.arrived < HEAD_AFTER_S:
         return None
-    return Wish(priority=head.priority, tenant=head.tenant)
+    return QueueHead(priority=head.priority, tenant=head.tenant)
 
 
 @dataclass(kw_only=True, slots=True)
-class GivingWay:
+class HeadYield:
     """One per queue; belongs to its event loop."""
 
     clock: Clock
@@ -194,7 +194,7 @@ class GivingWay:
         """What Redis answered to the last report."""
         self._standing, self._heard_at = standing, self.clock.now()
 
-    def gives_way(self, head: Waiting, cost: float) -> bool:
+    def yields(self, head: Waiting, cost: float) -> bool:
         """Whether `head`, the head of line here, is not to be tried now. `cost`: of its prompt, over its weight."""
         now = self.clock.now()
         if not self._ahead(head, cost, now):
@@ -213,8 +213,8 @@ class GivingWay:
             return False
         least = standing.values[head.tenant] - cost
         return any(
-            wish.priority > head.priority or (wish.priority == head.priority and wish.value < least)
-            for wish in standing.wishes
+            head.priority > head.priority or (head.priority == head.priority and head.value < least)
+            for head in standing.heads
         )
 
 
@@ -239,7 +239,7 @@ class SharedCounters:
     """Name of this one among those that share the board."""
     _pending: defaultdict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Charged since the last report."""
-    _told_waiting: frozenset[str] = frozenset()
+    _reported_waiting: frozenset[str] = frozenset()
 
     def charge(self, tenant: str, cost: float) -> None:
         """`cost`: virtual tokens over the tenant's weight."""
@@ -247,27 +247,27 @@ class SharedCounters:
         if self.board is not None:
             self._pending[tenant] += cost
 
-    async def sync(self, *, wish: Wish | None = None, left: int = 0, wanted: int = 0) -> Standing | None:
+    async def sync(self, *, head: QueueHead | None = None, left: int = 0, wanted: int = 0) -> Standing | None:
         """Report, and take over where tenants stand. Redis away, or nothing to say: None, and next time. None as well
         for an answer that cannot be read."""
         waiting = self.counters.backlogged
-        names = self._pending.keys() | waiting | self._told_waiting
+        names = self._pending.keys() | waiting | self._reported_waiting
         if self.board is None or not names:
             return None
         sent, self._pending = self._pending, defaultdict(float)
         charges = [Charge(tenant=name, cost=sent.get(name, 0.0), waits=name in waiting) for name in sorted(names)]
-        report = Report(gateway=self.gateway, charges=charges, wish=wish, left=left, wanted=wanted)
+        report = Report(gateway=self.gateway, charges=charges, head=head, left=left, wanted=wanted)
         try:
             standing = await self.board.sync(report)
         except UnreadableReplyError:
             # Redis has applied this report; a retry would count it twice.
-            self._told_waiting = waiting
+            self._reported_waiting = waiting
             return None
         except RedisUnavailableError:
             for name, cost in sent.items():
                 self._pending[name] += cost
             return None
-        self._told_waiting = waiting
+        self._reported_waiting = waiting
         # Redis's values lack what was charged during the call.
         values = {name: value + self._pending.get(name, 0.0) for name, value in standing.values.items()}
         self.counters.adopt(values, standing.floor)

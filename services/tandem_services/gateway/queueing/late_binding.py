@@ -19,7 +19,7 @@ for other prompts: the worker stays busy, without its own queue. A tenant that i
 request of this gateway freed, or that another gateway offered, counts at once. It expires after `UNREPORTED_S`: by then
 a report contains it, or another gateway has used it.
 
-`LateBinding` also applies fairness between gateways (`GivingWay`). It never waits: `Admission` or a simulator calls it.
+`LateBinding` also applies fairness between gateways (`HeadYield`). It never waits: `Admission` or a simulator calls it.
 """
 
 import logging
@@ -31,17 +31,24 @@ from typing import Protocol
 from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.common.recording import estimating
-from tandem_services.common.tasks import BackgroundTasks, for_ever
+from tandem_services.common.tasks import BackgroundTasks, run_periodically
 from tandem_services.gateway.access.tenants import Tenant
-from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, GivingWay, SharedCounters, Waiting, wish_of
+from tandem_services.gateway.queueing.fair_queue import (
+    SYNC_S,
+    FairQueue,
+    HeadYield,
+    SharedCounters,
+    Waiting,
+    queue_head,
+)
 from tandem_services.gateway.queueing.lanes import BlockedLanes, Lane
-from tandem_services.gateway.queueing.patience import AdmissionPolicy, Patience
 from tandem_services.gateway.queueing.precedence import Precedence
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy, QueueTimeouts
 from tandem_services.gateway.queueing.turnover import Pace, Turnover
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
-from tandem_services.router.shared_state import Wish
+from tandem_services.router.shared_state import QueueHead
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
 
 Ask = Callable[[], Awaitable[Choice]]
@@ -69,7 +76,7 @@ class Verdict(Enum):
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Visitor(Waiting):
+class QueueEntry(Waiting):
     """One request in the queue, and the receiver of its result."""
 
     prompt_tokens: int
@@ -124,7 +131,7 @@ class Chooser(Protocol):
 class Observer(Protocol):
     """Receives what happens in the queue; see `QueueMetrics`."""
 
-    def asked(self, prompt_tokens: int, *, gap_s: float) -> None:
+    def note_demand(self, prompt_tokens: int, *, gap_s: float) -> None:
         """A request has come, so long after the one before it; 0 for the first."""
 
     def admitted(self, wait_s: float, *, prompt_tokens: int, matched_tokens: int) -> None:
@@ -156,7 +163,7 @@ class LateBinding:
 
     chooser: Chooser
     clock: Clock
-    queue: FairQueue[Visitor]
+    queue: FairQueue[QueueEntry]
     counters: SharedCounters
     observer: Observer
     policy: AdmissionPolicy
@@ -164,20 +171,20 @@ class LateBinding:
     """Prompt tokens per second of the fleet; 0 where that is not known."""
     starts: WorkerStarts | None = None
     """None: workers that start are not known."""
-    _way: GivingWay = field(init=False)
+    _way: HeadYield = field(init=False)
     _turnover: Turnover = field(init=False)
     _precedence: Precedence = field(init=False)
     _asked_at: float | None = None
     """When the last request came."""
-    _patience: Patience = field(init=False)
+    _patience: QueueTimeouts = field(init=False)
     _blocked: BlockedLanes = field(default_factory=BlockedLanes)
     """Of the last round."""
     _pace: Pace = field(init=False)
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __post_init__(self) -> None:
-        self._patience = Patience(clock=self.clock, policy=self.policy, starts=self.starts)
-        self._way = GivingWay(clock=self.clock)
+        self._patience = QueueTimeouts(clock=self.clock, policy=self.policy, starts=self.starts)
+        self._way = HeadYield(clock=self.clock)
         self._turnover = Turnover(clock=self.clock)
         self._precedence = Precedence(clock=self.clock)
         self._pace = Pace(clock=self.clock)
@@ -187,9 +194,9 @@ class LateBinding:
         now = self.clock.now()
         waiting = [*self.queue]
         return QueueFigures(
-            prompt_tokens=sum(visitor.prompt_tokens for visitor in waiting),
-            oldest_wait_s=max((now - visitor.arrived for visitor in waiting), default=0.0),
-            held=sum(visitor.verdict is Verdict.NO_WORKER for visitor in waiting),
+            prompt_tokens=sum(entry.prompt_tokens for entry in waiting),
+            oldest_wait_s=max((now - entry.arrived for entry in waiting), default=0.0),
+            held=sum(entry.verdict is Verdict.NO_WORKER for entry in waiting),
         )
 
     @estimating(lambda *_, **__: 0.0)
@@ -200,14 +207,14 @@ class LateBinding:
         cost = prompt_cost(prompt_tokens, 0) / tenant.weight
         ahead = self.queue.ahead(tenant.name, priority=priority, cost=cost)
         rate = self.prefill_rate()
-        computed_s = sum(visitor.prompt_tokens for visitor in ahead) / rate if rate > 0.0 else 0.0
+        computed_s = sum(entry.prompt_tokens for entry in ahead) / rate if rate > 0.0 else 0.0
         return self._patience.until_start_s() + max(computed_s, self._pace.delay_s(len(ahead)))
 
     def has_lacked_workers_since(self, at: float) -> bool:
         """Whether a request that came at `at` has waited for a worker to start or to return."""
         return self._patience.has_lacked_since(at)
 
-    def visitor(
+    def entry(
         self,
         ask: Ask,
         choice: Answer,
@@ -216,9 +223,9 @@ class LateBinding:
         priority: int,
         prompt_tokens: int,
         lane: Lane | None = None,
-    ) -> Visitor:
+    ) -> QueueEntry:
         """A new request, which is to `arrive`."""
-        return Visitor(
+        return QueueEntry(
             tenant=tenant.name,
             weight=tenant.weight,
             priority=priority,
@@ -230,42 +237,42 @@ class LateBinding:
             lane=lane,
         )
 
-    async def arrive(self, visitor: Visitor) -> Choice | None:
+    async def arrive(self, entry: QueueEntry) -> Choice | None:
         """Workers with capacity, reserved. None: the request has a seat, and its `choice` gets the result later.
 
         Raises:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full.
         """
-        self._note_asked(visitor.prompt_tokens)
-        self._precedence.see(visitor.tenant)
-        visitor.is_behind = self._precedence.is_behind(visitor, self.queue)
+        self._note_demand(entry.prompt_tokens)
+        self._precedence.see(entry.tenant)
+        entry.is_behind = self._precedence.is_behind(entry, self.queue)
         choice = None
-        if self._precedence.starts_at_once(visitor, self.queue) and not self._gives_way(visitor):
-            with self._precedence.at_once(visitor.tenant):
-                choice = await self._try(visitor, BlockedLanes())
+        if self._precedence.starts_at_once(entry, self.queue) and not self._yields(entry):
+            with self._precedence.at_once(entry.tenant):
+                choice = await self._try(entry, BlockedLanes())
         if choice is None:
-            self._seat(visitor)
+            self._seat(entry)
             return None
-        if visitor.tenant not in self.queue.lengths:
-            self.counters.counters.arrive(visitor.tenant)
-            self.counters.counters.leave(visitor.tenant)
-        self._note_admitted(visitor, choice)
+        if entry.tenant not in self.queue.lengths:
+            self.counters.counters.arrive(entry.tenant)
+            self.counters.counters.leave(entry.tenant)
+        self._note_admitted(entry, choice)
         return choice
 
-    def turned_away(self, prompt_tokens: int) -> None:
+    def note_rejected(self, prompt_tokens: int) -> None:
         """A request was rejected before it arrived here: it is demand all the same."""
-        self._note_asked(prompt_tokens)
+        self._note_demand(prompt_tokens)
 
-    def is_next(self, visitor: Visitor) -> bool:
+    def is_next(self, entry: QueueEntry) -> bool:
         """Whether the next turn tries this request: it is worth one now."""
         now = self.clock.now()
         passing = self.queue.next(now, held=lambda waiting: self._blocked.hold(waiting.lane))
-        return visitor in (passing, self.queue.next(now))
+        return entry in (passing, self.queue.next(now))
 
-    def has_overtaken(self, visitor: Visitor) -> bool:
+    def has_overtaken(self, entry: QueueEntry) -> bool:
         """Whether this new request goes before others, or past them. One that is alone has been tried when it
         arrived."""
-        return len(self.queue) > 1 and self.is_next(visitor)
+        return len(self.queue) > 1 and self.is_next(entry)
 
     async def turn(self) -> bool:
         """Admit the head of line and reject late requests. True after an admission: the next one may be tried at once.
@@ -291,23 +298,23 @@ class LateBinding:
     async def run(self) -> None:
         """Report to other gateways until canceled."""
         # Unreported, gateways would drift apart for good.
-        complaint = "cannot report virtual token counters"
-        await for_ever(self.sync, every_s=SYNC_S, logger=logger, complaint=complaint)
+        failure = "cannot report virtual token counters"
+        await run_periodically(self.sync, every_s=SYNC_S, logger=logger, failure=failure)
 
     async def sync(self) -> None:
-        """Exchange charges and wishes with other gateways. Called every `SYNC_S`."""
+        """Exchange charges and queue heads with other gateways. Called every `SYNC_S`."""
         head = self.queue.next(self.clock.now())
         left, wanted = 0, self._lacking()
-        if head is not None and self._gives_way(head):
+        if head is not None and self._yields(head):
             left, wanted = self._turnover.leave(), 0
-        standing = await self.counters.sync(wish=self._wish(head), left=left, wanted=wanted)
+        standing = await self.counters.sync(head=self._queue_head(head), left=left, wanted=wanted)
         if standing is not None:
             self._way.heard(standing)
         self._turnover.add(min(left if standing is None else standing.places, self._lacking()))
 
-    def leave(self, visitor: Visitor) -> None:
+    def leave(self, entry: QueueEntry) -> None:
         """It waits no more. Does nothing when it has no seat."""
-        if self.queue.remove(visitor):
+        if self.queue.remove(entry):
             self.observer.waiting(self.queue.lengths)
             if not self.queue:
                 self._turnover.leave()
@@ -330,13 +337,13 @@ class LateBinding:
         """Wait for what is being given back. Call at shutdown."""
         await self._background.settle()
 
-    def _seat(self, visitor: Visitor) -> None:
+    def _seat(self, entry: QueueEntry) -> None:
         """Raises `ApiError` when there is no seat for it."""
         if not self.queue:
             self._pace.restart()
-        others = any(tenant != visitor.tenant for tenant in self.queue.lengths)
-        loser = self.queue.add(visitor)
-        if loser is visitor:
+        others = any(tenant != entry.tenant for tenant in self.queue.lengths)
+        loser = self.queue.add(entry)
+        if loser is entry:
             raise self._refusal("pushed_out" if others else "full")
         if loser is not None:
             self._fail(loser, "pushed_out")
@@ -357,112 +364,112 @@ class LateBinding:
             return False
         skipped = passed = 0
         while skipped < TRIES_PER_ROUND and passed < MAX_PASSED:
-            visitor = self.queue.next(self.clock.now(), held=lambda waiting: blocked.hold(waiting.lane))
-            if visitor is None or self._gives_way(visitor):
+            entry = self.queue.next(self.clock.now(), held=lambda waiting: blocked.hold(waiting.lane))
+            if entry is None or self._yields(entry):
                 return False
             try:
-                choice = await self._try(visitor, blocked)
+                choice = await self._try(entry, blocked)
             except Exception as error:  # noqa: BLE001  # raised where it is awaited; others continue
-                self._end(visitor, error)
+                self._end(entry, error)
                 skipped += 1
                 continue
             if choice is not None:
-                self._hand_over(visitor, choice)
+                self._hand_over(entry, choice)
                 return True
-            if visitor.verdict is Verdict.NO_ROOM:
+            if entry.verdict is Verdict.NO_ROOM:
                 passed += 1
             else:
-                visitor.not_before = self.clock.now() + PASSED_OVER_S
+                entry.not_before = self.clock.now() + PASSED_OVER_S
                 skipped += 1
         return False
 
-    def _gives_way(self, visitor: Visitor) -> bool:
-        """Whether `visitor`, the head of line here, leaves its slot to others for now."""
-        return self._way.gives_way(visitor, visitor.cost)
+    def _yields(self, entry: QueueEntry) -> bool:
+        """Whether `entry`, the head of line here, leaves its slot to others for now."""
+        return self._way.yields(entry, entry.cost)
 
-    def _wish(self, head: Visitor | None) -> Wish | None:
+    def _queue_head(self, head: QueueEntry | None) -> QueueHead | None:
         """The request that the next free slot is for. A slot does not help a request that no worker can serve."""
         takes_a_place = head is not None and head.verdict is Verdict.NO_ROOM
-        return wish_of(head, self.clock.now()) if takes_a_place else None
+        return queue_head(head, self.clock.now()) if takes_a_place else None
 
     def _lacking(self) -> int:
         """Slots that could be used here in addition to the free ones: none for requests that no worker can serve."""
-        able = sum(visitor.verdict is not Verdict.NO_WORKER for visitor in self.queue)
+        able = sum(entry.verdict is not Verdict.NO_WORKER for entry in self.queue)
         return max(0, able - len(self._turnover))
 
-    async def _try(self, visitor: Visitor, blocked: BlockedLanes) -> Choice | None:
+    async def _try(self, entry: QueueEntry, blocked: BlockedLanes) -> Choice | None:
         """Workers with room, reserved; None after noting why there are none."""
         if blocked:
-            return await self._pass(visitor, blocked)
+            return await self._pass(entry, blocked)
         try:
-            choice = await visitor.ask()
+            choice = await entry.ask()
         except NoWorkersError:
-            visitor.verdict = Verdict.NO_WORKER
+            entry.verdict = Verdict.NO_WORKER
             return None
-        if self._takes_place(visitor) or self._has_room(choice, visitor) or self._goes_early(choice, visitor):
+        if self._takes_place(entry) or self._has_room(choice, entry) or self._goes_early(choice, entry):
             return choice
         await self.chooser.release(choice)
-        visitor.verdict = Verdict.NO_ROOM
-        blocked.block(visitor.lane, choice)
+        entry.verdict = Verdict.NO_ROOM
+        blocked.block(entry.lane, choice)
         return None
 
-    async def _pass(self, visitor: Visitor, blocked: BlockedLanes) -> Choice | None:
+    async def _pass(self, entry: QueueEntry, blocked: BlockedLanes) -> Choice | None:
         """The same without the workers that those before it wait for."""
-        assert visitor.lane is not None, "a request without a lane is held"
-        visitor.verdict = Verdict.NO_ROOM
+        assert entry.lane is not None, "a request without a lane is held"
+        entry.verdict = Verdict.NO_ROOM
         try:
-            choice = await visitor.lane.ask_apart(blocked.avoided)
+            choice = await entry.lane.ask_apart(blocked.avoided)
         except NoWorkersError:
-            blocked.block(visitor.lane, None)
+            blocked.block(entry.lane, None)
             return None
-        if self._has_room(choice, visitor):
+        if self._has_room(choice, entry):
             return choice
         await self.chooser.release(choice)
-        blocked.block(visitor.lane, choice)
+        blocked.block(entry.lane, choice)
         return None
 
-    def _takes_place(self, visitor: Visitor) -> bool:
+    def _takes_place(self, entry: QueueEntry) -> bool:
         """Whether it takes a place that no report contains yet: of an adapter, one at a worker that has it."""
-        workers, lane = self.chooser.workers(), visitor.lane
+        workers, lane = self.chooser.workers(), entry.lane
         if lane is None or all(map(lane.serves, workers)):
             return self._turnover.take()
         serving = {worker.incarnation for worker in workers if lane.serves(worker)}
         return self._turnover.take(serving.__contains__)
 
-    def _has_room(self, choice: Choice, visitor: Visitor) -> bool:
-        return not has_to_wait(choice.terms) and self._waits_little(choice, visitor)
+    def _has_room(self, choice: Choice, entry: QueueEntry) -> bool:
+        return not has_to_wait(choice.terms) and self._waits_little(choice, entry)
 
-    def _waits_little(self, choice: Choice, visitor: Visitor) -> bool:
-        most = self._precedence.longest_wait_s(visitor, self.policy.worker_wait_s)
+    def _waits_little(self, choice: Choice, entry: QueueEntry) -> bool:
+        most = self._precedence.longest_wait_s(entry, self.policy.worker_wait_s)
         return prefill_wait_s(choice.terms) <= most
 
-    def _goes_early(self, choice: Choice, visitor: Visitor) -> bool:
-        return self._waits_little(choice, visitor) and self._precedence.goes_early(visitor)
+    def _goes_early(self, choice: Choice, entry: QueueEntry) -> bool:
+        return self._waits_little(choice, entry) and self._precedence.goes_early(entry)
 
-    def _hand_over(self, visitor: Visitor, choice: Choice) -> None:
-        self.leave(visitor)
-        if visitor.choice.done():
+    def _hand_over(self, entry: QueueEntry, choice: Choice) -> None:
+        self.leave(entry)
+        if entry.choice.done():
             # Its client disconnected during the query.
             self.give_back(choice)
             return
-        self._note_admitted(visitor, choice)
+        self._note_admitted(entry, choice)
         self._pace.admitted()
-        visitor.choice.set_result(choice)
+        entry.choice.set_result(choice)
 
-    def _note_asked(self, prompt_tokens: int) -> None:
+    def _note_demand(self, prompt_tokens: int) -> None:
         now = self.clock.now()
         gap_s = 0.0 if self._asked_at is None else max(0.0, now - self._asked_at)
         self._asked_at = now
-        self.observer.asked(prompt_tokens, gap_s=gap_s)
+        self.observer.note_demand(prompt_tokens, gap_s=gap_s)
 
-    def _note_admitted(self, visitor: Visitor, choice: Choice) -> None:
-        cost = prompt_cost(visitor.prompt_tokens, choice.matched_tokens) / visitor.weight
-        self.counters.charge(visitor.tenant, cost)
+    def _note_admitted(self, entry: QueueEntry, choice: Choice) -> None:
+        cost = prompt_cost(entry.prompt_tokens, choice.matched_tokens) / entry.weight
+        self.counters.charge(entry.tenant, cost)
         self._patience.note_choice(choice)
-        waited_s = self.clock.now() - visitor.arrived
-        if visitor.awaits_start:
+        waited_s = self.clock.now() - entry.arrived
+        if entry.awaits_start:
             self.observer.start_awaited(waited_s, served=True)
-        self.observer.admitted(waited_s, prompt_tokens=visitor.prompt_tokens, matched_tokens=choice.matched_tokens)
+        self.observer.admitted(waited_s, prompt_tokens=entry.prompt_tokens, matched_tokens=choice.matched_tokens)
 
     def _lacks_workers(self) -> bool:
         """Whether no request can be served, as far as is known here."""
@@ -477,22 +484,22 @@ class LateBinding:
 
     def _give_up_on_late(self) -> None:
         now, starting = self.clock.now(), self._patience.awaits_start()
-        for visitor in [*self.queue]:
-            lacks_worker = visitor.verdict is Verdict.NO_WORKER
-            visitor.awaits_start |= starting and lacks_worker
+        for entry in [*self.queue]:
+            lacks_worker = entry.verdict is Verdict.NO_WORKER
+            entry.awaits_start |= starting and lacks_worker
             until = self._patience.until_worker if lacks_worker else self._patience.until_capacity
-            if now >= until(visitor.arrived):
-                self._fail(visitor, visitor.verdict.value)
+            if now >= until(entry.arrived):
+                self._fail(entry, entry.verdict.value)
 
-    def _fail(self, visitor: Visitor, reason: str) -> None:
-        if visitor.awaits_start:
-            self.observer.start_awaited(self.clock.now() - visitor.arrived, served=False)
-        self._end(visitor, self._refusal(reason))
+    def _fail(self, entry: QueueEntry, reason: str) -> None:
+        if entry.awaits_start:
+            self.observer.start_awaited(self.clock.now() - entry.arrived, served=False)
+        self._end(entry, self._refusal(reason))
 
-    def _end(self, visitor: Visitor, error: Exception) -> None:
-        self.leave(visitor)
-        if not visitor.choice.done():
-            visitor.choice.set_exception(error)
+    def _end(self, entry: QueueEntry, error: Exception) -> None:
+        self.leave(entry)
+        if not entry.choice.done():
+            entry.choice.set_exception(error)
 
     def _refusal(self, reason: str) -> ApiError:
         self.observer.refused(reason)

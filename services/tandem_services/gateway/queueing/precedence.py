@@ -7,7 +7,7 @@ gets now takes nothing from the others' shares.
                query of the one before it has ended: in a queue of a thousand choices there is always one
     more wait  its prompt may find `BEHIND_WAIT` times as many others at a worker: workers compute prompts of tenants
                in turns
-    early      up to `MOST_EARLY` of its choices go to a worker without a free place, and get the next ones
+    early      up to `MAX_EARLY` of its choices go to a worker without a free place, and get the next ones
 
 One request of a tenant goes at once at a time. The next ones come after those of it that wait.
 """
@@ -23,7 +23,7 @@ from tandem_services.gateway.queueing.fair_queue import FairQueue, W
 BEHIND_WAIT = 2.0
 """Above 1, so that a tenant that keeps a worker at its limit leaves room for others."""
 
-MOST_EARLY = 4
+MAX_EARLY = 4
 """Choices of one queue that were sent to workers before a place there was free."""
 
 RECENT_S = 10.0
@@ -80,7 +80,7 @@ class Precedence:
 
     def goes_early(self, waiting: W) -> bool:
         """Whether it takes one of the few places of choices that are sent early."""
-        early = waiting.is_behind and self._early < MOST_EARLY
+        early = waiting.is_behind and self._early < MAX_EARLY
         self._early += early
         return early
 

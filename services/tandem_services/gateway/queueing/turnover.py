@@ -8,7 +8,7 @@ from typing import NamedTuple
 from tandem_engine.base.clock import Clock
 from tandem_services.router.keys import RESERVATION_MS
 
-MOST_RETRY_S = 30.0
+MAX_RETRY_S = 30.0
 
 PACE_SAMPLES = 32
 """Admissions from the queue that its pace is measured by."""
@@ -30,10 +30,10 @@ class Pace:
         self._admitted_at.append(self.clock.now())
 
     def wait_s(self, waiting: int) -> float:
-        """Time until so many have been admitted, at the current rate: 1 to `MOST_RETRY_S`."""
+        """Time until so many have been admitted, at the current rate: 1 to `MAX_RETRY_S`."""
         if len(self._admitted_at) < 2:
             return 1.0
-        return min(max(self.delay_s(waiting), 1.0), MOST_RETRY_S)
+        return min(max(self.delay_s(waiting), 1.0), MAX_RETRY_S)
 
     def delay_s(self, waiting: int) -> float:
         """The same without bounds; 0 where the rate is not known."""

@@ -32,7 +32,7 @@ ROLES = {role.value: role for role in Role}
 WATCHED_S = 10.0
 """Reports come once a second. Of a worker whose last one is older it is not known when it began to serve."""
 
-LEAST_S = 2.0
+MIN_S = 2.0
 """Least expected time until a worker serves: a shorter Retry-After would only bring requests that wait."""
 
 
@@ -105,7 +105,7 @@ class WorkerStarts:
         return not self.lacking() or self.clock.now() - self.seen_at < within_s
 
     def remaining_s(self) -> float:
-        """Predicted time until a worker that starts serves: `LEAST_S`, also where none is known to start, to `limit_s`.
+        """Predicted time until a worker that starts serves: `MIN_S`, also where none is known to start, to `limit_s`.
 
         From what the last start took. Before there was one: as long again as this one has taken. Workers do not sign
         how long they have started.
@@ -113,7 +113,7 @@ class WorkerStarts:
         now = self.clock.now()
         elapsed = max((start.elapsed_s(now) for start in self._starts.values()), default=0.0)
         remaining = elapsed if self._took_s is None or not elapsed else self._took_s - elapsed
-        return max(LEAST_S, min(remaining, self.limit_s))
+        return max(MIN_S, min(remaining, self.limit_s))
 
     def note_served(self, workers: Iterable[WorkerView]) -> None:
         """These serve. Call also while no request waits: the next start of a worker that has served counts afresh."""

@@ -270,7 +270,7 @@ local function may_rank_again(state, query)
   return true
 end
 
--- Groups of candidates by compat hash. Where ranks name nobody, they are written again, unless that was just done.
+-- Groups of candidates by compat hash. Where ranks name no worker, they are written again, unless that was just done.
 local function candidates(state, query)
   local chosen = choose_candidates(state, query)
   if #chosen == 0 and not query.allowed and may_rank_again(state, query) then

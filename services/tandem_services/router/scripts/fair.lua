@@ -10,7 +10,7 @@
 -- are ahead of the others.
 
 local FAIR_TYPES = {'hash', 'zset', 'hash', 'string'}
-local PRIORITY_CHARS = 20 -- of -2^63; a longer one is rubbish
+local PRIORITY_CHARS = 20 -- of -2^63; a longer one is malformed
 local FLOOR = ':' -- no tenant is called so; the one of a gateway without keys is called ''
 
 -- Counters begin at 0 and grow; a gateway takes back less than it has charged. What is no such number was written by
@@ -34,7 +34,7 @@ local function set_counter(key, tenant, value)
   redis.call('HSET', key, tenant, string.format('%.6f', value))
 end
 
--- The least counter of those that wait; nil when nobody does.
+-- The least counter of those that wait; nil when none does.
 local function least_waiting(keys, floor)
   local least
   for _, tenant in ipairs(redis.call('ZRANGE', keys[2], 0, -1)) do
@@ -103,7 +103,7 @@ local function wishes_elsewhere(keys, gateway, wish, now, floor)
   return told
 end
 
--- `left` places more are there for whoever takes them, and up to `wanted` are taken. Returns how many.
+-- `left` places more are there for gateways that take them, and up to `wanted` are taken. Returns how many.
 local function pass_places(key, left, wanted, now)
   local till, there = string.match(redis.call('GET', key) or '', '^(%d+) (%d+)$')
   if not till or tonumber(till) <= now or tonumber(till) > now + PLACE_MS then there = 0 end

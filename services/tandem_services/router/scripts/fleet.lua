@@ -24,7 +24,7 @@ local function kept_fleet(prefix)
   return fleet
 end
 
-local NOBODY = {live = false} -- whoever has written a row under a name that is no incarnation
+local NOBODY = {live = false} -- of a row under a name that is no incarnation
 
 -- The worker whose row is `row`, decoded now.
 local function decoded(state, incarnation, row)

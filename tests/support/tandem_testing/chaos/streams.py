@@ -256,7 +256,7 @@ async def _read(response: httpx.Response, answer: Answer) -> None:
 
 
 def _fault(check: StreamCheck, answer: Answer) -> str | None:
-    """What is unsound about a stream, None when nothing is."""
+    """What is corrupted about a stream, None when nothing is."""
     finishes = {len(choice.finishes) for choice in answer.choices.values()}
     faults = (
         (check.error is not None, check.error),

@@ -37,7 +37,7 @@ from tandem_engine.executor.warm_up import LISTED_ROWS, Room, WarmStep, list_siz
 from tandem_engine.kernels import compiles
 from tandem_engine.kernels.compiles import CompileCounter, Compiles
 from tandem_engine.kernels.triton.page_copy import copy_pages
-from tandem_engine.kernels.triton.work_list import ALL, LEAST_WIDTH, list_constants, splitting_of
+from tandem_engine.kernels.triton.work_list import ALL, MIN_WIDTH, list_constants, splitting_of
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.requests import GenerateRequest, Pooling, PoolingParams
 from tandem_testing.digest_pools import digest_pool, signed_words
@@ -189,7 +189,7 @@ def compile_nothing_for_digests_of_any_page() -> None:
 
 
 def compile_once_for_each_size_of_list() -> None:
-    assert LISTED_ROWS == LEAST_WIDTH
+    assert LISTED_ROWS == MIN_WIDTH
     splitting = splitting_of(num_heads=4, kv_heads=2, max_queries=1, block_m=64)
     widths = {list_constants(splitting, rows, span=ALL, tiles=False)["WIDTH"] for rows in (1, *list_sizes(5000))}
     assert widths == {list_constants(splitting, r, span=ALL, tiles=False)["WIDTH"] for r in range(1, 5001)}

@@ -81,7 +81,7 @@ def test_neither_threads_nor_the_width_of_tasks_change_a_bit(prompts, on_threads
     monkeypatch.setattr(cpu, "PARALLEL_SCORES", 0)
     for threads, width in ((2, 4), (2, 1), (3, 2)):
         on_threads(threads)
-        monkeypatch.setattr(cpu, "WIDEST_TASK", width)
+        monkeypatch.setattr(cpu, "MAX_TASK", width)
         assert torch.equal(attend(*prompts), alone), (threads, width)
 
 
@@ -148,6 +148,6 @@ def test_size_of_pages_does_not_change_a_bit(dtype):
 
 
 def test_tasks_of_three_heads_for_each_key_fill_their_panels():
-    assert cpu.width_of_tasks(cpu.WIDEST_TASK, 3) * 3 % PANEL == 0
-    assert cpu.width_of_tasks(cpu.WIDEST_TASK, 4) == cpu.WIDEST_TASK * PANEL // 4
+    assert cpu.width_of_tasks(cpu.MAX_TASK, 3) * 3 % PANEL == 0
+    assert cpu.width_of_tasks(cpu.MAX_TASK, 4) == cpu.MAX_TASK * PANEL // 4
     assert cpu.width_of_tasks(1, 2 * PANEL) == 1

@@ -13,7 +13,7 @@ from tandem_engine.kernels.cpu.attention_work import (
     CHUNK,
     END_MEMBER,
     FIRST_MEMBER,
-    LARGEST_GROUP,
+    MAX_GROUP,
     QUERY,
     SHARED_END,
     TASK_CHUNK,
@@ -100,9 +100,9 @@ def test_short_shared_prefix_forms_no_group():
 
 def test_group_has_so_many_members_at_most():
     pool = make_pool(num_pages=200)
-    count = 2 * LARGEST_GROUP + 1
+    count = 2 * MAX_GROUP + 1
     found = groups_of(queries_of(pool, decodes(PageDealer(pool=pool), [CHUNK] * count, prefix=CHUNK)))
-    assert [len(members) for members, _ in found] == [LARGEST_GROUP, LARGEST_GROUP, 1]
+    assert [len(members) for members, _ in found] == [MAX_GROUP, MAX_GROUP, 1]
 
 
 def test_all_threads_have_groups():

@@ -22,7 +22,7 @@ class Asked:
     def __init__(self, host: StageHost, asked: list[str]) -> None:
         self._host, self._asked = host, asked
 
-    def give_way(self) -> bool:
+    def unpin_idle_session(self) -> bool:
         self._asked.append("give way")
         return False
 

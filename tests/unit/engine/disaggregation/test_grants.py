@@ -53,7 +53,7 @@ def received(*, at: float, granted_at: float, clocks: PeerClocks) -> Grant:
 def clocks() -> PeerClocks:
     """We asked at 50 and had the answer at 50.1, given when the receiver's clock said 7000."""
     known = PeerClocks()
-    known.learn(DECODE.incarnation, asked_at=50.0, answered_at=7000.0, now=50.1)
+    known.learn(DECODE.incarnation, requested_at=50.0, answered_at=7000.0, now=50.1)
     return known
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.base import RoomKey, room_key
-from tandem_engine.disaggregation.holds import FENCED_AT_MOST_S, HoldState, HoldTable, TransferHold
+from tandem_engine.disaggregation.holds import FENCED_AT_MAX_S, HoldState, HoldTable, TransferHold
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.scheduler_builders import ManualClock
 
@@ -156,10 +156,10 @@ def test_fenced_writer_keeps_pages_without_new_request(table):  # [late-write]
     assert hold.state is HoldState.FENCED
     assert (table.free, table.holds.quarantined_pages(), table.holds.quarantined_for()) == ([], 2, ())
     assert [*table.holds.fenced_writers()] == [WRITER]
-    table.clock.time = FENCED_AT_MOST_S - 1.0
+    table.clock.time = FENCED_AT_MAX_S - 1.0
     table.holds.fence(WRITER.incarnation)
     assert table.holds.overdue() == []
-    table.clock.time = FENCED_AT_MOST_S
+    table.clock.time = FENCED_AT_MAX_S
     assert table.holds.overdue() == [hold], "fencing it again puts nothing off"
 
 

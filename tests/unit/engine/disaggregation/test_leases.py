@@ -477,18 +477,18 @@ def test_pulse_is_due_once_per_period(pulse):
 
 
 def test_each_peer_gets_one_message_with_all_its_rooms(pulse):
-    pulse.tell(Open(make_peer("de"[number % 2]), waiting(str(number))) for number in range(6))
+    pulse.notify(Open(make_peer("de"[number % 2]), waiting(str(number))) for number in range(6))
     rooms = [[room.room for room in sign.rooms] for sign in pulse.peers.messages(StillOpen)]
     assert rooms == [["room-0", "room-2", "room-4"], ["room-1", "room-3", "room-5"]]
 
 
 def test_no_keepalive_without_open_rooms(pulse):
-    pulse.tell(())
+    pulse.notify(())
     assert pulse.peers.sent == []
 
 
 def test_messages_name_a_bounded_number_of_rooms(pulse):
-    pulse.tell(Open(make_peer("d"), waiting(str(number))) for number in range(MAX_OPEN_ROOMS + 1))
+    pulse.notify(Open(make_peer("d"), waiting(str(number))) for number in range(MAX_OPEN_ROOMS + 1))
     assert [len(sign.rooms) for sign in pulse.peers.messages(StillOpen)] == [MAX_OPEN_ROOMS, 1]
     codec: Codec[PeerMessage] = Codec(PeerMessage)
     rooms = tuple(waiting(str(number)) for number in range(MAX_OPEN_ROOMS + 1))

@@ -101,7 +101,7 @@ def test_pages_written_during_a_step_are_handed_off_in_it(sender):
     sender.turn()
     assert sender.records() == []
     stage = sender.side.stage
-    assert not stage.meanwhile()
+    assert not stage.run_during_forward()
     assert [record.output_ids for record in sender.records()] == [(first_token(),)]
     assert stage.inflight() == 1, "its memory is given back between steps"
     sender.turn()
@@ -112,16 +112,16 @@ def test_pages_written_during_a_step_are_handed_off_in_it(sender):
 
 def test_stage_polls_during_step_only_for_last_pushes(sender):
     stage = sender.side.stage
-    assert not stage.meanwhile()
+    assert not stage.run_during_forward()
     sender.hold_back()
     sender.submit()
     sender.turn()
-    assert not stage.meanwhile(), "nothing is granted"
+    assert not stage.run_during_forward(), "nothing is granted"
     sender.allow()
     sender.turn()
-    assert stage.meanwhile()
+    assert stage.run_during_forward()
     sender.turn(8)
-    assert not stage.meanwhile()
+    assert not stage.run_during_forward()
     assert len(sender.records()) == 1
 
 
@@ -134,7 +134,7 @@ def test_other_transport_events_in_a_step_apply_after_it(sender):
     sender.fabric.kill(RECEIVER.incarnation)
     sender.fabric.advance()
     assert [type(event) for event in events if isinstance(event, PushFailed)]
-    stage.meanwhile()
+    stage.run_during_forward()
     assert not events
     assert stage.prefill.rooms, "a failure closes a room between steps"
     sender.turn()
@@ -146,7 +146,7 @@ def test_pushes_of_several_ranks_complete_between_steps(sender, monkeypatch):
     sender.submit()
     sender.turn()
     monkeypatch.setattr(FakeTransport, "alone", False)
-    assert not sender.side.stage.meanwhile()
+    assert not sender.side.stage.run_during_forward()
     assert sender.records() == []
     sender.turn()
     assert len(sender.records()) == 1
@@ -295,7 +295,7 @@ def test_pushes_from_a_device_have_more_pages(sender, device, pages):
         page_bytes=8 << 20,
         layers=32,
     )
-    assert (stage.prefill.max_pages, stage.prefixes.lender.max_pages) == (pages, pages)
+    assert (stage.prefill.max_pages, stage.prefixes.source.max_pages) == (pages, pages)
 
 
 def test_time_between_the_computation_and_the_record_is_exposed():

@@ -74,8 +74,8 @@ def test_fetched_prefix_is_used_and_the_rest_computed(overlap):
     assert report(pair) == FetchReport(peer="d@1", pages=4, bytes=4 * page_bytes, wait_s=0.0)
     assert (counters(pair).fetched, counters(pair).pages, counters(pair).failed) == (1, 4, 0)
     assert cache_hits(pair) == CacheHits(fetched=16)
-    lender = pair.decode.stage.prefixes.counters
-    assert (lender.lent, lender.lent_pages) == (1, 4)
+    source = pair.decode.stage.prefixes.counters
+    assert (source.lent, source.lent_pages) == (1, 4)
 
 
 def test_fetched_prefix_serves_the_next_request():
@@ -115,12 +115,12 @@ def test_answer_flows_back_for_the_next_turn():
 
 
 @pytest.mark.parametrize(
-    ("fate", "lender", "moved"),
+    ("fate", "source", "moved"),
     [(Fate(), Role.BOTH, True), (Fate(fail=True), Role.BOTH, False), (Fate(), Role.DECODE, False)],
 )
-def test_served_prefix_is_evicted_before_older_ones(fate, lender, moved):
+def test_served_prefix_is_evicted_before_older_ones(fate, source, moved):
     pair = make_warm_pair()
-    pair.decode.stage.prefixes.lender.role = lender
+    pair.decode.stage.prefixes.source.role = source
     older = tuple(range(30, 38))
     pair.decode.engine.add(make_message("older", older, max_tokens=2))
     pair.decode.engine.run()
@@ -183,7 +183,7 @@ def test_late_fetch_is_computed_and_pages_wait_for_ack():
     pair.turn()
     assert pair.prefill.stage.quarantined_pages() == 4
     assert pair.prefill.stage.quarantined_for() == ("d@1",)
-    # The lender never heard of the room, and says so once it is reached.
+    # The source never heard of the room, and says so once it is reached.
     pair.network.lost = lambda _message: False
     pair.pass_time(DRAIN_TIMEOUT)
     finish(pair)
@@ -212,7 +212,7 @@ def test_late_fetch_pages_land_in_held_pages():  # [late-write]
     assert counters(pair).failed == 1
 
 
-@pytest.mark.parametrize("known", [False, True], ids=["asker's clock unknown", "asker's clock known"])
+@pytest.mark.parametrize("known", [False, True], ids=["requester's clock unknown", "requester's clock known"])
 def test_resumed_source_does_not_write_for_expired_fetches(known):  # [late-write]
     """Half a minute later it is fenced, and the pages that it was granted are somebody else's."""
     pair = make_warm_pair()
@@ -234,10 +234,10 @@ def test_resumed_source_does_not_write_for_expired_fetches(known):  # [late-writ
         pair.network.advance()
         assert pair.fabric.in_flight() == 0
     assert pair.decode.stage.prefixes.counters.lent == pushed
-    assert pair.decode.stage.prefixes.lender.loans, "it waits for a word of the asker"
+    assert pair.decode.stage.prefixes.source.transfers, "it waits for a word of the requester"
     pair.pass_time(WITHIN_S)
     pair.decode.step()
-    assert not pair.decode.stage.prefixes.lender.loans
+    assert not pair.decode.stage.prefixes.source.transfers
     pair.prefill.engine.run()
     pair.prefill.engine.assert_expected("r")
 

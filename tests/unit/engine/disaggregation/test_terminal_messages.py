@@ -3,7 +3,7 @@
 import pytest
 
 from tandem_engine.disaggregation.base import RoomKey, room_key
-from tandem_engine.disaggregation.notifications import LastWords
+from tandem_engine.disaggregation.notifications import FinalMessages
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import TransferAborted
 from tandem_testing.disagg_network import make_peer
@@ -20,7 +20,7 @@ def clock():
 
 @pytest.fixture
 def said(clock):
-    return LastWords(clock=clock, keep_s=KEEP_S, capacity=2)
+    return FinalMessages(clock=clock, keep_s=KEEP_S, capacity=2)
 
 
 def key_of(room: str) -> RoomKey:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 import torch
 
-from tandem_engine.executor.runner import telling
+from tandem_engine.executor.runner import notifying
 from tandem_engine.kernels.interface import HeadTurn
 from tandem_engine.model.attention.backend import TurningPlan
 
@@ -30,7 +30,7 @@ class Calls(TurningPlan):
 
 def test_plan_that_turns_heads_reports_after_turning():
     plan = Calls()
-    attend = telling(plan, lambda layer: plan.heard.append(("wrote", layer)))
+    attend = notifying(plan, lambda layer: plan.heard.append(("wrote", layer)))
     assert isinstance(attend, TurningPlan)
     attend.turn_and_attend(0, *QKV, TURN)
     attend(1, *QKV)
@@ -39,7 +39,7 @@ def test_plan_that_turns_heads_reports_after_turning():
 
 def test_plan_without_head_turn_is_not_called_for_one():
     plan = Calls()
-    attend = telling(plan.__call__, lambda layer: plan.heard.append(("wrote", layer)))
+    attend = notifying(plan.__call__, lambda layer: plan.heard.append(("wrote", layer)))
     assert not isinstance(attend, TurningPlan)
     attend(2, *QKV)
     assert plan.heard == [("attend", 2), ("wrote", 2)]
@@ -52,5 +52,5 @@ def test_failing_layer_is_not_reported():
         raise ValueError("no such layer")
 
     with pytest.raises(ValueError, match="no such layer"):
-        telling(attend, told.append)(3, *QKV)
+        notifying(attend, told.append)(3, *QKV)
     assert told == []

@@ -11,7 +11,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW
 from tandem_engine.config import GraphConfig, LatentConfig
 from tandem_engine.executor.cuda.prompt_graphs import (
-    MOST_EXTENDS,
+    MAX_EXTENDS,
     PromptGraphs,
     can_capture_prompts,
     prompt_sizes,
@@ -244,7 +244,7 @@ def test_impossible_sizes_are_refused(settings):
 
 def test_shapes_have_room_for_padding():
     assert shape_of(16) == PromptShape(tokens=16, rows=17, extends=9)
-    assert shape_of(1024).extends == MOST_EXTENDS + 1
+    assert shape_of(1024).extends == MAX_EXTENDS + 1
 
 
 def test_prompts_of_stateful_or_latent_models_are_not_captured():

@@ -41,7 +41,7 @@ def on_both(both: Beside, batch: ForwardBatch) -> ForwardResult:
 
 def assert_same(queued: ForwardResult, expected: ForwardResult) -> None:
     assert queued.next_token_ids == expected.next_token_ids
-    assert queued.unsound == expected.unsound
+    assert queued.corrupted == expected.corrupted
     assert [each and each.top for each in queued.logprobs] == [each and each.top for each in expected.logprobs]
     assert queued.prompt_scores == expected.prompt_scores
     for pooled, sums in zip(queued.pooled, expected.pooled, strict=True):
@@ -164,7 +164,7 @@ def test_token_that_means_nothing_is_marked_and_the_others_stand():
     toy = ToyModel.random()
     both = Beside(model=BrokenModel(embedding=toy.embedding, position=toy.position, head=toy.head))
     result = on_both(both, make_batch([prompt(), prompt(row=5, pages=OTHER_PAGES, length=4)]))
-    assert result.unsound == (0,)
+    assert result.corrupted == (0,)
     assert result.next_token_ids[0] == 0
 
 

@@ -10,7 +10,7 @@ from tandem_engine.config import Activation, ModelConfig, MoeConfig, NormKind, N
 from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.kernels.cpu.attention_work import CHUNK
 from tandem_engine.memory.pool import KvPool
-from tandem_engine.model.attention.backend import ToldPlan
+from tandem_engine.model.attention.backend import NotifyingPlan
 from tandem_engine.model.attention.cpu import SHORT_EXTEND, CpuAttention
 from tandem_engine.model.cpu import arrays, step
 from tandem_engine.model.cpu.step import FEW_TOKENS, LargeStep, SmallStep
@@ -319,7 +319,7 @@ def test_fused_stack_reports_each_layer_once_kv_is_written():
 
     attention = CpuAttention(pool, num_heads=model.config.num_heads, specs=model.attention)
     with torch.inference_mode():
-        plan = ToldPlan(plan=attention.plan(batch), wrote=wrote)
+        plan = NotifyingPlan(plan=attention.plan(batch), wrote=wrote)
         model.forward(batch.input_ids, batch.positions, plan, torch.tensor([19]))
     assert told == [(0, [True, False, False]), (1, [True, True, False]), (2, [True, True, True])]
 

@@ -1,4 +1,4 @@
-"""Nodes that meet over TCP, with keys: the leader's desk, the store behind it, and groups that are formed by it."""
+"""Nodes that meet over TCP, with keys: the leader's server, the store behind it, and groups that are formed by it."""
 
 import json
 import sys
@@ -22,7 +22,7 @@ from tandem_engine.parallel import node_follower as follower_module
 from tandem_engine.parallel import rank_processes
 from tandem_engine.parallel.group import Departure, FirstFailure, Parallel
 from tandem_engine.parallel.node_follower import Follower
-from tandem_engine.parallel.node_leader import Leader, LeaderDesk, NodeAccess, settings_of
+from tandem_engine.parallel.node_leader import Leader, LeaderServer, NodeAccess, settings_of
 from tandem_engine.parallel.node_store import RemoteStore
 from tandem_engine.parallel.torch_group import PROOF_BYTES, interface_of, join_ranks, require_proofs
 from tandem_services.common.sockets import free_port
@@ -46,7 +46,7 @@ def config() -> EngineConfig:
 
 
 @pytest.fixture
-def desk(config, keys) -> Iterator[LeaderDesk]:
+def server(config, keys) -> Iterator[LeaderServer]:
     leader = Leader(
         parallel=config.parallel,
         settings=settings_of(config, "f1"),
@@ -54,25 +54,25 @@ def desk(config, keys) -> Iterator[LeaderDesk]:
         failure=FirstFailure(),
         departure=Departure(),
     )
-    desk = LeaderDesk.open(leader, NodeAccess(host=LEADER, curve_keys=keys))
-    yield desk
-    desk.close()
+    server = LeaderServer.open(leader, NodeAccess(host=LEADER, curve_keys=keys))
+    yield server
+    server.close()
 
 
-def remote_store(desk: LeaderDesk, keys: Path, *, session: str | None = None, timeout_s: float = PATIENCE_S):
+def remote_store(server: LeaderServer, keys: Path, *, session: str | None = None, timeout_s: float = PATIENCE_S):
     context = NodeAccess(host=NODE, curve_keys=keys).open()
     channel: CallChannel[LeaderToNode, NodeToLeader] = CallChannel(
-        context, desk.channel.endpoint, inbound=LeaderToNode, outbound=NodeToLeader
+        context, server.channel.endpoint, inbound=LeaderToNode, outbound=NodeToLeader
     )
-    store = RemoteStore(channel, session=session or desk.leader.session, timeout_s=timeout_s)
+    store = RemoteStore(channel, session=session or server.leader.session, timeout_s=timeout_s)
     return context, store
 
 
-def test_ranks_on_two_addresses_form_and_reform_groups(desk, keys):
-    context, theirs = remote_store(desk, keys)
+def test_ranks_on_two_addresses_form_and_reform_groups(server, keys):
+    context, theirs = remote_store(server, keys)
 
     def work(rank: int) -> list[float]:
-        store, host = ((desk.leader.store, LEADER), (theirs, NODE))[rank]
+        store, host = ((server.leader.store, LEADER), (theirs, NODE))[rank]
         parallel: Parallel = join_ranks(
             store, rank=rank, size=2, device=torch.device("cpu"), timeout_s=PATIENCE_S, host=host
         )
@@ -86,8 +86,8 @@ def test_ranks_on_two_addresses_form_and_reform_groups(desk, keys):
         assert list(threads.map(work, range(2))) == [[3.0, 3.0, 3.0, 9.0]] * 2
 
 
-def test_remote_store_behaves_as_torch_hash_store(desk, keys):
-    context, store = remote_store(desk, keys)
+def test_remote_store_behaves_as_torch_hash_store(server, keys):
+    context, store = remote_store(server, keys)
     with closing(context):
         for one in (store, HashStore()):
             one.set("bytes", b"\x00\xff" if one is store else "\x00")
@@ -100,21 +100,21 @@ def test_remote_store_behaves_as_torch_hash_store(desk, keys):
         assert store.get("bytes") == b"\x00\xff"
 
 
-def test_rank_of_another_engine_reads_and_writes_nothing(desk, keys):
-    context, store = remote_store(desk, keys, session="of yesterday")
+def test_rank_of_another_engine_reads_and_writes_nothing(server, keys):
+    context, store = remote_store(server, keys, session="of yesterday")
     with closing(context), pytest.raises(RankLostError, match="is over"):
         store.set("k", "v")
-    assert not desk.leader.store.check(["k"])
+    assert not server.leader.store.check(["k"])
 
 
-def test_node_without_deployment_keys_gets_no_reply(desk, tmp_path):
+def test_node_without_deployment_keys_gets_no_reply(server, tmp_path):
     strange = tmp_path / "strange.json"
     KeyPair.generate().save(strange)
     for keys in (strange, None):
-        context, store = remote_store(desk, keys, timeout_s=0.5)
+        context, store = remote_store(server, keys, timeout_s=0.5)
         with closing(context), pytest.raises(RankLostError, match="has not answered"):
             store.set("k", "v")
-    assert not desk.leader.store.check(["k"])
+    assert not server.leader.store.check(["k"])
 
 
 def test_off_loopback_nodes_have_keys_or_do_not_start(config):
@@ -169,36 +169,36 @@ def become(monkeypatch, program: str) -> None:
     monkeypatch.setattr(rank_processes, "COMMAND", (sys.executable, "-c", program))
 
 
-def test_exit_of_rank_is_reported_on_both_nodes(monkeypatch, desk, config, keys, capfd):
+def test_exit_of_rank_is_reported_on_both_nodes(monkeypatch, server, config, keys, capfd):
     become(monkeypatch, "import sys; print(sys.stdin.readline(), file=sys.stderr, flush=True); sys.exit(5)")
     with pytest.raises(RankLostError, match="rank 1 ended with status 5"):
         follow(config, keys).follow()
-    assert desk.leader.lost.wait(PATIENCE_S)
-    assert desk.leader.cause == "node 1: rank 1 ended with status 5"
+    assert server.leader.lost.wait(PATIENCE_S)
+    assert server.leader.cause == "node 1: rank 1 ended with status 5"
     [order] = [json.loads(line) for line in capfd.readouterr().err.splitlines() if line.startswith("{")]
     assert order["meeting"] == {
         "endpoint": f"tcp://{config.parallel.dist_init_addr}",
-        "session": desk.leader.session,
+        "session": server.leader.session,
         "host": NODE,
         "curve_keys": str(keys),
     }
     assert (order["rank"], order["engine"]["parallel"]["node_rank"]) == (1, 1)
 
 
-def test_when_the_engine_is_over_the_node_ends_in_order(monkeypatch, desk, config, keys):
+def test_when_the_engine_is_over_the_node_ends_in_order(monkeypatch, server, config, keys):
     become(monkeypatch, "import sys; sys.stdin.read()")
     monkeypatch.setattr(follower_module, "STOP_S", 0.0)
 
     def end_once_begun(serving: bool) -> None:
         assert not serving
-        if desk.leader.begun.is_set():
-            desk.leader.over.set()
+        if server.leader.begun.is_set():
+            server.leader.over.set()
 
     follow(config, keys, report=end_once_begun).follow()
-    assert desk.leader.everybody_told
+    assert server.leader.all_notified
 
 
-def test_rejected_node_fails_with_reason_without_retry(desk, config, keys):
+def test_rejected_node_fails_with_reason_without_retry(server, config, keys):
     with pytest.raises(ConfigError, match=r"node 0 at .* refuses this node: .*page_size"):
         follow(replace(config, cache=replace(config.cache, page_size=64)), keys).follow()
 
@@ -209,11 +209,11 @@ def test_follower_without_leader_fails_after_init_timeout(config, keys):
         follow(hasty, keys).follow()
 
 
-def test_leader_that_falls_silent_ends_the_node(monkeypatch, desk, config, keys):
+def test_leader_that_falls_silent_ends_the_node(monkeypatch, server, config, keys):
     become(monkeypatch, "import sys; sys.stdin.read()")
     monkeypatch.setattr(follower_module, "SILENCE_S", 0.5)
-    answer = desk.leader.answer
-    monkeypatch.setattr(desk.leader, "answer", lambda said: answer(said) if isinstance(said, JoinNode) else None)
+    answer = server.leader.answer
+    monkeypatch.setattr(server.leader, "answer", lambda said: answer(said) if isinstance(said, JoinNode) else None)
     with pytest.raises(RankLostError, match="no heartbeat of node 0 for 0.5 s"):
         follow(config, keys).follow()
 
@@ -221,9 +221,9 @@ def test_leader_that_falls_silent_ends_the_node(monkeypatch, desk, config, keys)
 def test_node_that_does_not_come_is_named(config, keys):
     parallel = replace(config.parallel, init_timeout=0.2)
     leader = Leader(parallel=parallel, settings={}, self_test=False, failure=FirstFailure(), departure=Departure())
-    desk = LeaderDesk.open(leader, NodeAccess(host=LEADER, curve_keys=keys))
-    with closing(desk), pytest.raises(RankLostError, match=r"node 1 of 2 has not come to .* within 0.2 s"):
-        desk.gather()
+    server = LeaderServer.open(leader, NodeAccess(host=LEADER, curve_keys=keys))
+    with closing(server), pytest.raises(RankLostError, match=r"node 1 of 2 has not come to .* within 0.2 s"):
+        server.gather()
 
 
 def test_rank_0_that_cannot_leave_is_ended(config, keys):
@@ -236,8 +236,8 @@ def test_rank_0_that_cannot_leave_is_ended(config, keys):
         clock=iter(range(0, 10**9, 20)).__next__,
     )
     ended = threading.Event()
-    desk = LeaderDesk.open(leader, NodeAccess(host=LEADER, curve_keys=keys))
-    desk.abandon = lambda status: ended.set() if status == 3 else None
-    with closing(desk):
+    server = LeaderServer.open(leader, NodeAccess(host=LEADER, curve_keys=keys))
+    server.abandon = lambda status: ended.set() if status == 3 else None
+    with closing(server):
         leader.failure.record(RankLostError("node 1 has said nothing"))
         assert ended.wait(PATIENCE_S)

@@ -137,9 +137,9 @@ def test_exit_message_of_lost_node_is_reported_to_other_nodes(running):
     assert running.failure.error is None
     running.answer(NodeLost(session=running.session, node_rank=1, reason="rank 2 was ended by signal 9"))
     assert running.cause == "node 1: rank 2 was ended by signal 9"
-    assert not running.everybody_told
+    assert not running.all_notified
     assert beat(running, 2).reason == running.cause
-    assert running.everybody_told
+    assert running.all_notified
 
 
 def test_node_of_previous_leader_session_is_ended(running):

@@ -96,7 +96,7 @@ def test_poison_request_in_decode_keeps_streamed_tokens(overlap):
     engine.assert_nothing_held()
 
 
-def test_transient_step_error_fails_no_request(overlap):  # one accusation may be chance
+def test_transient_step_error_fails_no_request(overlap):  # one suspect may be chance
     broken = {2, 5, 6}
 
     def faults(batch: ForwardBatch) -> None:
@@ -176,15 +176,15 @@ class UnsoundExecutor(EagerExecutor):
         super().__init__(model)
         forward = model.forward
 
-        def unsound(batch: ForwardBatch) -> ForwardResult:
+        def corrupted(batch: ForwardBatch) -> ForwardResult:
             result = forward(batch)
             ends = batch.extend_lens.cumsum(0)[batch.sample_index] - 1
             rows = (batch.input_ids[ends] == POISON).nonzero().squeeze(1).tolist()
             return ForwardResult(
-                step=result.step, next_token_ids=result.next_token_ids, logprobs=result.logprobs, unsound=tuple(rows)
+                step=result.step, next_token_ids=result.next_token_ids, logprobs=result.logprobs, corrupted=tuple(rows)
             )
 
-        model.forward = unsound
+        model.forward = corrupted
 
 
 @pytest.mark.parametrize("enable_overlap", [False, True])

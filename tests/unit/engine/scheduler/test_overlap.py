@@ -265,7 +265,7 @@ class ImpatientStage(QuietStage):
         self.looks = [True] * looks
         self.end = end
 
-    def meanwhile(self) -> bool:
+    def run_during_forward(self) -> bool:
         if self.looks:
             return self.looks.pop()
         self.end()

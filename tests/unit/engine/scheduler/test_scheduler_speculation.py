@@ -289,13 +289,13 @@ def test_failed_verification_step_is_recomputed_without_loss():
 
 def test_nan_in_verification_fails_only_its_request():
     class Unsound:
-        """From the sixth step on the first sequence of every step is unsound."""
+        """From the sixth step on the first sequence of every step is corrupted."""
 
         def __init__(self, model):
             self.model = model
 
         def forward(self, batch):
-            return replace(self.model.forward(batch), unsound=(0,) if batch.step >= 6 else ())
+            return replace(self.model.forward(batch), corrupted=(0,) if batch.step >= 6 else ())
 
     engine = drafting(executor=lambda model: EagerExecutor(Unsound(model)))
     engine.add(make_message("bad", PROMPT, max_tokens=30))

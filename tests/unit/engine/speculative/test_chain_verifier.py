@@ -58,8 +58,8 @@ def test_rows_that_mean_nothing_spoil_their_sequences():
         Seq(seq_len=6, extend_len=2, pages=[3], input_ids=[50, 51]),
         draft_lens=(2, 0, 1),
     )
-    model = FixedModel(ForwardResult(step=0, next_token_ids=(41, 0, 61, 7, 0, 0), unsound=(1, 4, 5)))
-    assert VerifiedForward(model=model, verifier=ChainVerifier()).forward(batch).unsound == (0, 2)
+    model = FixedModel(ForwardResult(step=0, next_token_ids=(41, 0, 61, 7, 0, 0), corrupted=(1, 4, 5)))
+    assert VerifiedForward(model=model, verifier=ChainVerifier()).forward(batch).corrupted == (0, 2)
 
 
 def test_ids_and_logprobs_are_cut_at_same_place():  # [one-cut]

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tandem_engine.speculative.adaptive_length import ASSUMED_DRAFT, LEAST_WEIGHT, OUTLIER, StepCosts
+from tandem_engine.speculative.adaptive_length import ASSUMED_DRAFT, MIN_WEIGHT, OUTLIER, StepCosts
 
 
 def measured(batch: int, *, plain_s: float, steps: list[tuple[int, float]]) -> StepCosts:
@@ -46,8 +46,8 @@ def test_one_outlier_step_changes_step_costs_little():
     costs.plain(2, 1000.0)
     costs.drafted(2, 8, 1000.0)
     prices = costs.prices(2)
-    assert prices.plain <= 1.0 + LEAST_WEIGHT * OUTLIER
-    assert prices.fixed + 8 * prices.draft <= 2.0 * (1.0 + LEAST_WEIGHT * OUTLIER)
+    assert prices.plain <= 1.0 + MIN_WEIGHT * OUTLIER
+    assert prices.fixed + 8 * prices.draft <= 2.0 * (1.0 + MIN_WEIGHT * OUTLIER)
 
 
 def test_slower_machine_scales_plain_and_draft_costs_equally():

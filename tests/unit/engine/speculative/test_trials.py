@@ -7,8 +7,8 @@ from tandem_engine.speculative.adaptive_length import (
     FIRST_REST,
     FIRST_STRETCH,
     LASTING,
-    LONGEST_REST,
-    LONGEST_STRETCH,
+    MAX_REST,
+    MAX_STRETCH,
     PLAIN_STEPS,
     TRIAL_STEPS,
     Trials,
@@ -47,7 +47,7 @@ def test_plain_steps_are_remeasured_at_growing_intervals():
         trials.drafted()
         steps += 1
     assert stretches == sorted(stretches)
-    assert (stretches[0], stretches[-1]) == (FIRST_STRETCH, LONGEST_STRETCH)
+    assert (stretches[0], stretches[-1]) == (FIRST_STRETCH, MAX_STRETCH)
 
 
 def test_trials_without_gain_become_rarer_up_to_a_bound():
@@ -55,7 +55,7 @@ def test_trials_without_gain_become_rarer_up_to_a_bound():
     rests = [later - earlier - 1 for earlier, later in pairwise(tried) if later > earlier + 1]
     assert tried[:TRIAL_STEPS] == [*range(FIRST_REST, FIRST_REST + TRIAL_STEPS)]
     assert rests == sorted(rests)
-    assert (rests[0], rests[-1]) == (FIRST_REST, LONGEST_REST)
+    assert (rests[0], rests[-1]) == (FIRST_REST, MAX_REST)
 
 
 def test_trial_waits_for_a_step_that_has_drafts():

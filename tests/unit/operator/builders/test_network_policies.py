@@ -6,7 +6,7 @@ from tandem_operator.builders.policies import network_policies
 from tandem_operator.settings import OperatorSettings
 from tandem_testing.kube_cluster import service_of
 
-EVERYBODY = ["everybody"]
+SOLE_TENANT = ["everybody"]
 PARTS = {"podSelector": {"matchLabels": {"tandem.dev/service": "chat"}}}
 OPERATOR = {
     "namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "llm"}},
@@ -19,7 +19,7 @@ def reach(**spec: Any) -> dict[str, list[tuple[list[int], Any]]]:
     policies = network_policies(service_of(**spec), OperatorSettings(operator_namespace="llm"))
     return {
         one["metadata"]["name"]: [
-            ([port["port"] for port in rule.get("ports", [])], rule.get("from", EVERYBODY))
+            ([port["port"] for port in rule.get("ports", [])], rule.get("from", SOLE_TENANT))
             for rule in one["spec"]["ingress"]
         ]
         for one in policies
@@ -27,8 +27,8 @@ def reach(**spec: Any) -> dict[str, list[tuple[list[int], Any]]]:
 
 
 def test_clients_reach_the_gateway_alone():
-    assert reach()["chat-gateway"] == [([8000], EVERYBODY), ([8000], [OPERATOR]), ([8001], [OPERATOR])]
-    everybody = [part for part, rules in reach().items() for _, who in rules if who == EVERYBODY]
+    assert reach()["chat-gateway"] == [([8000], SOLE_TENANT), ([8000], [OPERATOR]), ([8001], [OPERATOR])]
+    everybody = [part for part, rules in reach().items() for _, who in rules if who == SOLE_TENANT]
     assert everybody == ["chat-gateway"]
 
 

@@ -300,7 +300,7 @@ def test_refused_spec_keeps_the_adapters_of_the_status():
 def test_statuses_of_model_adapters_name_workers_and_reasons():
     asks = (ask("sql"), ask("law", name="chat"))
     spec = {"adapterClaims": ["adapters"]}
-    plan = planned(spec, adapter_asks=asks, adapters=Reading(held={"sql": HELD}))
+    plan = planned(spec, adapter_requests=asks, adapters=Reading(held={"sql": HELD}))
     served, refused = plan.model_adapters["sql"], plan.model_adapters["law"]
     assert condition_of(served.conditions, "Accepted")[:2] == ("True", "Accepted")
     assert condition_of(served.conditions, "Ready")[:2] == ("True", "Loaded")

@@ -22,7 +22,7 @@ def traffic(choices: float = 10.0, seconds: float = 5.0, gap_square_s: float = 2
         seconds=seconds,
         gateway_seconds=seconds,
         choices=choices,
-        asked_tokens=choices * 200.0,
+        requested_tokens=choices * 200.0,
         predicted_tokens=choices * 100.0,
         latency=totals,
     )

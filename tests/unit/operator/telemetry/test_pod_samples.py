@@ -38,8 +38,8 @@ def test_service_at_rest():
 
 
 def test_counters_become_rates():
-    first = {**IDLE, "g0": gateway(choices=5, asked_tokens=1000)}
-    second = {**IDLE, "g0": gateway(choices=15, asked_tokens=6000)}
+    first = {**IDLE, "g0": gateway(choices=5, requested_tokens=1000)}
+    second = {**IDLE, "g0": gateway(choices=15, requested_tokens=6000)}
     load = looked(first, second).load
     assert load.decode.arrived_per_s == 2.0
     assert load.prefill.arrived_tokens_per_s == 1000.0
@@ -48,22 +48,22 @@ def test_counters_become_rates():
 def test_cached_prefixes_are_no_work_but_only_bit_by_bit():
     sampler, answers = PodSampler(), []
     for n in range(1, 40):
-        answers.append({**IDLE, "g0": gateway(asked_tokens=1000.0 * n, predicted_tokens=750.0 * n, tokens=0)})
+        answers.append({**IDLE, "g0": gateway(requested_tokens=1000.0 * n, predicted_tokens=750.0 * n, tokens=0)})
     load = looked(*answers, sampler=sampler).load
     assert load.prefill.arrived_tokens_per_s == pytest.approx(200 * 0.25, rel=0.01)
 
 
 def test_queued_requests_leave_the_cached_share_unchanged():
     first = {**IDLE, "g0": gateway()}
-    second = {**IDLE, "g0": gateway(asked_tokens=10_000, tokens=10_000, waiting=5)}
+    second = {**IDLE, "g0": gateway(requested_tokens=10_000, tokens=10_000, waiting=5)}
     load = looked(first, second).load
     assert load.prefill.arrived_tokens_per_s == 2000.0
     assert load.prefill.queued_tokens == 10_000
 
 
 def test_restarted_gateway_gains_its_whole_counters():
-    first = {**IDLE, "g0": gateway(choices=100, asked_tokens=9000)}
-    second = {**IDLE, "g0": gateway(choices=10, asked_tokens=500)}
+    first = {**IDLE, "g0": gateway(choices=100, requested_tokens=9000)}
+    second = {**IDLE, "g0": gateway(choices=10, requested_tokens=500)}
     load = looked(first, second).load
     assert (load.decode.arrived_per_s, load.prefill.arrived_tokens_per_s) == (2.0, 100.0)
 

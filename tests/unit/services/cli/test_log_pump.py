@@ -159,7 +159,7 @@ def test_output_of_exited_child_is_complete(tmp_path):
     threading.Thread(target=lambda: [None for _ in iter(lambda: os.read(reading, 1 << 16), b"")], daemon=True).start()
     supervisor.start(child)
     child.process.wait(timeout=60)
-    assert child.last_words() == ": out of luck (log: standard output)"
+    assert child.last_log_lines() == ": out of luck (log: standard output)"
     supervisor.stop(0.0)
     os.close(writing)
 

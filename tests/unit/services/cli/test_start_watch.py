@@ -13,7 +13,7 @@ import pytest
 
 from tandem_engine.base.errors import ConfigError
 from tandem_services.cli.proc import session_cpu_seconds
-from tandem_services.cli.processes import MOST_RESTARTS, Child, Supervisor
+from tandem_services.cli.processes import MAX_RESTARTS, Child, Supervisor
 from tandem_services.cli.start_view import Lines
 from tandem_services.cli.start_watch import Readiness, StartWatch, Watched
 from tandem_services.common.errors import StartupError
@@ -194,7 +194,7 @@ def test_gateway_that_ends_after_it_served_starts_again(start):
 
 
 @pytest.mark.parametrize(
-    ("status", "problem", "restarts"), [(1, StartupError, MOST_RESTARTS), (2, ConfigError, 0), (3, StartupError, 0)]
+    ("status", "problem", "restarts"), [(1, StartupError, MAX_RESTARTS), (2, ConfigError, 0), (3, StartupError, 0)]
 )
 def test_worker_that_cannot_start_ends_a_start_that_serves(start, status, problem, restarts):
     start.child("decode-0", ready_at=0.0)

@@ -5,7 +5,7 @@ import logging
 
 import pytest
 
-from tandem_services.common.tasks import BackgroundTasks, for_ever
+from tandem_services.common.tasks import BackgroundTasks, run_periodically
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ async def test_step_that_raises_is_logged_and_done_again(at_once, caplog):
         if len(turns) == 3:
             enough.set()
 
-    task = asyncio.ensure_future(for_ever(step, every_s=0, logger=logger, complaint="it failed", at_once=at_once))
+    task = asyncio.ensure_future(run_periodically(step, every_s=0, logger=logger, failure="it failed", at_once=at_once))
     await enough.wait()
     task.cancel()
     assert [record.message for record in caplog.records] == ["it failed"]
@@ -65,10 +65,10 @@ async def test_first_step_waits_unless_it_is_wanted_at_once():
     async def step() -> None:
         turns.append("turn")
 
-    later = asyncio.ensure_future(for_ever(step, every_s=3600, logger=logger, complaint=""))
+    later = asyncio.ensure_future(run_periodically(step, every_s=3600, logger=logger, failure=""))
     await asyncio.sleep(0)
     assert turns == []
-    now = asyncio.ensure_future(for_ever(step, every_s=3600, logger=logger, complaint="", at_once=True))
+    now = asyncio.ensure_future(run_periodically(step, every_s=3600, logger=logger, failure="", at_once=True))
     await asyncio.sleep(0)
     assert turns == ["turn"]
     for task in (later, now):

@@ -159,6 +159,6 @@ async def test_connections_unused_the_longest_are_closed_first(pool, views, cloc
         assert await pool.prove(view, within_s=PATIENCE_S)
         clock.advance(1)
     monkeypatch.setattr(engine_pool, "AHEAD", 0)
-    monkeypatch.setattr(engine_pool, "MOST_OPEN", 3)
+    monkeypatch.setattr(engine_pool, "MAX_OPEN", 3)
     pool.watch(views)
     assert {view.incarnation for view in views[3:]} <= await proven(pool, 3)

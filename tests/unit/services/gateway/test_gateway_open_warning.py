@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_services.gateway.serve import _tell_who_may_use
+from tandem_services.gateway.serve import _warn_open_access
 from tandem_testing.gateway_builders import config_of
 
 
@@ -23,7 +23,7 @@ from tandem_testing.gateway_builders import config_of
 )
 def test_gateway_without_keys_logs_open_access_warnings(config, warnings, caplog) -> None:
     with caplog.at_level(logging.INFO):
-        _tell_who_may_use(config_of(**config))
+        _warn_open_access(config_of(**config))
     said = [
         record.getMessage()
         for record in caplog.records

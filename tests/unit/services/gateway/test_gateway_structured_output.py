@@ -11,7 +11,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.api.openai_schemas import GenerationFields
 from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoiceText
-from tandem_services.gateway.output.structured_output import asked_grammar
+from tandem_services.gateway.output.structured_output import requested_grammar
 from tandem_services.gateway.output.token_sequence import Accepted
 from tandem_testing.gateway_builders import EngineRack, live_gateway
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -25,7 +25,7 @@ TAGS_TEXT = json.dumps(TAGS, separators=(",", ":"))
 def asked(**fields: object):
     body = json.dumps(fields).encode()
     request = msgspec.json.decode(body, type=GenerationFields)
-    grammar = asked_grammar(request, request.response_format)
+    grammar = requested_grammar(request, request.response_format)
     return None if grammar is None else grammar.spec
 
 

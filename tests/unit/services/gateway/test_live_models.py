@@ -63,7 +63,7 @@ async def closed(live: Live, *names: str) -> None:
 
 
 def visits(live: Live, name: str) -> int:
-    return next(service.visits.open for service in live.models.catalog if service.model.name == name)
+    return next(service.open_requests.open for service in live.models.catalog if service.model.name == name)
 
 
 @pytest.fixture

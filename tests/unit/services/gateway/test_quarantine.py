@@ -65,7 +65,7 @@ def make(clock, board):
 
 
 def convict(quarantine: Quarantine, ask: Ask) -> None:
-    quarantine.convict(ask, about={"request_id": "r"}, workers={"a@1", "b@1"})
+    quarantine.quarantine(ask, about={"request_id": "r"}, workers={"a@1", "b@1"})
 
 
 def refuses(quarantine: Quarantine, ask: Ask) -> bool:

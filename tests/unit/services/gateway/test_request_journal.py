@@ -134,8 +134,8 @@ def test_journal_tenants_see_their_own_records_alone(journal):
     ended(journal, 1, client="same", tenant="ann")
     assert journal.find("id1", tenant="bob") is None
     assert journal.find("same", tenant="bob") is None
-    assert journal.find_anybodys("same").tenant == "ann"
-    assert journal.find_anybodys("none") is None
+    assert journal.find_of_any_caller("same").tenant == "ann"
+    assert journal.find_of_any_caller("none") is None
 
 
 def test_journal_counts_each_entry_with_its_ids(journal):

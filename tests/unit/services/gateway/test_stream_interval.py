@@ -19,7 +19,13 @@ def pieces(tokenizer, interval: int, *, stop: tuple[str, ...] = (), at_once: int
     ids = tokenizer.encode(TEXT)
     sampling = SamplingParams(max_tokens=len(ids), stop=stop)
     text = ChoiceText(
-        0, tokenizer.vocabulary, sampling, skip_special_tokens=True, keep_stop=False, tells_ids=True, interval=interval
+        0,
+        tokenizer.vocabulary,
+        sampling,
+        skip_special_tokens=True,
+        keep_stop=False,
+        returns_ids=True,
+        interval=interval,
     )
     made = []
     for begin in range(0, len(ids), at_once):

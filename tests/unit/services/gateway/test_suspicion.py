@@ -15,13 +15,13 @@ def lost(*workers: str, alone: bool = True) -> Suspicion:
 
 
 def test_two_workers_convict_and_one_does_not():
-    assert not lost("a@1").convicted
-    assert lost("a@1", "b@1").convicted
+    assert not lost("a@1").is_poison
+    assert lost("a@1", "b@1").is_poison
 
 
 def test_losing_the_connection_to_one_worker_twice_is_one_worker():
-    assert not lost("a@1", "a@1").convicted
-    assert lost("a@1", "a@2").convicted
+    assert not lost("a@1", "a@1").is_poison
+    assert lost("a@1", "a@2").is_poison
 
 
 def test_one_that_had_proved_itself_was_not_the_cause():
@@ -29,33 +29,33 @@ def test_one_that_had_proved_itself_was_not_the_cause():
     for nth in range(9):
         suspicion.note_loss(f"w{nth}@1", gained=PROOF_TOKENS, alone=True)
         suspicion.note_loss(f"v{nth}@1", gained=PROOF_TOKENS - 1, alone=True)
-        assert not suspicion.convicted
+        assert not suspicion.is_poison
 
 
 def test_among_other_suspects_it_takes_a_third_worker():
     suspicion = lost("a@1", "b@1", alone=False)
-    assert (suspicion.convicted, suspicion.needs_trial) == (False, True)
+    assert (suspicion.is_poison, suspicion.needs_trial) == (False, True)
     suspicion.note_loss("c@1", gained=0, alone=False)
-    assert suspicion.convicted
+    assert suspicion.is_poison
 
 
 def test_worker_that_lives_after_all_was_not_killed():
     suspicion = lost("a@1", alone=False)
-    suspicion.acquit(["a@1", "c@1"])
+    suspicion.clear_losses(["a@1", "c@1"])
     suspicion.note_loss("b@1", gained=0, alone=True)
-    assert not suspicion.convicted
+    assert not suspicion.is_poison
     suspicion.note_loss("c@1", gained=0, alone=True)
-    assert suspicion.convicted
+    assert suspicion.is_poison
 
 
 def test_first_loss_that_counts_decides_if_others_were_there():
     suspicion = lost("a@1")
     suspicion.note_loss("b@1", gained=0, alone=False)
-    suspicion.acquit(["a@1"])
+    suspicion.clear_losses(["a@1"])
     suspicion.note_loss("c@1", gained=0, alone=False)
-    assert not suspicion.convicted
+    assert not suspicion.is_poison
     suspicion.note_loss("d@1", gained=0, alone=True)
-    assert suspicion.convicted
+    assert suspicion.is_poison
 
 
 async def test_concurrent_suspects_on_one_worker_are_not_alone():
@@ -87,11 +87,11 @@ async def test_shared_first_loss_delays_quarantine_of_request():
     """Two workers that die of something else within a moment convict nobody [streams-wait]."""
     suspicion = lost("a@1", alone=False)
     suspicion.note_loss("b@1", gained=0, alone=True)
-    assert not suspicion.convicted
+    assert not suspicion.is_poison
     suspicion.proved()
     suspicion.note_loss("c@1", gained=0, alone=True)
     suspicion.note_loss("d@1", gained=0, alone=True)
-    assert suspicion.convicted
+    assert suspicion.is_poison
 
 
 @pytest.mark.parametrize("end", ["cleared", "lost"])

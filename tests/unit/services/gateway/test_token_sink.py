@@ -119,7 +119,7 @@ class Stream:
             stream=True,
             include_usage=False,
             continuous_usage=False,
-            tells_ids=True,
+            returns_ids=True,
         )
         records = [ChoiceRecord(index=n) for n in range(choices)]
         self.record = records[0]
@@ -177,7 +177,7 @@ async def turns(number: int = TURNS) -> None:
 
 def expected(tokenizer, sampling: SamplingParams, ids: list[int], finish: Finish) -> ChoicePiece:
     text = ChoiceText(
-        0, tokenizer.vocabulary, sampling, skip_special_tokens=True, keep_stop=False, tells_ids=True, interval=1
+        0, tokenizer.vocabulary, sampling, skip_special_tokens=True, keep_stop=False, returns_ids=True, interval=1
     )
     piece = text.absorb(Accepted(ids, [], finish))
     assert piece is not None

@@ -9,7 +9,7 @@ import pytest
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.http.interruption import Closing, Limit
 from tandem_services.gateway.http.sse import WAITING_S, EventStream
-from tandem_services.gateway.queueing.patience import AdmissionPolicy
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_testing.gateway_builders import config_of, live_gateway
 from tandem_testing.loop_time import TURNS, set_forward
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens

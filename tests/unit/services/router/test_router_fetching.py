@@ -117,9 +117,9 @@ def test_worker_with_longest_prefix_fetches_nothing():
 
 
 def test_fetch_timeout_is_compute_time_with_a_minimum():
-    def within(asker: Candidate | None = None, **have) -> float:
+    def within(requester: Candidate | None = None, **have) -> float:
         source = candidate("d", Role.DECODE, **have)
-        fetched = with_fetches([asker or candidate("p", Role.PREFILL), source], DEMAND, Random(0))[0]
+        fetched = with_fetches([requester or candidate("p", Role.PREFILL), source], DEMAND, Random(0))[0]
         planned = planned_fetch(fetched, DEMAND)
         assert planned is not None
         return planned.within_s

@@ -8,7 +8,7 @@ import pytest
 from redis.exceptions import ResponseError
 
 from tandem_services.common.redis_client import (
-    COMPLAIN_EVERY_S,
+    WARN_EVERY_S,
     CircuitBreaker,
     RedisAddress,
     RedisClient,
@@ -180,7 +180,7 @@ async def test_each_kind_of_unreadable_answer_has_a_line_a_minute(client, clock,
             with pytest.raises(UnreadableReplyError):
                 await ask(client)
     assert len(caplog.records) == 2
-    clock.advance(COMPLAIN_EVERY_S)
+    clock.advance(WARN_EVERY_S)
     with pytest.raises(UnreadableReplyError):
         await changes(client)
     assert "(2 similar since the last line)" in caplog.records[-1].message

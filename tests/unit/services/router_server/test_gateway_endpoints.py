@@ -83,11 +83,11 @@ async def test_endpoints_with_status_200_are_ready():
         return httpx.Response(200 if request.url.port == 8000 else 503)
 
     endpoints = make("127.0.0.1:8000", "127.0.0.1:8001", "127.0.0.1:8002")
-    assert endpoints.complaint() is not None
+    assert endpoints.failure() is not None
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as client:
         await endpoints.refresh(client)
     assert endpoints.ready == {"127.0.0.1:8000"}
-    assert endpoints.complaint() is None
+    assert endpoints.failure() is None
 
 
 async def test_last_addresses_stay_while_name_cannot_be_resolved(monkeypatch):

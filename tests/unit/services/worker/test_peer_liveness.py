@@ -13,7 +13,7 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_services.worker import peers
-from tandem_services.worker.peers import UNREACHABLE_S, Lifelines
+from tandem_services.worker.peers import UNREACHABLE_S, PeerExits
 from tandem_testing.router_builders import make_record
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
@@ -40,7 +40,7 @@ class Board:
 class Watched:
     """A worker that waits for the end of a peer."""
 
-    lifelines: Lifelines
+    peer_exits: PeerExits
     board: Board
     clock: ServiceClock
     ended: list[str]
@@ -54,7 +54,7 @@ def watched(monkeypatch):
     async def order(message: PeerEnded) -> None:
         ended.append(message.incarnation)
 
-    return Watched(Lifelines(fleet=board, order=order, clock=clock, recheck_s=0.02), board, clock, ended)
+    return Watched(PeerExits(fleet=board, order=order, clock=clock, recheck_s=0.02), board, clock, ended)
 
 
 @contextlib.contextmanager
@@ -75,8 +75,8 @@ def registered(name: str, port: int, number: int = 1) -> WorkerRecord:
 
 @contextlib.asynccontextmanager
 async def following(watched: Watched, peer: Peer):
-    (unfollowed,) = watched.lifelines.unfollowed([peer])
-    task = asyncio.create_task(watched.lifelines.follow(unfollowed))
+    (unfollowed,) = watched.peer_exits.unfollowed([peer])
+    task = asyncio.create_task(watched.peer_exits.follow(unfollowed))
     try:
         yield task
     finally:
@@ -103,11 +103,11 @@ async def test_stopped_process_counts_as_running_until_killed(watched):
             looks = watched.board.asked
             await until(lambda: watched.board.asked > looks + 5, PATIENCE_S, "and again")
             assert watched.ended == []
-            assert watched.lifelines.unfollowed([peer]) == []
+            assert watched.peer_exits.unfollowed([peer]) == []
             listener.close()
             await asyncio.wait_for(task, PATIENCE_S)
     assert watched.ended == ["p@1"]
-    assert watched.lifelines.unfollowed([peer]) == [peer]
+    assert watched.peer_exits.unfollowed([peer]) == [peer]
 
 
 @pytest.mark.asyncio

@@ -8,7 +8,7 @@ from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.registry import WorkerRecord, WorkerState
 from tandem_services.router.views.fleet_reader import FleetSnapshot
-from tandem_services.worker.standby import ALONE_S, HOLD_S, UNTRIED_S, Standby, nobody_else_serves
+from tandem_services.worker.standby import ALONE_S, HOLD_S, UNTRIED_S, Standby, no_other_worker_serves
 from tandem_testing.router_builders import make_record
 from tandem_testing.service_clock import ServiceClock
 
@@ -121,12 +121,12 @@ async def test_wiped_registry_is_no_reason(sight):
 
 def test_other_serving_workers_are_detected_by_role_and_state():
     prefill, decode = (make_record("own", role, **STANDBY).view for role in (Role.PREFILL, Role.DECODE))
-    assert nobody_else_serves(decode, [])
-    assert nobody_else_serves(decode, [make_record("p1", Role.PREFILL)])
-    assert not nobody_else_serves(decode, OLD_PAIR)
-    assert not nobody_else_serves(prefill, []), "alone it could not answer anybody"
-    assert not nobody_else_serves(prefill, [make_record("d1", Role.DECODE, state=WorkerState.STANDBY)])
-    assert nobody_else_serves(prefill, [make_record("d2", Role.DECODE, **STANDBY)])
+    assert no_other_worker_serves(decode, [])
+    assert no_other_worker_serves(decode, [make_record("p1", Role.PREFILL)])
+    assert not no_other_worker_serves(decode, OLD_PAIR)
+    assert not no_other_worker_serves(prefill, []), "alone it could not answer anybody"
+    assert not no_other_worker_serves(prefill, [make_record("d1", Role.DECODE, state=WorkerState.STANDBY)])
+    assert no_other_worker_serves(prefill, [make_record("d2", Role.DECODE, **STANDBY)])
 
 
 async def test_another_models_workers_count_for_nothing(sight):

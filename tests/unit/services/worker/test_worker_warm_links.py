@@ -13,12 +13,12 @@ def peer(name: str) -> Peer:
 
 
 class Worker:
-    def __init__(self, patience_s: float = 20.0) -> None:
+    def __init__(self, timeout_s: float = 20.0) -> None:
         self.peers: tuple[Peer, ...] | None = None
         self.reports: tuple[LinkReport, ...] = ()
         self.clock = ServiceClock()
         self.warm = WarmLinks(
-            clock=self.clock, patience_s=patience_s, named=lambda: self.peers, links=lambda: self.reports
+            clock=self.clock, timeout_s=timeout_s, named=lambda: self.peers, links=lambda: self.reports
         )
 
 
@@ -49,7 +49,7 @@ def test_later_peers_do_not_revoke_readiness():
 
 
 def test_link_wait_is_bounded():
-    worker = Worker(patience_s=20.0)
+    worker = Worker(timeout_s=20.0)
     worker.peers = (peer("p0"),)
     assert worker.warm.check() is not None
     worker.clock.advance(19.9)
@@ -59,4 +59,4 @@ def test_link_wait_is_bounded():
 
 
 def test_link_wait_of_zero_waits_for_nothing():
-    assert Worker(patience_s=0.0).warm.check() is None
+    assert Worker(timeout_s=0.0).warm.check() is None

@@ -20,7 +20,7 @@ from tandem_engine.messages.grammar import GrammarKind, GrammarSpec, check_choic
 
 WHITESPACE = r"( |\r?\n[ \t]{0,32})?"
 """Between the tokens of JSON unless a request says otherwise: a space, or a new line and its indentation. Models write
-no other, and one that began to would go on with blanks until its output is full."""
+no other, and one that began to would continue with blanks until its output is full."""
 
 EXCERPT = 300
 
@@ -252,7 +252,7 @@ class GuidanceVocabulary:
     vocab_size: int
     """Of the model, whose logits may be wider than the tokenizer."""
     eos_token_ids: tuple[int, ...]
-    """At least one: how a model ends an output whose grammar would let it go on."""
+    """At least one: how a model ends an output whose grammar would let it continue."""
     _built: LLTokenizer | None = None
     _lock: Lock = field(default_factory=Lock)
 

@@ -16,7 +16,7 @@ export function setApiKey(key) {
   else sessionStorage.removeItem(KEY);
 }
 
-/** An answer that is none, or a refusal. `status` 0: nobody has answered. */
+/** An answer that is none, or a refusal. `status` 0: no server has answered. */
 export class ApiError extends Error {
   /** @param {number} status @param {string} message */
   constructor(status, message) {

@@ -1,5 +1,5 @@
 // @ts-check
-/** Asks again and again, politely: one question at a time, none while nobody looks, fewer while nobody answers. */
+/** Polls: one request at a time, none while the page is hidden, fewer while no answer comes. */
 import { ApiError } from "./api.js";
 
 const MAX_PAUSE_MS = 15_000;
@@ -40,7 +40,7 @@ export function poll({ everyMs, ask, show, fail }) {
       pause = Math.min(everyMs * 2 ** failures, MAX_PAUSE_MS);
       if (!(error instanceof ApiError)) console.error(error);
       const shown = error instanceof ApiError ? error : new ApiError(0, "The page cannot read the answer.");
-      // Another key is another conversation: whoever sets one starts again.
+      // Another key is another conversation, which starts again.
       if (FINAL.has(shown.status)) stop();
       fail(shown, pause);
     } finally {

@@ -64,7 +64,7 @@ export function showTimeline(main, page, id) {
   });
 }
 
-/** Any request for an administrator, one's own for everybody else. @param {string} id */
+/** Any request for an administrator, a caller's own for others. @param {string} id */
 async function explain(id) {
   const path = encodeURIComponent(id);
   try {

@@ -27,7 +27,7 @@ class Channels:
     thoughts: tuple[str, str]
     """What is around reasoning before either of them; two empty texts: no reasoning comes before."""
 
-    def behind_reasoning(self) -> "Channels":
+    def after_reasoning(self) -> "Channels":
         """For grammars that hold from the end of the reasoning on."""
         return replace(self, thoughts=("", ""))
 

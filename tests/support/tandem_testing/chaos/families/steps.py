@@ -9,7 +9,7 @@ from tandem_testing.waiting import until
 
 POISON = "Ж"
 """No prompt and no answer of the bundled model has it."""
-MOST_DEATHS = 2
+MAX_DEATHS = 2
 
 
 async def token_of(run: Run, text: str) -> int:
@@ -79,7 +79,7 @@ async def a_request_kills_its_workers(run: Run) -> None:
     deaths = sum(worker.knobs.committed("poison") for worker in run.fleet.workers) - before
     run.requests += 2
     run.expect(first.status in (500, 503), f"it got {first.status}: {first.error}")
-    run.expect(deaths <= MOST_DEATHS, f"it killed {deaths} workers, {MOST_DEATHS} are allowed")
+    run.expect(deaths <= MAX_DEATHS, f"it killed {deaths} workers, {MAX_DEATHS} are allowed")
     await run.fleet.all_ready(READY_TIMEOUT_S)
     async with run.load() as load:
         load.send([bad])

@@ -13,7 +13,7 @@ from tandem_engine.base.names import DigestKind, PageId
 from tandem_engine.disaggregation.digest import Making, PageDigester
 from tandem_engine.disaggregation.nixl.layout import Descriptors, Region
 from tandem_engine.disaggregation.nixl.queues import Command, Connect, Forget, Outbox, StartPush, Stop
-from tandem_engine.disaggregation.nixl.thread import FIRST_PAUSE, LONGEST_PAUSE, PAUSE_SHARE, TransferThread
+from tandem_engine.disaggregation.nixl.thread import FIRST_PAUSE, MAX_PAUSE, PAUSE_SHARE, TransferThread
 from tandem_engine.disaggregation.nixl.transport import group_pool, region_of
 from tandem_engine.disaggregation.prefill import ON_DEVICE
 from tandem_engine.disaggregation.transport import (
@@ -299,7 +299,7 @@ def test_looks_come_an_eighth_of_the_time_after_each_other():
     nixl = ran([StartPush(push()), *[None] * 12], Device(looks=20))
     looks = nixl.waited[2:]
     assert looks[:3] == pytest.approx([FIRST_PAUSE, TURN_S / PAUSE_SHARE, 2 * TURN_S / PAUSE_SHARE])
-    assert looks[-1] == LONGEST_PAUSE
+    assert looks[-1] == MAX_PAUSE
 
 
 def test_half_a_gigabyte_is_pushed_in_few_pieces():

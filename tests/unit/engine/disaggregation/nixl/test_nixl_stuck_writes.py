@@ -92,7 +92,7 @@ def test_write_that_does_not_end_is_given_up_with_its_connection():
 
 
 def test_large_write_has_the_time_that_a_slow_network_takes(monkeypatch):
-    monkeypatch.setattr("tandem_engine.disaggregation.nixl.thread.SLOWEST_RATE", 100.0)
+    monkeypatch.setattr("tandem_engine.disaggregation.nixl.thread.MIN_RATE", 100.0)
     _, event = pushed(STUCK_S + 1.0, done=False)
     assert isinstance(event, PushFailed)
     assert event.reason == "the transport is closing"

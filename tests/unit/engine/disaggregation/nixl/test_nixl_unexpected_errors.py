@@ -14,10 +14,10 @@ from tandem_engine.disaggregation.nixl.queues import (
     Command,
     Connect,
     Forget,
-    Mishaps,
     Outbox,
     StartPush,
     Stop,
+    TransportErrors,
 )
 from tandem_engine.disaggregation.nixl.thread import UNEXPECTED, TransferThread
 from tandem_engine.disaggregation.transport import (
@@ -39,7 +39,7 @@ THERE, ELSEWHERE = make_peer("there"), make_peer("elsewhere")
 POOL = digest_pool(num_pages=8)
 REGION = Region(POOL.address, POOL.page_bytes, POOL.num_pages, "DRAM", 0, layers=POOL.layout.layers)
 FOR_EVER = 1 << 30
-MOST_TURNS = 10
+MAX_TURNS = 10
 """Fewer than there are seconds until a WRITE is given up."""
 PAGES = (PageId(1), PageId(2))
 
@@ -73,14 +73,14 @@ class Nixl:
     """Calls of NIXL and events of the transport, in order."""
     looks: int = 0
     turns: int = 0
-    mishaps: int = 0
+    errors: int = 0
 
     def get(self, timeout: float) -> Command:
         self.listen()
         self.turns += 1
         if self.commands:
             return self.commands.pop(0)
-        if self.turns > MOST_TURNS:
+        if self.turns > MAX_TURNS:
             return Stop()
         raise queue.Empty
 
@@ -149,7 +149,7 @@ def ran(
     thread.run()
     nixl.listen()
     nixl.outbox.close()
-    nixl.mishaps = thread.mishaps.count
+    nixl.errors = thread.errors.count
     assert nixl.happened[-1] == "close", "the thread ends by its command alone"
     return nixl
 
@@ -166,7 +166,7 @@ def test_pushes_complete_despite_errors_in_peer_polling(caplog):
     nixl = ran(StartPush(push("first")), StartPush(push("second")), fails=frozenset({"attend"}))
     assert [type(event) for event in nixl.heard()] == [PushDone, PushDone]
     assert "unexpected error while attending to peers" in caplog.text
-    assert nixl.mishaps == nixl.happened.count("attend") > MOST_TURNS
+    assert nixl.errors == nixl.happened.count("attend") > MAX_TURNS
 
 
 def test_completed_write_is_reported_although_release_fails():
@@ -176,7 +176,7 @@ def test_completed_write_is_reported_although_release_fails():
     assert [(type(event), event.key) for event in nixl.heard()] == [(PushDone, first.key), (PushDone, second.key)]
     assert nixl.happened.count(f"remove {THERE.incarnation}") == 1
     assert nixl.happened.count("release") == 2, "each is given back once, whether NIXL takes it or not"
-    assert nixl.mishaps == 2
+    assert nixl.errors == 2
 
 
 @pytest.mark.parametrize("call", ["release", f"remove {THERE.incarnation}"])
@@ -195,7 +195,7 @@ def test_stop_is_obeyed_though_nothing_can_be_given_back():
     fails = frozenset({"release", f"remove {THERE.incarnation}", f"remove {ELSEWHERE.incarnation}", "close"})
     nixl = ran(StartPush(one), ends_at=FOR_EVER, fails=fails)
     assert nixl.heard() == [failed(one, peer_lost=True, reason="the transport is closing")]
-    assert nixl.mishaps == len(fails)
+    assert nixl.errors == len(fails)
 
 
 @pytest.mark.parametrize("call", ["write", "look"])
@@ -248,10 +248,10 @@ def test_push_to_peer_that_failed_to_connect_fails():
 
 
 def test_repeated_unexpected_error_is_counted_and_rate_limited(caplog):
-    mishaps = Mishaps(clock=(clock := ManualClock()))
+    errors = TransportErrors(clock=(clock := ManualClock()))
 
     def happen(during: str) -> None:
-        with mishaps.attempt(during, "p@1") as attempt:
+        with errors.attempt(during, "p@1") as attempt:
             raise ValueError(during)
         assert attempt.failed
 
@@ -265,7 +265,7 @@ def test_repeated_unexpected_error_is_counted_and_rate_limited(caplog):
         "reading (peer p@1)",
         "writing (peer p@1)",
     ]
-    assert mishaps.count == 5
+    assert errors.count == 5
 
 
 @pytest.mark.parametrize("name", ["_patience", "_obey", "_collect", "_tidy"])
@@ -282,5 +282,5 @@ def test_thread_survives_an_error_in_any_part_of_a_turn(name, monkeypatch):
     later = order("late")
     nixl = ran(StartPush(push("one")), later, StartPush(push("late")), StartPush(push("later", ELSEWHERE)))
     assert raised
-    assert nixl.mishaps >= 1
+    assert nixl.errors >= 1
     assert any(isinstance(event, PushDone) for event in nixl.heard()), "later commands are carried out"

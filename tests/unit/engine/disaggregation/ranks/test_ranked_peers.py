@@ -27,7 +27,7 @@ def test_message_to_rank_0_applies_when_returned_as_input():
     assert [*first.inputs()] == [FromPeer(message=ACK), LosePeer(incarnation="other@0")]
     assert [*first.receive()] == [*further.inputs()] == []
     for rank in (first, further):
-        rank.hear(ACK)
+        rank.on_peer_message(ACK)
         assert [*rank.receive()] == [ACK]
         assert [*rank.receive()] == []
 

@@ -10,7 +10,7 @@ from tandem_engine.memory.host.pages import DIGEST_BYTES, HostPool
 from tandem_engine.memory.host.storage import HostStorage
 from tandem_engine.memory.kv_memory import KvMemory
 from tandem_engine.memory.page_copies import CopyKind, CopyQueue
-from tandem_engine.memory.pinned_prefix import BorrowedPrefix
+from tandem_engine.memory.pinned_prefix import PinnedPrefix
 from tandem_engine.memory.request_anchors import StateMoves
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.state_anchors import StateAnchors
@@ -288,8 +288,7 @@ def test_state_is_sent_only_once_it_is_loaded():  # [settled-only-sent]
     hybrid.serve(OTHER)
     hybrid.turn()
     first, second = (
-        BorrowedPrefix.of(hybrid.memory, PROMPT[:64], space=BASE_SPACE, spare_pages=4, with_state=True)
-        for _ in range(2)
+        PinnedPrefix.of(hybrid.memory, PROMPT[:64], space=BASE_SPACE, spare_pages=4, with_state=True) for _ in range(2)
     )
     assert len(hybrid.copied(CopyKind.HOST_TO_STATE)) == 1
     assert (first.tokens, first.state) == (second.tokens, second.state) == (64, SLOT)

@@ -47,6 +47,6 @@ def test_masks_forbid_nothing_until_they_are_filled():
 
 
 def test_missing_masks_are_an_error_and_not_a_hang(monkeypatch):
-    monkeypatch.setattr(batch, "LONGEST_WAIT", 0.01)
+    monkeypatch.setattr(batch, "MAX_WAIT", 0.01)
     with pytest.raises(MasksLateError, match="were not filled"):
         apply_masks(torch.zeros(1, 8), TokenMasks.open((0,), words=1))

@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry
 
 from tandem_engine.base.errors import ConfigError
 from tandem_services.gateway.access.tenants import AccessMetrics, Tenant, TenantLimits
-from tandem_services.gateway.process_place import MOST_PROCESSES, PlaceFile, ProcessPlace, read_place, write_place
+from tandem_services.gateway.process_place import MAX_PROCESSES, PlaceFile, ProcessPlace, read_place, write_place
 from tandem_services.router.usage_counters import Ask, Refused
 from tandem_testing.service_clock import ServiceClock
 
@@ -19,12 +19,12 @@ def place(number: int, count: int) -> ProcessPlace:
     return ProcessPlace(Path("/nowhere"), number, count, 3, "secret")
 
 
-@given(total=st.integers(0, 10_000), count=st.integers(1, MOST_PROCESSES))
+@given(total=st.integers(0, 10_000), count=st.integers(1, MAX_PROCESSES))
 def test_shares_of_all_processes_add_up(total, count):
     assert sum(place(number, count).share_of(total) for number in range(count)) == total
 
 
-@given(limit=st.integers(1, 20), count=st.integers(1, MOST_PROCESSES), kind=st.sampled_from(["requests", "tokens"]))
+@given(limit=st.integers(1, 20), count=st.integers(1, MAX_PROCESSES), kind=st.sampled_from(["requests", "tokens"]))
 def test_processes_grant_exactly_one_limit_without_redis(limit, count, kind):
     fields = {"requests_per_minute": limit} if kind == "requests" else {"tokens_per_minute": limit}
     tenant = Tenant(name="small", sha256=("0" * 64,), **fields)

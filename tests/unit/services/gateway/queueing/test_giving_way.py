@@ -9,14 +9,14 @@ from hypothesis import strategies as st
 from tandem_engine.base.clock import Clock
 from tandem_services.gateway.queueing.fair_queue import (
     FRESH_S,
+    HEAD_AFTER_S,
     TAKE_S,
-    WISH_AFTER_S,
     YIELD_S,
-    GivingWay,
+    HeadYield,
     Waiting,
-    wish_of,
+    queue_head,
 )
-from tandem_services.router.shared_state import Standing, Wish, WishElsewhere
+from tandem_services.router.shared_state import QueueHead, RemoteHead, Standing
 
 
 @dataclass
@@ -32,17 +32,17 @@ class Here:
     """A gateway where "busy" is next, whose prompt costs 50."""
 
     clock: Time = field(default_factory=Time)
-    way: GivingWay = field(init=False)
+    way: HeadYield = field(init=False)
 
     def __post_init__(self) -> None:
-        self.way = GivingWay(clock=self.clock)
+        self.way = HeadYield(clock=self.clock)
 
-    def hear(self, *wishes: tuple[int, float], value: float = 1000.0) -> None:
-        elsewhere = tuple(WishElsewhere(priority=priority, value=value) for priority, value in wishes)
-        self.way.heard(Standing(values={"busy": value}, floor=0.0, wishes=elsewhere))
+    def on_peer_message(self, *wishes: tuple[int, float], value: float = 1000.0) -> None:
+        elsewhere = tuple(RemoteHead(priority=priority, value=value) for priority, value in wishes)
+        self.way.heard(Standing(values={"busy": value}, floor=0.0, heads=elsewhere))
 
-    def gives_way(self, priority: int = 0, tenant: str = "busy") -> bool:
-        return self.way.gives_way(head(tenant, priority), 50.0)
+    def yields(self, priority: int = 0, tenant: str = "busy") -> bool:
+        return self.way.yields(head(tenant, priority), 50.0)
 
 
 def head(tenant: str, priority: int = 0, arrived: float = 0.0) -> Waiting:
@@ -65,26 +65,26 @@ def head(tenant: str, priority: int = 0, arrived: float = 0.0) -> Waiting:
 )
 def test_gateway_yields_to_lower_counter_or_higher_priority(wishes, expected):
     here = Here()
-    here.hear(*wishes)
-    assert here.gives_way() is expected
+    here.on_peer_message(*wishes)
+    assert here.yields() is expected
 
 
 def test_stale_or_absent_offers_are_ignored():  # Redis is away
     here = Here()
-    assert not here.gives_way()
-    here.hear((0, 10.0))
-    assert here.gives_way()
-    assert not here.gives_way(tenant="who has come since")
+    assert not here.yields()
+    here.on_peer_message((0, 10.0))
+    assert here.yields()
+    assert not here.yields(tenant="who has come since")
     here.clock.seconds += FRESH_S + 0.01
-    assert not here.gives_way()
+    assert not here.yields()
 
 
 def test_gateway_alternates_between_yielding_and_taking_slots():
     here = Here()
     given = []
     for _ in range(400):
-        here.hear((0, 10.0))
-        given.append(here.gives_way())
+        here.on_peer_message((0, 10.0))
+        given.append(here.yields())
         here.clock.seconds += 0.01
     period = round((YIELD_S + TAKE_S) * 100)
     assert sum(given[:period]) == pytest.approx(YIELD_S * 100, abs=1)
@@ -98,14 +98,14 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
     here, tried, asked = Here(), 0, 0
     start = here.clock.seconds
     for _ in range(3000):
-        here.hear((0, 10.0))
+        here.on_peer_message((0, 10.0))
         if (here.clock.seconds - start + shift_s) % (quiet_s + 0.1) < 0.1:
             asked += 1
-            tried += not here.gives_way()
+            tried += not here.yields()
         else:
             # It has had nothing yet, so that it is behind whoever waits elsewhere.
-            here.way.heard(Standing(values={"calm": 0.0}, floor=0.0, wishes=(WishElsewhere(priority=0, value=10.0),)))
-            assert not here.way.gives_way(head("calm"), 50.0)
+            here.way.heard(Standing(values={"calm": 0.0}, floor=0.0, heads=(RemoteHead(priority=0, value=10.0),)))
+            assert not here.way.yields(head("calm"), 50.0)
         here.clock.seconds += 0.01
     assert 0 < asked < 3000
     # A fifth of the time where it is next often enough, and never all of it.
@@ -114,18 +114,18 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
 
 def test_gateway_ahead_after_a_pause_yields_first():
     here = Here()
-    here.hear((0, 10.0))
-    assert here.gives_way()
+    here.on_peer_message((0, 10.0))
+    assert here.yields()
     here.clock.seconds += YIELD_S + TAKE_S + 0.1
-    here.hear((0, 10.0))
-    assert here.gives_way()
+    here.on_peer_message((0, 10.0))
+    assert here.yields()
 
 
-@pytest.mark.parametrize(("waited", "expected"), [(0.0, None), (0.29, None), (0.31, Wish(priority=2, tenant="a"))])
+@pytest.mark.parametrize(("waited", "expected"), [(0.0, None), (0.29, None), (0.31, QueueHead(priority=2, tenant="a"))])
 def test_queue_head_is_reported_after_a_minimum_wait(waited, expected):
-    assert wish_of(head("a", 2, arrived=10.0), 10.0 + waited) == expected
-    assert wish_of(None, 10.0) is None
-    assert WISH_AFTER_S == 0.3
+    assert queue_head(head("a", 2, arrived=10.0), 10.0 + waited) == expected
+    assert queue_head(None, 10.0) is None
+    assert HEAD_AFTER_S == 0.3
 
 
 @given(
@@ -134,12 +134,12 @@ def test_queue_head_is_reported_after_a_minimum_wait(waited, expected):
 )
 def test_one_of_equally_informed_gateways_continues(heads, counters):
     """No deadlock: whoever is first of all of them, by priority and then by what it has had, gives way to nobody."""
-    wishes = [WishElsewhere(priority=priority, value=counters[tenant]) for priority, tenant, _ in heads]
+    wishes = [RemoteHead(priority=priority, value=counters[tenant]) for priority, tenant, _ in heads]
     gives = []
     for number, (priority, tenant, cost) in enumerate(heads):
-        way = GivingWay(clock=Time())
+        way = HeadYield(clock=Time())
         elsewhere = tuple(wish for other, wish in enumerate(wishes) if other != number)
-        way.heard(Standing(values=counters, floor=0.0, wishes=elsewhere))
-        gives.append(way.gives_way(head(tenant, priority), cost))
+        way.heard(Standing(values=counters, floor=0.0, heads=elsewhere))
+        gives.append(way.yields(head(tenant, priority), cost))
     first = min(range(len(heads)), key=lambda number: (-heads[number][0], counters[heads[number][1]]))
     assert not gives[first]

@@ -10,27 +10,27 @@ from tandem_services.common.metrics import MetricFamilies
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import QueueMetrics
-from tandem_services.gateway.queueing.fair_queue import TAKE_S, WISH_AFTER_S, YIELD_S, FairQueue, SharedCounters
+from tandem_services.gateway.queueing.fair_queue import HEAD_AFTER_S, TAKE_S, YIELD_S, FairQueue, SharedCounters
 from tandem_services.gateway.queueing.late_binding import LateBinding, Verdict
-from tandem_services.gateway.queueing.patience import AdmissionPolicy
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.turnover import UNREPORTED_S
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
-from tandem_services.router.shared_state import Report, Standing, Wish, WishElsewhere
+from tandem_services.router.shared_state import QueueHead, RemoteHead, Report, Standing
 from tandem_services.router.usage_counters import VirtualCounters
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 
 TENANT = Tenant(name="busy", sha256=())
-BEHIND = (WishElsewhere(priority=0, value=10.0),)
+BEHIND = (RemoteHead(priority=0, value=10.0),)
 
 
 @dataclass
 class Board:
     """Answers what a test says that Redis would."""
 
-    wishes: tuple[WishElsewhere, ...] = ()
+    wishes: tuple[RemoteHead, ...] = ()
     places: int = 0
     reachable: bool = True
     reports: list[Report] = field(default_factory=list)
@@ -40,7 +40,7 @@ class Board:
         if not self.reachable:
             raise RedisUnavailableError("no answer")
         values = {charge.tenant: 1000.0 for charge in report.charges}
-        return Standing(values=values, floor=0.0, wishes=self.wishes, places=self.places)
+        return Standing(values=values, floor=0.0, heads=self.heads, places=self.places)
 
 
 @dataclass
@@ -83,8 +83,8 @@ class Gateway:
     async def come(self, *, able: bool = True) -> "asyncio.Future[Choice]":
         answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
         ask = self.fleet.ask if able else self.fleet.refuse
-        visitor = self.binding.visitor(ask, answer, tenant=TENANT, priority=0, prompt_tokens=100)
-        assert await self.binding.arrive(visitor) is None
+        entry = self.binding.entry(ask, answer, tenant=TENANT, priority=0, prompt_tokens=100)
+        assert await self.binding.arrive(entry) is None
         return answer
 
     async def report(self) -> Report:
@@ -96,15 +96,15 @@ class Gateway:
 async def test_only_placeable_waiting_queue_head_is_reported(able):
     gateway = Gateway(able=able)
     await gateway.come()
-    assert (await gateway.report()).wish is None
-    gateway.clock.advance(WISH_AFTER_S + 0.01)
-    assert (await gateway.report()).wish == (Wish(priority=0, tenant="busy") if able else None)
+    assert (await gateway.report()).head is None
+    gateway.clock.advance(HEAD_AFTER_S + 0.01)
+    assert (await gateway.report()).head == (QueueHead(priority=0, tenant="busy") if able else None)
 
 
 async def test_slots_are_left_to_gateway_with_lower_counter():
     gateway = Gateway()
     answer = await gateway.come()
-    gateway.board.wishes = BEHIND
+    gateway.board.heads = BEHIND
     assert (await gateway.report()).wanted == 1
     asked = gateway.fleet.asked
     gateway.binding.freed()
@@ -123,7 +123,7 @@ async def test_slots_are_left_to_gateway_with_lower_counter():
 async def test_without_redis_places_are_kept_and_used():
     gateway = Gateway()
     answer = await gateway.come()
-    gateway.board.wishes = BEHIND
+    gateway.board.heads = BEHIND
     await gateway.report()
     gateway.board.reachable = False
     gateway.binding.freed()
@@ -138,7 +138,7 @@ async def test_unplaceable_requests_claim_no_slots_of_other_gateways():
     gateway = Gateway()
     for _ in range(4):
         await gateway.come(able=False)
-    while any(visitor.verdict is not Verdict.NO_WORKER for visitor in gateway.binding.queue):
+    while any(entry.verdict is not Verdict.NO_WORKER for entry in gateway.binding.queue):
         await gateway.binding.turn()
     assert (await gateway.report()).wanted == 0
     answer = await gateway.come()
@@ -160,7 +160,7 @@ async def test_unused_freed_slot_expires(left):
         gateway.board.places = 1
         gone = await gateway.come()
         assert (await gateway.report()).wanted == 1
-        gateway.binding.leave(next(visitor for visitor in gateway.binding.queue if visitor.choice is gone))
+        gateway.binding.leave(next(entry for entry in gateway.binding.queue if entry.choice is gone))
     else:
         gateway.binding.freed()
     gateway.board.places = 0

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from tandem_engine.config import Role
-from tandem_services.gateway.queueing.worker_starts import LEAST_S, MAX_FOLLOWED, WorkerStarts
+from tandem_services.gateway.queueing.worker_starts import MAX_FOLLOWED, MIN_S, WorkerStarts
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.starting import StartingWorker
 from tandem_testing.router_builders import MODEL, make_view
@@ -119,7 +119,7 @@ def test_number_of_followed_workers_is_bounded():
 def test_remaining_time_is_that_of_the_last_start():
     view = View(reports=[report("a", seconds=30.0)])
     starts = starts_of(view)
-    assert starts.remaining_s() == LEAST_S, "nothing is known yet"
+    assert starts.remaining_s() == MIN_S, "nothing is known yet"
     starts.look()
     assert starts.remaining_s() == 30.0, "as long again"
     starts.clock.advance(10.0)
@@ -129,7 +129,7 @@ def test_remaining_time_is_that_of_the_last_start():
     starts.look()
     assert starts.remaining_s() == pytest.approx(40.0 - 5.0)
     starts.clock.advance(90.0)
-    assert starts.remaining_s() == LEAST_S
+    assert starts.remaining_s() == MIN_S
 
 
 def test_remaining_time_is_bounded_whatever_is_reported():

@@ -11,7 +11,7 @@ from math import inf
 
 from tandem_engine.base.clock import Clock
 from tandem_services.common.recording import estimating, recording
-from tandem_services.gateway.queueing.worker_starts import LEAST_S, WorkerStarts
+from tandem_services.gateway.queueing.worker_starts import MIN_S, WorkerStarts
 from tandem_services.router.decision import Choice
 
 
@@ -31,7 +31,7 @@ class AdmissionPolicy:
 
 
 @dataclass(kw_only=True, slots=True)
-class Patience:
+class QueueTimeouts:
     """Of one queue."""
 
     clock: Clock
@@ -102,7 +102,7 @@ class Patience:
         starting = self.clock.now() - self.starts.seen_at < self.policy.worker_s
         return self.starts.remaining_s() if starting and self.starts.lacking() else 0.0
 
-    @estimating(lambda _: LEAST_S)
+    @estimating(lambda _: MIN_S)
     def retry_s(self) -> float:
         """When there may be a worker for what is refused now."""
-        return LEAST_S if self.starts is None else self.starts.remaining_s()
+        return MIN_S if self.starts is None else self.starts.remaining_s()

@@ -9,7 +9,7 @@ from tandem_engine.config import Role
 from tandem_engine.messages.control import MAX_LINKS, MeetPeers
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.views.fleet_reader import FleetSnapshot
-from tandem_services.worker.peers import Introductions, whom_to_meet
+from tandem_services.worker.peers import PeerAnnouncements, peers_to_connect
 from tandem_testing.router_builders import make_record, make_view
 
 FLEET = [
@@ -32,7 +32,7 @@ FLEET = [
 )
 def test_workers_of_complementary_roles_meet(own, known):
     view = next(each for each in FLEET if each.worker_id == own)
-    assert {peer.worker_id for peer in whom_to_meet(view, FLEET)} == known
+    assert {peer.worker_id for peer in peers_to_connect(view, FLEET)} == known
 
 
 def test_workers_of_another_kind_and_an_older_self_are_not_met():
@@ -43,12 +43,12 @@ def test_workers_of_another_kind_and_an_older_self_are_not_met():
         make_view("p3", Role.PREFILL, release=RELEASE + WINDOW + 1),
         make_view("d", Role.BOTH, number=1),
     ]
-    assert whom_to_meet(own, strangers) == ()
+    assert peers_to_connect(own, strangers) == ()
 
 
 def test_workers_of_a_large_fleet_connect_to_bounded_peers():
     decodes = [make_view(f"d{number}", Role.DECODE) for number in range(3 * MAX_LINKS)]
-    met = [whom_to_meet(make_view(f"p{number}", Role.PREFILL), decodes) for number in range(20)]
+    met = [peers_to_connect(make_view(f"p{number}", Role.PREFILL), decodes) for number in range(20)]
     assert {len(peers) for peers in met} == {MAX_LINKS}
     assert len({peer.worker_id for peers in met for peer in peers}) == len(decodes)
 
@@ -75,9 +75,9 @@ async def test_engine_is_notified_only_of_changed_peers():
 
     registry = ScriptedRegistry([], [first], [first], None, [first, second])
     own = make_view("d", Role.DECODE)
-    introductions = Introductions(fleet=registry, own=lambda: own, order=order)
+    peer_announcements = PeerAnnouncements(fleet=registry, own=lambda: own, order=order)
     for _ in range(5):
-        await introductions.introduce()
+        await peer_announcements.introduce()
     assert [{peer.worker_id for peer in message.peers} for message in orders] == [{"p1"}, {"p1", "p2"}]
 
 
@@ -90,10 +90,10 @@ async def test_fleet_change_sends_peers_immediately(monkeypatch):
 
     own = make_view("d", Role.DECODE)
     registry = ScriptedRegistry([], [make_record("p1", Role.PREFILL)])
-    introductions = Introductions(fleet=registry, own=lambda: own, order=order)
-    task = asyncio.create_task(introductions.run())
+    peer_announcements = PeerAnnouncements(fleet=registry, own=lambda: own, order=order)
+    task = asyncio.create_task(peer_announcements.run())
     await asyncio.sleep(0)
-    introductions.fleet_changed()
+    peer_announcements.fleet_changed()
     async with asyncio.timeout(60.0):
         await told.wait()
     task.cancel()
@@ -101,5 +101,5 @@ async def test_fleet_change_sends_peers_immediately(monkeypatch):
 
 
 def test_release_of_a_peer_is_named_to_the_engine():
-    (peer,) = whom_to_meet(make_view("d", Role.DECODE), [make_view("p", Role.PREFILL, release=RELEASE + 1)])
+    (peer,) = peers_to_connect(make_view("d", Role.DECODE), [make_view("p", Role.PREFILL, release=RELEASE + 1)])
     assert peer.release == RELEASE + 1
