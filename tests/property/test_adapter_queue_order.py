@@ -16,7 +16,8 @@ from tandem_lab.simulate.gateway import QueueNotes
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.lanes import Lane
-from tandem_services.gateway.queueing.late_binding import LateBinding, QueueEntry
+from tandem_services.gateway.queueing.late_binding import LateBinding
+from tandem_services.gateway.queueing.queue_entry import QueueEntry
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView

@@ -19,7 +19,8 @@ from tandem_lab.simulate.requests import SimulatedRequest
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.limits import check_context
 from tandem_services.gateway.queueing.fair_queue import SYNC_S, FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding, QueueEntry
+from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding
+from tandem_services.gateway.queueing.queue_entry import QueueEntry
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.decision import Choice, RouteQuery, WorkerView

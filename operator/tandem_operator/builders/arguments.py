@@ -198,9 +198,9 @@ GATEWAY = FlagTable(
             "--replaced-workers",
         }
     ),
-    arguments=frozenset({"--explain-candidates", "--worker-start-wait"}),
+    arguments=frozenset({"--explain-candidates", "--processes", "--worker-start-wait"}),
     aliases={},
-    unusable=UNUSABLE,
+    unusable=UNUSABLE | {"--process-place"},
 )
 
 

@@ -50,7 +50,7 @@ from tandem_services.router.usage_counters import Ask, Refused, Usage, UsageLimi
 class _SyncReply(msgspec.Struct, frozen=True, kw_only=True):
     floor: str
     values: list[tuple[str, str]]
-    heads: list[tuple[str, str]]
+    heads: list[tuple[str, str]] = msgspec.field(name="wishes")
     places: int
 
 

@@ -65,7 +65,7 @@ class NodeState:
         """Since the last sign of life, 0 before the first."""
         return 0.0 if self.heard_at is None else self.clock.now() - self.heard_at
 
-    def hear(self, report: NodeReport) -> None:
+    def on_report(self, report: NodeReport) -> None:
         self.heard_at = self.clock.now()
         self.serving = report.serving
 
@@ -117,7 +117,7 @@ class FollowerService:
         Raises `StartupError` when it cannot be started at all.
         """
         child = await EngineChild.start(node_argv(self._config, control=self._endpoint))
-        works = (self._health_server.run_until_closed(), self._hear(), self._end(child))
+        works = (self._health_server.run_until_closed(), self._follow_reports(), self._end(child))
         tasks = [asyncio.create_task(work) for work in works]
         try:
             status = await child.wait()
@@ -130,7 +130,7 @@ class FollowerService:
             await tasks[0]
             self._channel.close()
 
-    async def _hear(self) -> None:
+    async def _follow_reports(self) -> None:
         while True:
             try:
                 message = await self._channel.receive()
@@ -138,7 +138,7 @@ class FollowerService:
                 logger.warning("ignored a malformed message of the ranks' process: %s", error)
                 continue
             if isinstance(message, NodeReport):
-                self.state.hear(message)
+                self.state.on_report(message)
             elif isinstance(message, EngineFailed):
                 logger.error("node %d failed (%s): %s", self._config.node_rank, message.code, message.message)
 

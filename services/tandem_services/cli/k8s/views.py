@@ -130,12 +130,12 @@ def _condition(condition: Mapping[str, Any], generation: int) -> ConditionSeen:
 
 def _role(role: str, service: Object, pool: Object | None, pods: Sequence[PodSeen]) -> RoleSeen:
     mine = [one for one in pods if one.pod.component == WORKER and one.pod.role == role]
-    status = {one["name"]: one for one in service.get("status", {}).get("revisions", ())}
-    names = dict.fromkeys([*(name for name, one in status.items() if role in one), *(one.pod.revision for one in mine)])
+    reported = {one["name"]: one for one in service.get("status", {}).get("revisions", ())}
+    names = dict.fromkeys([*(name for name, one in reported.items() if role in one), *(one.pod.revision for one in mine)])
     revisions = tuple(
         RevisionSeen(
             name=name,
-            share=status.get(name, {}).get("share", 0.0),
+            share=reported.get(name, {}).get("share", 0.0),
             pods=tuple(one for one in mine if one.pod.revision == name),
         )
         for name in names

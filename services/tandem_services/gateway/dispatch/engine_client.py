@@ -318,7 +318,7 @@ class EngineConnection:
         self._delivered = 0
         try:
             for number, reply in enumerate(self._channel.waiting(), 1):
-                self._hear(reply)
+                self._on_reply(reply)
                 if self._closed or self._delivered >= MAX_DELIVERED or number >= MAX_PER_RECEIVE:
                     return False
         finally:
@@ -330,7 +330,7 @@ class EngineConnection:
         for each in pouring:
             each.pour()
 
-    def _hear(self, reply: EngineReply) -> None:
+    def _on_reply(self, reply: EngineReply) -> None:
         self._unanswered = 0
         self.heard_at = self._clock.now()
         if self._identified:

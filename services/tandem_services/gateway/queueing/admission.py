@@ -14,7 +14,8 @@ from tandem_services.common.recording import recording
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.gateway.queueing.lanes import Lane
-from tandem_services.gateway.queueing.late_binding import NEXT_S, Ask, LateBinding, QueueEntry, QueueFigures
+from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding, QueueFigures
+from tandem_services.gateway.queueing.queue_entry import Ask, QueueEntry
 from tandem_services.router.decision import Choice
 
 

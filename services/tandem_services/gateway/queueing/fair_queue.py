@@ -213,8 +213,8 @@ class HeadYield:
             return False
         least = standing.values[head.tenant] - cost
         return any(
-            head.priority > head.priority or (head.priority == head.priority and head.value < least)
-            for head in standing.heads
+            other.priority > head.priority or (other.priority == head.priority and other.value < least)
+            for other in standing.heads
         )
 
 

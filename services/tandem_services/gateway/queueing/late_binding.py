@@ -23,13 +23,12 @@ a report contains it, or another gateway has used it.
 """
 
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from enum import Enum
 from typing import Protocol
 
 from tandem_engine.base.clock import Clock
-from tandem_services.common.errors import ApiError, unavailable
+from tandem_services.common.errors import ApiError
 from tandem_services.common.recording import estimating
 from tandem_services.common.tasks import BackgroundTasks, run_periodically
 from tandem_services.gateway.access.tenants import Tenant
@@ -38,11 +37,11 @@ from tandem_services.gateway.queueing.fair_queue import (
     FairQueue,
     HeadYield,
     SharedCounters,
-    Waiting,
     queue_head,
 )
 from tandem_services.gateway.queueing.lanes import BlockedLanes, Lane
 from tandem_services.gateway.queueing.precedence import Precedence
+from tandem_services.gateway.queueing.queue_entry import Answer, Ask, QueueEntry, Verdict, refusal
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy, QueueTimeouts
 from tandem_services.gateway.queueing.turnover import Pace, Turnover
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
@@ -50,61 +49,6 @@ from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.shared_state import QueueHead
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
-
-Ask = Callable[[], Awaitable[Choice]]
-"""Queries the router, and reserves what it returns. Raises `NoWorkersError`."""
-
-
-class Answer(Protocol):
-    """Receives the result of a queued request. An `asyncio.Future` is one."""
-
-    def done(self) -> bool:
-        """No caller waits any more."""
-
-    def set_result(self, result: Choice, /) -> None:
-        """Admitted; to be called once."""
-
-    def set_exception(self, exception: BaseException, /) -> None:
-        """Refused; to be called once."""
-
-
-class Verdict(Enum):
-    """Why a request was not admitted."""
-
-    NO_ROOM = "no_room"
-    NO_WORKER = "no_worker"
-
-
-@dataclass(kw_only=True, slots=True, eq=False)
-class QueueEntry(Waiting):
-    """One request in the queue, and the receiver of its result."""
-
-    prompt_tokens: int
-    ask: Ask
-    choice: Answer
-    lane: Lane | None = None
-    """None: it passes no other."""
-    verdict: Verdict = Verdict.NO_ROOM
-    """Of its last try."""
-    awaits_start: bool = False
-    """It has waited for a worker that starts."""
-
-
-def refusal(reason: str, *, no_workers: bool, wait_s: float, start_s: float) -> ApiError:
-    """503, or 429 for a displaced request. `reason`: see `Observer.refused`. `wait_s`: until there may be capacity;
-    `start_s`: until there may be a worker."""
-    if reason == Verdict.NO_WORKER.value or no_workers:
-        return unavailable("No worker can take the request now. Try again later.", retry_after=start_s)
-    if reason == "pushed_out":
-        return ApiError(
-            429,
-            "Your requests fill the queue. Try again later, or send fewer at once.",
-            kind="RateLimitError",
-            reason="queue_full",
-            retry_after=wait_s,
-        )
-    return unavailable("All workers are at their limit. Try again later.", retry_after=wait_s)
-
 
 NEXT_S = 0.001
 """Until a new request that is first in line is tried: by then the other choices of its request have come."""
@@ -176,14 +120,14 @@ class LateBinding:
     _precedence: Precedence = field(init=False)
     _asked_at: float | None = None
     """When the last request came."""
-    _patience: QueueTimeouts = field(init=False)
+    _timeouts: QueueTimeouts = field(init=False)
     _blocked: BlockedLanes = field(default_factory=BlockedLanes)
     """Of the last round."""
     _pace: Pace = field(init=False)
     _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     def __post_init__(self) -> None:
-        self._patience = QueueTimeouts(clock=self.clock, policy=self.policy, starts=self.starts)
+        self._timeouts = QueueTimeouts(clock=self.clock, policy=self.policy, starts=self.starts)
         self._way = HeadYield(clock=self.clock)
         self._turnover = Turnover(clock=self.clock)
         self._precedence = Precedence(clock=self.clock)
@@ -208,11 +152,11 @@ class LateBinding:
         ahead = self.queue.ahead(tenant.name, priority=priority, cost=cost)
         rate = self.prefill_rate()
         computed_s = sum(entry.prompt_tokens for entry in ahead) / rate if rate > 0.0 else 0.0
-        return self._patience.until_start_s() + max(computed_s, self._pace.delay_s(len(ahead)))
+        return self._timeouts.until_start_s() + max(computed_s, self._pace.delay_s(len(ahead)))
 
     def has_lacked_workers_since(self, at: float) -> bool:
         """Whether a request that came at `at` has waited for a worker to start or to return."""
-        return self._patience.has_lacked_since(at)
+        return self._timeouts.has_lacked_since(at)
 
     def entry(
         self,
@@ -354,7 +298,7 @@ class LateBinding:
         workers, now = self.chooser.workers(), self.clock.now()
         blocked = self._blocked = BlockedLanes(workers=workers)
         for waiting in self.queue:
-            if self._patience.lacking_since is None and waiting.lane is not None and waiting.lane.adapter:
+            if self._timeouts.lacking_since is None and waiting.lane is not None and waiting.lane.adapter:
                 # Requests behind a blocked one are not tried, so that they would keep an old verdict.
                 if not blocked.serve(waiting.lane):
                     waiting.verdict = Verdict.NO_WORKER
@@ -440,8 +384,8 @@ class LateBinding:
         return not has_to_wait(choice.terms) and self._waits_little(choice, entry)
 
     def _waits_little(self, choice: Choice, entry: QueueEntry) -> bool:
-        most = self._precedence.longest_wait_s(entry, self.policy.worker_wait_s)
-        return prefill_wait_s(choice.terms) <= most
+        longest = self._precedence.longest_wait_s(entry, self.policy.worker_wait_s)
+        return prefill_wait_s(choice.terms) <= longest
 
     def _goes_early(self, choice: Choice, entry: QueueEntry) -> bool:
         return self._waits_little(choice, entry) and self._precedence.goes_early(entry)
@@ -465,7 +409,7 @@ class LateBinding:
     def _note_admitted(self, entry: QueueEntry, choice: Choice) -> None:
         cost = prompt_cost(entry.prompt_tokens, choice.matched_tokens) / entry.weight
         self.counters.charge(entry.tenant, cost)
-        self._patience.note_choice(choice)
+        self._timeouts.note_choice(choice)
         waited_s = self.clock.now() - entry.arrived
         if entry.awaits_start:
             self.observer.start_awaited(waited_s, served=True)
@@ -473,21 +417,21 @@ class LateBinding:
 
     def _lacks_workers(self) -> bool:
         """Whether no request can be served, as far as is known here."""
-        return not self.chooser.workers() or self._patience.lacks_a_role()
+        return not self.chooser.workers() or self._timeouts.lacks_a_role()
 
     def _note_workers(self) -> None:
         """Requests that are not tried would keep the verdict of before."""
         lacking = self._lacks_workers()
-        if self._patience.note(lacking=lacking) or lacking:
+        if self._timeouts.note(lacking=lacking) or lacking:
             for waiting in self.queue:
                 waiting.verdict = Verdict.NO_WORKER if lacking else Verdict.NO_ROOM
 
     def _give_up_on_late(self) -> None:
-        now, starting = self.clock.now(), self._patience.awaits_start()
+        now, starting = self.clock.now(), self._timeouts.awaits_start()
         for entry in [*self.queue]:
             lacks_worker = entry.verdict is Verdict.NO_WORKER
             entry.awaits_start |= starting and lacks_worker
-            until = self._patience.until_worker if lacks_worker else self._patience.until_capacity
+            until = self._timeouts.until_worker if lacks_worker else self._timeouts.until_capacity
             if now >= until(entry.arrived):
                 self._fail(entry, entry.verdict.value)
 
@@ -504,4 +448,4 @@ class LateBinding:
     def _refusal(self, reason: str) -> ApiError:
         self.observer.refused(reason)
         wait_s = self._pace.wait_s(len(self.queue))
-        return refusal(reason, no_workers=self._lacks_workers(), wait_s=wait_s, start_s=self._patience.retry_s())
+        return refusal(reason, no_workers=self._lacks_workers(), wait_s=wait_s, start_s=self._timeouts.retry_s())

@@ -1,4 +1,4 @@
-"""What was said last in a room is known for as long as somebody may ask."""
+"""The final message of a room is kept for as long as a peer may ask for it."""
 
 import pytest
 
@@ -19,7 +19,7 @@ def clock():
 
 
 @pytest.fixture
-def said(clock):
+def messages(clock):
     return FinalMessages(clock=clock, keep_s=KEEP_S, capacity=2)
 
 
@@ -31,39 +31,39 @@ def ended(room: str, reason: str = "over") -> TransferAborted:
     return TransferAborted(room=room, generation=1, sender=ME, side=HandoffSide.SEND, reason=reason)
 
 
-def test_terminal_message_is_repeated_only_to_its_peer_and_room(said):
-    said.keep(key_of("a"), PEER, ended("a"))
-    assert said.said(key_of("a"), PEER) == ended("a")
-    assert said.said(key_of("a"), STRANGER) is None
-    assert said.said(key_of("b"), PEER) is None
-    assert said.said(room_key("a", 2), PEER) is None
+def test_terminal_message_is_repeated_only_to_its_peer_and_room(messages):
+    messages.keep(key_of("a"), PEER, ended("a"))
+    assert messages.sent_to(key_of("a"), PEER) == ended("a")
+    assert messages.sent_to(key_of("a"), STRANGER) is None
+    assert messages.sent_to(key_of("b"), PEER) is None
+    assert messages.sent_to(room_key("a", 2), PEER) is None
 
 
-def test_newest_terminal_message_is_kept(said):
-    said.keep(key_of("a"), PEER, ended("a"))
-    said.keep(key_of("a"), PEER, ended("a", "really over"))
-    assert said.said(key_of("a"), PEER) == ended("a", "really over")
+def test_newest_terminal_message_is_kept(messages):
+    messages.keep(key_of("a"), PEER, ended("a"))
+    messages.keep(key_of("a"), PEER, ended("a", "really over"))
+    assert messages.sent_to(key_of("a"), PEER) == ended("a", "really over")
 
 
-def test_terminal_message_expires_after_keep_time(said, clock):
-    said.keep(key_of("a"), PEER, ended("a"))
+def test_terminal_message_expires_after_keep_time(messages, clock):
+    messages.keep(key_of("a"), PEER, ended("a"))
     clock.time += KEEP_S / 2
-    said.keep(key_of("b"), PEER, ended("b"))
+    messages.keep(key_of("b"), PEER, ended("b"))
     clock.time += KEEP_S / 2
-    said.drop_expired()
-    assert said.said(key_of("a"), PEER) is None
-    assert said.said(key_of("b"), PEER) == ended("b")
+    messages.drop_expired()
+    assert messages.sent_to(key_of("a"), PEER) is None
+    assert messages.sent_to(key_of("b"), PEER) == ended("b")
 
 
-def test_oldest_makes_room(said):
+def test_oldest_makes_room(messages):
     for room in "abc":
-        said.keep(key_of(room), PEER, ended(room))
-    assert [said.said(key_of(room), PEER) for room in "abc"] == [None, ended("b"), ended("c")]
+        messages.keep(key_of(room), PEER, ended(room))
+    assert [messages.sent_to(key_of(room), PEER) for room in "abc"] == [None, ended("b"), ended("c")]
 
 
-def test_terminal_messages_of_dead_receiver_are_dropped(said):
-    said.keep(key_of("a"), PEER, ended("a"))
-    said.keep(key_of("b"), STRANGER, ended("b"))
-    said.drop_to(PEER.incarnation)
-    assert said.said(key_of("a"), PEER) is None
-    assert said.said(key_of("b"), STRANGER) == ended("b")
+def test_terminal_messages_of_dead_receiver_are_dropped(messages):
+    messages.keep(key_of("a"), PEER, ended("a"))
+    messages.keep(key_of("b"), STRANGER, ended("b"))
+    messages.drop_to(PEER.incarnation)
+    assert messages.sent_to(key_of("a"), PEER) is None
+    assert messages.sent_to(key_of("b"), STRANGER) == ended("b")

@@ -137,15 +137,15 @@ def test_message_that_is_no_result_is_none(message):
 
 def test_job_that_does_not_run_says_where_the_reason_is():
     (job,) = jobs_of([a_job()], UID)
-    assert "kubectl describe job qwen-download-1" in job.trouble
+    assert "kubectl describe job qwen-download-1" in job.problem
     (job,) = jobs_of([a_job(), a_pod(phase="Pending", containerStatuses=[])], UID)
-    assert "kubectl describe pod p" in job.trouble
+    assert "kubectl describe pod p" in job.problem
     unscheduled = {"type": "PodScheduled", "status": "False", "message": "no node has room"}
     (job,) = jobs_of([a_job(), a_pod(phase="Pending", containerStatuses=[], conditions=[unscheduled])], UID)
-    assert job.trouble == "no node has room"
+    assert job.problem == "no node has room"
     for seen in ([a_job(), a_pod()], [a_job("qwen-download-1", COMPLETE)], [a_job("qwen-download-1", FAILED)]):
         (job,) = jobs_of(seen, UID)
-        assert job.trouble == ""
+        assert job.problem == ""
 
 
 def test_jobs_of_others_and_those_that_go_do_not_count():

@@ -42,6 +42,7 @@ LONGER = {
     "gateway.limits.HEAD_TIMEOUT_S": "a client sends its headers",
     "gateway.limits.SEND_STALL_S": "a client takes what it is sent",
     "router.registered_adapters.REMOVED_S": "nothing waits: an administrator's command is remembered",
+    "gateway.processes.supervisor.STABLE_S": "nothing waits: the pause before restarts of a process is reset",
     "gateway.dispatch.engine_pool.IDLE_S": "nothing waits: an unused connection is closed",
     "ModelConfig.room_s": "a client's request waits for room, until its deadline at most",
     "AdmissionPolicy.room_s": "the same",

@@ -97,8 +97,8 @@ async def test_required_tool_choice_overrides_response_format(start, rack):
     assert first == second
 
 
-IN_JSON = {"hermes", "llama3_json"}
-"""Parsers of families whose calls are JSON behind a fixed beginning: a grammar can hold the output to either."""
+IN_JSON = {"gemma4", "hermes", "llama3_json"}
+"""Parsers of families whose calls a grammar can describe beside an answer: JSON after a fixed beginning or mark."""
 
 WITHOUT_CHANNELS = sorted(name for name, family in FAMILIES.items() if family.channels is None)
 """Others write answers and calls as messages on channels: test_gateway_channels.py."""

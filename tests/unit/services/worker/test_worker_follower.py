@@ -64,9 +64,9 @@ async def test_follower_is_ready_if_serving_and_live_while_reporting():
 
         time.time = 10 * LIVE_S
         assert await statuses() == (200, 503)  # it waits for node 0, which may take its time
-        state.on_peer_message(NodeReport(node_rank=1, serving=False))
+        state.on_report(NodeReport(node_rank=1, serving=False))
         assert await statuses() == (200, 503)
-        state.on_peer_message(NodeReport(node_rank=1, serving=True))
+        state.on_report(NodeReport(node_rank=1, serving=True))
         assert await statuses() == (200, 200)
         time.time += LIVE_S + 1
         assert await statuses() == (503, 503)

@@ -268,7 +268,7 @@ def test_repeated_unexpected_error_is_counted_and_rate_limited(caplog):
     assert errors.count == 5
 
 
-@pytest.mark.parametrize("name", ["_patience", "_obey", "_collect", "_tidy"])
+@pytest.mark.parametrize("name", ["_timeout", "_obey", "_collect", "_tidy"])
 def test_thread_survives_an_error_in_any_part_of_a_turn(name, monkeypatch):
     real, raised = getattr(TransferThread, name), []
 

@@ -86,7 +86,7 @@ def test_answers_can_be_read_piece_by_piece(connect):
 
 def test_kubelet_error_is_reported(connect):
     told = "the kubelet reports: connection refused: 9090"
-    with connect(failure="connection refused: 9090") as (_, client), pytest.raises(httpx.ReadError, match=told):
+    with connect(complaint="connection refused: 9090") as (_, client), pytest.raises(httpx.ReadError, match=told):
         client.get("/")
 
 

@@ -37,8 +37,8 @@ class Here:
     def __post_init__(self) -> None:
         self.way = HeadYield(clock=self.clock)
 
-    def on_peer_message(self, *wishes: tuple[int, float], value: float = 1000.0) -> None:
-        elsewhere = tuple(RemoteHead(priority=priority, value=value) for priority, value in wishes)
+    def hear_of(self, *others: tuple[int, float], value: float = 1000.0) -> None:
+        elsewhere = tuple(RemoteHead(priority=priority, value=value) for priority, value in others)
         self.way.heard(Standing(values={"busy": value}, floor=0.0, heads=elsewhere))
 
     def yields(self, priority: int = 0, tenant: str = "busy") -> bool:
@@ -50,7 +50,7 @@ def head(tenant: str, priority: int = 0, arrived: float = 0.0) -> Waiting:
 
 
 @pytest.mark.parametrize(
-    ("wishes", "expected"),
+    ("others", "expected"),
     [
         ([], False),
         ([(0, 1000.0)], False),
@@ -63,16 +63,16 @@ def head(tenant: str, priority: int = 0, arrived: float = 0.0) -> Waiting:
         ([(1, 2000.0)], True),
     ],
 )
-def test_gateway_yields_to_lower_counter_or_higher_priority(wishes, expected):
+def test_gateway_yields_to_lower_counter_or_higher_priority(others, expected):
     here = Here()
-    here.on_peer_message(*wishes)
+    here.hear_of(*others)
     assert here.yields() is expected
 
 
 def test_stale_or_absent_offers_are_ignored():  # Redis is away
     here = Here()
     assert not here.yields()
-    here.on_peer_message((0, 10.0))
+    here.hear_of((0, 10.0))
     assert here.yields()
     assert not here.yields(tenant="who has come since")
     here.clock.seconds += FRESH_S + 0.01
@@ -83,7 +83,7 @@ def test_gateway_alternates_between_yielding_and_taking_slots():
     here = Here()
     given = []
     for _ in range(400):
-        here.on_peer_message((0, 10.0))
+        here.hear_of((0, 10.0))
         given.append(here.yields())
         here.clock.seconds += 0.01
     period = round((YIELD_S + TAKE_S) * 100)
@@ -98,7 +98,7 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
     here, tried, asked = Here(), 0, 0
     start = here.clock.seconds
     for _ in range(3000):
-        here.on_peer_message((0, 10.0))
+        here.hear_of((0, 10.0))
         if (here.clock.seconds - start + shift_s) % (quiet_s + 0.1) < 0.1:
             asked += 1
             tried += not here.yields()
@@ -114,10 +114,10 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
 
 def test_gateway_ahead_after_a_pause_yields_first():
     here = Here()
-    here.on_peer_message((0, 10.0))
+    here.hear_of((0, 10.0))
     assert here.yields()
     here.clock.seconds += YIELD_S + TAKE_S + 0.1
-    here.on_peer_message((0, 10.0))
+    here.hear_of((0, 10.0))
     assert here.yields()
 
 
@@ -134,11 +134,11 @@ def test_queue_head_is_reported_after_a_minimum_wait(waited, expected):
 )
 def test_one_of_equally_informed_gateways_continues(heads, counters):
     """No deadlock: whoever is first of all of them, by priority and then by what it has had, gives way to nobody."""
-    wishes = [RemoteHead(priority=priority, value=counters[tenant]) for priority, tenant, _ in heads]
+    others = [RemoteHead(priority=priority, value=counters[tenant]) for priority, tenant, _ in heads]
     gives = []
     for number, (priority, tenant, cost) in enumerate(heads):
         way = HeadYield(clock=Time())
-        elsewhere = tuple(wish for other, wish in enumerate(wishes) if other != number)
+        elsewhere = tuple(head for other, head in enumerate(others) if other != number)
         way.heard(Standing(values=counters, floor=0.0, heads=elsewhere))
         gives.append(way.yields(head(tenant, priority), cost))
     first = min(range(len(heads)), key=lambda number: (-heads[number][0], counters[heads[number][1]]))

@@ -17,8 +17,9 @@ from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
 from tandem_services.gateway.queueing.lanes import Lane
-from tandem_services.gateway.queueing.late_binding import LateBinding, Verdict
+from tandem_services.gateway.queueing.late_binding import LateBinding
 from tandem_services.gateway.queueing.precedence import MAX_EARLY, RECENT_S
+from tandem_services.gateway.queueing.queue_entry import Verdict
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.cost import NO_ROOM_S

@@ -11,7 +11,8 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import HEAD_AFTER_S, TAKE_S, YIELD_S, FairQueue, SharedCounters
-from tandem_services.gateway.queueing.late_binding import LateBinding, Verdict
+from tandem_services.gateway.queueing.late_binding import LateBinding
+from tandem_services.gateway.queueing.queue_entry import Verdict
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.turnover import UNREPORTED_S
 from tandem_services.router.cost import NO_ROOM_S
@@ -30,7 +31,7 @@ BEHIND = (RemoteHead(priority=0, value=10.0),)
 class Board:
     """Answers what a test says that Redis would."""
 
-    wishes: tuple[RemoteHead, ...] = ()
+    heads: tuple[RemoteHead, ...] = ()
     places: int = 0
     reachable: bool = True
     reports: list[Report] = field(default_factory=list)
