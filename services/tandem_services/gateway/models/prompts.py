@@ -19,6 +19,7 @@ requests are with their workers while the last still wait.
 """
 
 import asyncio
+import logging
 import threading
 import time
 from collections import deque
@@ -122,6 +123,8 @@ def _spellings(word: str, position: int, tokenizer: TextTokenizer) -> list[tuple
             )
     return [first] if spaced[-len(first) :] == first else [first, spaced]
 
+
+logger = logging.getLogger(__name__)
 
 MAX_AT_ONCE = 16
 """Short pieces of work that are answered together: about a millisecond's worth of the usual ones."""
@@ -288,18 +291,26 @@ class TokenizerThreads:
     def _note_iteration(self) -> None:
         if not self._iteration_due:
             self._iteration_due = True
-            asyncio.get_running_loop().call_soon(self._begin_iteration)
+            asyncio.get_running_loop().call_soon(self._next_iteration)
 
-    def _begin_iteration(self) -> None:
-        """Brief work that waits has its turn, as much of it as takes the time; the loop then serves others."""
+    def _next_iteration(self) -> None:
+        """A boundary, which the event loop calls: whatever happens, what still waits has a turn in the next one."""
         self._iteration_due, self._brief_s = False, 0.0
+        try:
+            self._give_turns()
+        except Exception:
+            logger.exception("texts that wait could not be given their turns")
+        if self._brief:
+            self._iteration_due = True
+            asyncio.get_running_loop().call_soon(self._next_iteration)
+
+    def _give_turns(self) -> None:
+        """To brief work that waits, as much of it as takes the time; the loop then serves others."""
         most = int(BRIEF_TEXTS_S / max(self._brief_mean_s, BRIEF_TEXTS_S / MAX_AT_ONCE))
         for _ in range(min(len(self._brief), max(1, most))):
             turn = self._brief.popleft()
             if not turn.done():
                 turn.set_result(None)
-        if self._brief:
-            self._note_iteration()
 
     def close(self) -> None:
         """Start no further work; no caller waits for it."""

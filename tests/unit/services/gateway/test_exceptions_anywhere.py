@@ -64,6 +64,7 @@ LAST_EVENTS = {
 OUTERMOST = {
     "connection:GatewayConnection.data_received",
     "middleware:RequestBoundary.__call__",
+    "prompts:TokenizerThreads._next_iteration",
     "prompts:_deliver",
 }
 """Boundaries themselves: what the event loop or the HTTP server calls. They do nothing but catch."""
@@ -82,10 +83,6 @@ ONCE_BROKEN = {
     "prompts:_Job.deliver",
     "engine_client:EngineConnection._read",
     "engine_client:EngineConnection._deliver",
-    "engine_client:EngineConnection._hear_waiting",
-    "engine_client:EngineConnection._pour",
-    "response_bytes:ResponseBytes.begin",
-    "response_bytes:_head",
     "attempt:Side.on_output",
     "caller:Caller.headers",
     "errors:speaks_anthropic",

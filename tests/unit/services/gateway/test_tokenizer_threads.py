@@ -183,6 +183,23 @@ async def test_brief_work_beyond_its_time_waits_in_order(threads, monkeypatch):
     assert threads.jobs == 0
 
 
+async def test_turns_that_fail_leave_no_brief_work_waiting(threads, monkeypatch):
+    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
+    give = threads._give_turns
+    failures = [RuntimeError("a defect")] * 2
+
+    def failing() -> None:
+        if failures:
+            raise failures.pop()
+        give()
+
+    monkeypatch.setattr(threads, "_give_turns", failing)
+    asked = [asyncio.create_task(threads.run(threading.get_ident, characters=1, brief=True)) for _ in range(3)]
+    async with asyncio.timeout(PATIENCE_S):
+        assert await asyncio.gather(*asked) == [threading.get_ident()] * 3
+    assert not failures
+
+
 async def test_brief_work_of_a_client_that_left_is_not_done(threads, monkeypatch):
     monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
     done: list[int] = []
