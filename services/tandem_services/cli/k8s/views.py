@@ -131,7 +131,8 @@ def _condition(condition: Mapping[str, Any], generation: int) -> ConditionSeen:
 def _role(role: str, service: Object, pool: Object | None, pods: Sequence[PodSeen]) -> RoleSeen:
     mine = [one for one in pods if one.pod.component == WORKER and one.pod.role == role]
     reported = {one["name"]: one for one in service.get("status", {}).get("revisions", ())}
-    names = dict.fromkeys([*(name for name, one in reported.items() if role in one), *(one.pod.revision for one in mine)])
+    of_role = (name for name, one in reported.items() if role in one)
+    names = dict.fromkeys([*of_role, *(one.pod.revision for one in mine)])
     revisions = tuple(
         RevisionSeen(
             name=name,

@@ -1,7 +1,7 @@
 """Prompts of several tenants are computed in turns, and in small parts while there are several."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.config import SchedulePolicy
@@ -187,6 +187,7 @@ def test_every_policy_finishes_requests_of_several_tenants(policy):
 lengths = st.integers(1, 120)
 
 
+@example(flood=[120, 1], before=15, small=2)
 @settings(max_examples=30, deadline=None)
 @given(flood=st.lists(lengths, min_size=1, max_size=12), before=st.integers(0, 20), small=st.integers(1, STEP - SHARED))
 def test_tokens_before_a_single_prompt_are_of_one_step(flood, before, small):
@@ -205,7 +206,8 @@ def test_tokens_before_a_single_prompt_are_of_one_step(flood, before, small):
     engine.step()
     lens = parts(engine)[launched]
     if computed >= small:
-        assert lens[0] == wanted
+        # A short prompt that came earlier may be computed before it in the same step.
+        assert wanted in lens
         assert sum(lens) - wanted <= SHARED
     engine.run()
     engine.assert_expected()
