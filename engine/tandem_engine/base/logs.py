@@ -36,7 +36,6 @@ FLUSH_S = 1.0
 MAX_PER_WRITE = 64
 """Lines. One write fails or succeeds with all of them."""
 
-
 GATHER_S = 0.01
 """A line below WARNING waits so long for others."""
 
@@ -106,9 +105,9 @@ class LogOutput(logging.Handler):
     def _write_some(self) -> None:
         lines = [*islice(self._lines, self._per_write)]
         dropped = self._dropped
-        missing = [] if dropped == self._notified else [self._missing(dropped - self._notified)]
-        text = "".join([f"{line}\n" for line in (*missing, *lines)])
         try:
+            missing = [] if dropped == self._notified else [self._missing(dropped - self._notified)]
+            text = "".join([f"{line}\n" for line in (*missing, *lines)])
             self._write_whole(text.encode("utf-8", "backslashreplace"))
         except Exception:  # noqa: BLE001  # the boundary of the thread: without it no line is written any more
             # Mostly a full disk, or a closed pipe. The next lines are tried all the same.

@@ -28,6 +28,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 import torch
@@ -263,6 +264,12 @@ class Leader:
         self.lost.set()
 
 
+def leave(status: int) -> NoReturn:
+    """End the process at once. What it has logged is written, within `FLUSH_S`: nothing else says why."""
+    logging.shutdown()
+    os._exit(status)
+
+
 @dataclass(kw_only=True)
 class LeaderServer:
     """The leader's socket and thread."""
@@ -270,7 +277,7 @@ class LeaderServer:
     leader: Leader
     context: IpcContext
     channel: "RouterChannel[NodeToLeader, LeaderToNode]"
-    abandon: Callable[[int], object] = os._exit
+    abandon: Callable[[int], object] = leave
     _closed: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread = field(init=False)
 

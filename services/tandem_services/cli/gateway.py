@@ -1,7 +1,6 @@
 """`tandem gateway`: the OpenAI-compatible HTTP front of a deployment. Needs no torch."""
 
 import argparse
-import os
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -246,12 +245,11 @@ def _add_queue_and_stop(group: argparse._ArgumentGroup) -> None:
 
 def process_count(text: str) -> int:
     """Raises `ArgumentTypeError`."""
-    from tandem_engine.base.cgroups import cpu_quota
+    from tandem_engine.base.cgroups import usable_cpus
     from tandem_services.gateway.process_place import MAX_PROCESSES
 
     if text == "auto":
-        cores = cpu_quota() or len(os.sched_getaffinity(0))
-        return max(1, min(MAX_PROCESSES, int(cores)))
+        return min(MAX_PROCESSES, usable_cpus())
     if not text.isdecimal() or not 1 <= int(text) <= MAX_PROCESSES:
         raise argparse.ArgumentTypeError(f"must be auto or a number from 1 to {MAX_PROCESSES}, got {text!r}")
     return int(text)

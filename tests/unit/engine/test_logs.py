@@ -102,3 +102,27 @@ def test_error_of_the_log_thread_costs_one_write(monkeypatch):
     assert "1 log lines are missing here" in text
     assert "second" in text
     assert "first" not in text
+
+
+def test_error_of_the_line_about_missing_ones_costs_one_write(monkeypatch):
+    reading, writing = os.pipe()
+    output = LogOutput(writing)
+    output.setFormatter(PlainFormatter())
+    real, failures = LogOutput._missing, [ValueError("of the test")]
+
+    def failing(self, count):
+        if failures:
+            raise failures.pop()
+        return real(self, count)
+
+    monkeypatch.setattr(LogOutput, "_missing", failing)
+    output._dropped = 5
+    for number in range(2):
+        output.handle(line(f"line {number}"))
+        output.flush()
+    os.close(writing)
+    with os.fdopen(reading) as written:
+        text = written.read()
+    assert not failures
+    assert "6 log lines are missing here" in text
+    assert "line 1" in text

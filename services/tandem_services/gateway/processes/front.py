@@ -80,7 +80,7 @@ class Front:
             case path if path in READY_PATHS:
                 await self._relay_first(asked, send, wanted=lambda status: status == 200, within_s=QUICKLY_S)
             case "/metrics":
-                await self._metrics(send)
+                await self._metrics(asked, send)
             case "/drain":
                 await self._drain(asked, send)
             case path if path.startswith("/requests/"):
@@ -93,48 +93,63 @@ class Front:
     async def _relay_first(
         self, asked: "_Asked", send: Send, *, wanted: Callable[[int], bool], within_s: float | None = None
     ) -> None:
-        """The first answer with a `wanted` status, else the last one. A process that does not answer within `within_s`
-        is passed over."""
-        running = self._running()
-        for number in running:
+        """The first answer with a `wanted` status, else the last one that came. A process that does not answer within
+        `within_s` is passed over."""
+        unwanted: tuple[Answer, bytes] | None = None
+        for number in self._running():
             async with AsyncExitStack() as stack:
                 try:
                     async with asyncio.timeout(within_s):
                         answer = await stack.enter_async_context(asked.of(socket_of(self.folder, number)))
+                        if not wanted(answer.status):
+                            unwanted = answer, await answer.read()
+                            continue
                 except OSError:
-                    if number == running[-1]:
-                        raise _no_process() from None
                     continue
-                if wanted(answer.status) or number == running[-1]:
-                    await _relay(answer, send)
-                    return
+                await _relay(answer, send)
+                return
+        if unwanted is None:
+            raise _no_process()
+        await _relay_read(*unwanted, send)
 
-    async def _metrics(self, send: Send) -> None:
-        await asyncio.gather(*(self._scrape(number) for number in range(self.count)))
+    async def _metrics(self, asked: "_Asked", send: Send) -> None:
+        """A refusal of one process, of the method or the Host header, is that of all."""
+        refusals = await asyncio.gather(*(self._scrape(number, asked) for number in range(self.count)))
+        for refusal in refusals:
+            if refusal is not None:
+                await _relay_read(*refusal, send)
+                return
         body = self.sums.exposition()
         length = (b"content-length", b"%d" % len(body))
         headers = [(b"content-type", CONTENT_TYPE.encode("ascii")), length]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
-    async def _scrape(self, number: int) -> None:
-        """Of a process that does not answer, the last ones count."""
+    async def _scrape(self, number: int, asked: "_Asked") -> tuple[Answer, bytes] | None:
+        """Of a process that does not answer, the last ones count. Returns its answer if it refuses the request."""
         life = self.sums.life_of(number)
         try:
-            async with asyncio.timeout(QUICKLY_S), ask(socket_of(self.folder, number), "GET", "/metrics") as answer:
-                self.sums.scraped(number, await answer.read(), life=life)
-        except (OSError, TimeoutError, ValueError) as error:
+            async with asyncio.timeout(QUICKLY_S), asked.for_body(socket_of(self.folder, number)) as answer:
+                body = await answer.read()
+                if 400 <= answer.status < 500:
+                    return answer, body
+                if answer.status != 200:
+                    raise ValueError(f"it answers with status {answer.status}")  # as what cannot be read
+                self.sums.scraped(number, body, life=life)
+        except (OSError, ValueError) as error:
             logger.warning("process %d of the gateway has no metrics: %s", number, error)
+        return None
 
     async def _drain(self, asked: "_Asked", send: Send) -> None:
-        """An order that one process refuses is not given to the next."""
+        """An order that one process refuses is not given to the next. One that does not answer in time is not told, and
+        learns it by a signal."""
         told: dict[int, bytes] = {}
         for number in self._running():
             try:
-                async with asked.of(socket_of(self.folder, number)) as answer:
+                async with asyncio.timeout(QUICKLY_S), asked.of(socket_of(self.folder, number)) as answer:
                     status, body = answer.status, await answer.read()
             except OSError:
-                continue  # it has ended, and is not restarted
+                continue  # it has ended, or hangs
             if status != 202:
                 await send_json(send, status, body)
                 return
@@ -169,9 +184,17 @@ class _Asked:
         return path
 
     def of(self, socket: Path) -> AbstractAsyncContextManager[Answer]:
+        return self._ask(socket, self.scope["method"])
+
+    def for_body(self, socket: Path) -> AbstractAsyncContextManager[Answer]:
+        """The same with a body, also where only the head is asked for."""
+        method = self.scope["method"]
+        return self._ask(socket, "GET" if method == "HEAD" else method)
+
+    def _ask(self, socket: Path, method: str) -> AbstractAsyncContextManager[Answer]:
         query = self.scope["query_string"]
         target = (self.scope["raw_path"] + (b"?" + query if query else b"")).decode("latin-1")
-        return ask(socket, self.scope["method"], target, headers=self.scope["headers"], body=self.body)
+        return ask(socket, method, target, headers=self.scope["headers"], body=self.body)
 
 
 async def _body(receive: Receive) -> bytes:
@@ -188,8 +211,18 @@ async def _body(receive: Receive) -> bytes:
 
 
 async def _relay(answer: Answer, send: Send) -> None:
-    headers = [header for header in answer.headers if header[0] not in HOP_BY_HOP and header[0] != b"date"]
-    await send({"type": "http.response.start", "status": answer.status, "headers": headers})
+    await _relay_head(answer, send)
     async for part in answer.parts():
         await send({"type": "http.response.body", "body": part, "more_body": True})
     await send({"type": "http.response.body", "body": b"", "more_body": False})
+
+
+async def _relay_read(answer: Answer, body: bytes, send: Send) -> None:
+    """The same of an answer whose body has been read."""
+    await _relay_head(answer, send)
+    await send({"type": "http.response.body", "body": body, "more_body": False})
+
+
+async def _relay_head(answer: Answer, send: Send) -> None:
+    headers = [header for header in answer.headers if header[0] not in HOP_BY_HOP and header[0] != b"date"]
+    await send({"type": "http.response.start", "status": answer.status, "headers": headers})

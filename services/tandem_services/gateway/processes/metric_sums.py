@@ -20,6 +20,7 @@ OF_ALL = frozenset(
         *("process_cpu_cfs_throttled_seconds", "tandem_gateway_oldest_wait_seconds", "tandem_gateway_latency_factor"),
         *("tandem_gateway_latency_calibrated", "tandem_gateway_models", "tandem_gateway_models_file_stale"),
         *("tandem_gateway_models_unserved", "tandem_gateway_api_key_tenants", "tandem_gateway_api_keys_stale"),
+        "tandem_gateway_quarantined_requests",
     )
 )
 """Families that say the same of every process: the greatest value counts."""

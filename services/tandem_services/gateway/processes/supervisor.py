@@ -17,6 +17,7 @@ import logging
 import secrets
 import signal
 import socket
+import subprocess
 import tempfile
 import time
 from collections import deque
@@ -67,25 +68,38 @@ class _Child:
     pause_s: float = FIRST_PAUSE_S
     status: int | None = None
     """Of its last end."""
+    _unsent: signal.Signals | None = None
+    """For the process that is being started."""
 
     async def run_once(self) -> float:
-        """Until it ends. Returns for how many seconds it ran."""
+        """Until it ends. Returns for how many seconds it ran. One that cannot be started has ended with status 1."""
         self.socket.unlink(missing_ok=True)
         began = time.monotonic()
-        self.process = await asyncio.create_subprocess_exec(
-            *self.command,
-            pass_fds=(self.listener.fileno(),),
-            # A Ctrl-C of the terminal comes through the supervisor.
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
+        try:
+            self.process = await asyncio.create_subprocess_exec(
+                *self.command,
+                pass_fds=(self.listener.fileno(),),
+                # A Ctrl-C of the terminal comes through the supervisor.
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        except (OSError, subprocess.SubprocessError) as error:
+            # Memory, processes or descriptors are short, maybe for a moment: the others serve.
+            logger.error("process %d of the gateway cannot be started: %s", self.number, error)
+            self.status = 1
+            return 0.0
+        if self._unsent is not None:
+            self.process.send_signal(self._unsent)
         self.status = await self.process.wait()
         self.has_served = self.has_served or self.socket.exists()
         return time.monotonic() - began
 
     def send(self, number: signal.Signals) -> None:
+        """To the process that runs, or else to the one that is being started, if there is one."""
         if self.process is not None and self.process.returncode is None:
             self.process.send_signal(number)
+        else:
+            self._unsent = number
 
 
 @dataclass(kw_only=True)

@@ -23,6 +23,8 @@ class Answer:
     """A response whose head has come. Its parser's callbacks fill it."""
 
     reader: asyncio.StreamReader
+    bodiless: bool = False
+    """To HEAD: its Content-Length is that of another answer."""
     status: int = 0
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     complete: bool = False
@@ -38,6 +40,7 @@ class Answer:
 
     def on_headers_complete(self) -> None:
         self.status, self._head_complete = self._parser.get_status_code(), True
+        self.complete = self.bodiless
 
     def on_body(self, body: bytes) -> None:
         self._parts.append(body)
@@ -85,7 +88,7 @@ async def ask(
         lines += [b"connection: close", b"content-length: %d" % len(body), b"", b""]
         writer.write(b"\r\n".join(lines) + body)
         await writer.drain()
-        answer = Answer(reader)
+        answer = Answer(reader, bodiless=method == "HEAD")
         await answer.head()
         yield answer
     finally:

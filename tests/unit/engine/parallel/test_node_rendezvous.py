@@ -1,6 +1,7 @@
 """Nodes that meet over TCP, with keys: the leader's server, the store behind it, and groups that are formed by it."""
 
 import json
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -241,3 +242,16 @@ def test_rank_0_that_cannot_leave_is_ended(config, keys):
     with closing(server):
         leader.failure.record(RankLostError("node 1 has said nothing"))
         assert ended.wait(PATIENCE_S)
+
+
+def test_reason_of_a_stuck_engine_is_written_before_it_ends():
+    program = (
+        "import logging\n"
+        "from tandem_engine.base.logs import LogFormat, configure_logging\n"
+        "from tandem_engine.parallel.node_leader import leave\n"
+        "configure_logging(LogFormat.JSON)\n"
+        "logging.error('rank 0 is stuck')\n"
+        "leave(7)\n"
+    )
+    ended = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert (ended.returncode, "rank 0 is stuck" in ended.stderr) == (7, True)

@@ -33,7 +33,8 @@ class Played:
         status, body = self.answers.get(head.split(b" ")[1].decode(), (404, b"{}"))
         size = len(body) + (1 if self.breaks else 0)
         writer.write(b"HTTP/1.1 %d X\r\ncontent-type: application/json\r\ncontent-length: %d\r\n\r\n" % (status, size))
-        writer.write(body)
+        if not head.startswith(b"HEAD "):
+            writer.write(body)
         writer.close()
 
 
@@ -135,3 +136,46 @@ async def test_drain_passes_over_a_process_that_has_died(tmp_path):
         socket_of(tmp_path, 0).touch()
         played[1].answers["/drain"] = (202, b"{}")
         assert ((await client.post("/drain", json={})).status_code, drained) == (202, [[1]])
+
+
+async def test_drain_passes_over_a_process_that_hangs(tmp_path, monkeypatch):
+    monkeypatch.setattr("tandem_services.gateway.processes.front.QUICKLY_S", 0.2)
+    async with front(tmp_path, 2) as (client, played, drained):
+        played[0].hangs = True
+        played[1].answers["/drain"] = (202, b"{}")
+        assert ((await client.post("/drain", json={})).status_code, drained) == (202, [[1]])
+
+
+@pytest.mark.parametrize("path", ["/ready", "/console", "/metrics", "/requests/a/explain"])
+async def test_head_of_an_answer_has_no_body_to_wait_for(tmp_path, path):
+    async with front(tmp_path, 2) as (client, played, _):
+        for each in played:
+            each.answers[path] = (200, b"# TYPE a gauge\na 2.0\n")
+        answer = await client.head(path)
+        assert (answer.status_code, answer.headers["content-type"] != "") == (200, True)
+
+
+async def test_refusal_stays_when_the_last_process_is_dead(tmp_path):
+    async with front(tmp_path, 2) as (client, played, _):
+        played[0].answers["/ready"] = (503, b'{"reasons": ["workers"]}')
+        socket_of(tmp_path, 1).unlink()
+        socket_of(tmp_path, 1).touch()
+        assert (await client.get("/ready")).json() == {"reasons": ["workers"]}
+        assert (await client.get("/requests/a/explain")).status_code == 404
+
+
+async def test_metrics_are_refused_as_processes_refuse_them(tmp_path):
+    async with front(tmp_path, 2) as (client, played, _):
+        for each in played:
+            each.answers["/metrics"] = (403, b'{"error": "Host"}')
+        answer = await client.get("/metrics", headers={"host": "evil.example"})
+        assert (answer.status_code, answer.json()) == (403, {"error": "Host"})
+        assert all(b"host: evil.example" in each.asked[0] for each in played)
+
+
+async def test_counts_stay_while_a_process_answers_with_an_error(tmp_path):
+    async with front(tmp_path, 1) as (client, played, _):
+        played[0].answers["/metrics"] = (200, b"# TYPE a counter\na_total 2.0\n")
+        await client.get("/metrics")
+        played[0].answers["/metrics"] = (500, b"")
+        assert "a_total 2.0" in (await client.get("/metrics")).text

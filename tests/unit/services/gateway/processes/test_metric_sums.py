@@ -80,3 +80,10 @@ def test_scrape_of_a_process_that_has_ended_meanwhile_is_dropped():
     sums.ended(1)
     sums.scraped(1, exposition(requests=9, running=9, release=7, seconds=0.5), life=life)
     assert values(sums)["requests_total|200"] == 7
+
+
+def test_quarantine_that_all_processes_know_counts_once():
+    name, sums = "tandem_gateway_quarantined_requests", MetricSums()
+    for number in range(2):
+        sums.scraped(number, f"# TYPE {name} gauge\n{name} 3.0\n".encode(), life=0)
+    assert values(sums) == {name: 3}
