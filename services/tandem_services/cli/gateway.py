@@ -145,8 +145,8 @@ def _add_administration(group: argparse._ArgumentGroup) -> None:
         type=process_count,
         default=1,
         metavar="N",
-        help="serve with N processes, at most 8, each on a core of its own; auto: one per CPU of the quota. With more "
-        "than one, add --admin-port (docs/gateway-processes.md) (default: 1)",
+        help="serve with N processes, at most 8, each of which uses one core; auto: one per CPU that it may use. With "
+        "more than one, add --admin-port (docs/gateway-processes.md) (default: 1)",
     )
     group.add_argument("--process-place", type=Path, help=argparse.SUPPRESS)
     group.add_argument(
