@@ -428,17 +428,30 @@ def _build(text: str, source: str) -> Tokenizer:
 
 
 def _without_added(tokenizer: Tokenizer, document: _Document, contents: Collection[str]) -> Tokenizer:
-    """The same without these added tokens. Both share model, normalizer and the other parts in memory."""
+    """The same without these added tokens; all others keep their ids. Both share model, normalizer and the other parts
+    in memory.
+    """
     shared = Tokenizer(tokenizer.model)
     for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
         if (value := getattr(tokenizer, part)) is not None:
             setattr(shared, part, value)
-    kept = (token for token in document.added_tokens or () if token.content not in contents)
+    replaced = (
+        _replaced(token, tokenizer) if token.content in contents else token for token in document.added_tokens or ()
+    )
     # In the order of the file, by which a token that is not in the vocabulary gets its id.
-    for special, tokens in groupby(kept, key=attrgetter("special")):
+    for special, tokens in groupby(filter(None, replaced), key=attrgetter("special")):
         add = shared.add_special_tokens if special else shared.add_tokens
         add([token.built() for token in tokens])
     return shared
+
+
+def _replaced(token: _AddedToken, tokenizer: Tokenizer) -> _AddedToken | None:
+    """A token that no client can write, with the same id. Without it, later tokens would get lower ids, which are
+    those of control tokens. None where the vocabulary has the id.
+    """
+    if tokenizer.model.token_to_id(token.content) is not None:
+        return None
+    return msgspec.structs.replace(token, content=_draw_mark(), normalized=False)
 
 
 def _matches_normalized(document: _Document, contents: Collection[str]) -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 
 from tandem_engine.base.errors import CheckpointError, InvalidRequestError
 from tandem_engine.tokenizer import text_tokenizer
@@ -48,22 +48,39 @@ def test_special_tokens_in_a_text_prompt_parse_unless_forbidden(text, tmp_path_f
 ADDED = ["<think>", "<call>", "<|sep|>", "<tool>"]
 
 
-@given(text=st.lists(st.sampled_from([*SPECIALS, *ADDED, "<|end|>", "ab", " ", "<", "|>"])).map("".join))
-def test_shared_model_encodes_as_one_parsed_without_specials(text, tmp_path_factory):
-    """Added tokens outside the vocabulary get their ids in the order of the file, special ones among them or not."""
-    document = json.loads(tokenizer_document())
-    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    first = max(token["id"] for token in document["added_tokens"]) + len(document["model"]["vocab"])
-    further = [("<call>", False), ("<|end|>", True), ("<|sep|>", False), ("<tool>", False)]
-    document["added_tokens"] += [
-        {"id": first + place, "content": content, "special": special, **flags}
-        for place, (content, special) in enumerate(further)
-    ]
+def folder_with_added(tmp_path_factory) -> Path:
+    """As of many checkpoints: no added token is in the vocabulary, and special ones are between the others."""
     folder = tmp_path_factory.getbasetemp() / "added"
     if not folder.exists():
-        write_tokenizer(folder)
-        (folder / "tokenizer.json").write_text(json.dumps(document), "utf-8")
-    document["added_tokens"] = [token for token in document["added_tokens"] if not token["special"]]
+        tokenizer = Tokenizer.from_str(tokenizer_document())
+        for content, special in (("<call>", False), ("<|end|>", True), ("<|sep|>", False), ("<tool>", False)):
+            add = tokenizer.add_special_tokens if special else tokenizer.add_tokens
+            add([AddedToken(content, special=special, normalized=False)])
+        (write_tokenizer(folder) / "tokenizer.json").write_text(tokenizer.to_str(), "utf-8")
+    return folder
+
+
+@given(text=st.lists(st.sampled_from([*SPECIALS, *ADDED, "<|end|>", "ab", " ", "<", "|>"])).map("".join))
+def test_added_tokens_keep_their_ids_without_special_ones(text, tmp_path_factory):  # [control-text-is-text]
+    """Ids that move down by the special tokens before them would be those of control tokens."""
+    tokenizer = TextTokenizer.load(folder_with_added(tmp_path_factory))
+    plain = tokenizer.encode(text, parse_special_tokens=False)
+    assert tokenizer.decode(plain, skip_special_tokens=False) == text
+    assert not tokenizer.vocabulary.special_ids & set(plain)
+    for content in ADDED:
+        [token] = tokenizer.encode(content)
+        assert plain.count(token) == text.count(content)
+
+
+@given(text=st.lists(st.sampled_from([*SPECIALS, *ADDED, "<|end|>", "ab", " ", "<", "|>"])).map("".join))
+def test_shared_model_encodes_as_one_parsed_without_specials(text, tmp_path_factory):
+    """Where special tokens would be, the parsed one has tokens of other texts."""
+    folder = folder_with_added(tmp_path_factory)
+    document = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    for token in document["added_tokens"]:
+        if token["content"] == "<|end|>":
+            token["content"] = "\ufdd0end"
+    document["added_tokens"] = [token for token in document["added_tokens"] if token["content"] not in SPECIALS]
     parsed = Tokenizer.from_str(json.dumps(document))
     assert TextTokenizer.load(folder).encode(text, parse_special_tokens=False) == parsed.encode(text).ids
 
