@@ -11,10 +11,14 @@ from dataclasses import replace
 import httpx
 import pytest
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.tokenizer.bundle import TokenizerBundle
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.sockets import free_port
+from tandem_services.gateway.models.fleet_tokenizer import FoundTokenizer
+from tandem_services.router_server import worker_tokenizers
 from tandem_services.router_server.config import TokenizedModel
+from tandem_services.router_server.request_reading import RequestReading
 from tandem_services.router_server.worker_tokenizers import WorkerTokenizers
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
@@ -101,24 +105,88 @@ class View:
     offered = ready = workers
 
 
+MODEL = TokenizedModel(("m",), None)
+
+
+class Folder:
+    """Finds the tokenizer of the first offered worker."""
+
+    def __init__(self, folder) -> None:
+        self.folder = write_tokenizer(folder)
+        self.found: list[str] = []
+
+    async def find(self, offered, others):
+        del others
+        self.found.append(offered[0].tokenizer)
+        return FoundTokenizer(offered[0].tokenizer, "", self.folder)
+
+
+def tokenizers_of(fleet, source, *models: TokenizedModel) -> tuple[WorkerTokenizers, list[tuple[str, ...]]]:
+    """With the names of accepted models."""
+    accepted: list[tuple[str, ...]] = []
+
+    def accept(model: TokenizedModel, tokenizer: TextTokenizer) -> None:
+        assert tokenizer.vocab_size > 0
+        accepted.append(model.names)
+
+    return WorkerTokenizers(models=models, fleet=fleet, source=source, accept=accept), accepted
+
+
 async def test_tokenizer_is_read_again_when_most_workers_have_another(tmp_path):
-    found, accepted, fleet = [], [], View("a")
-
-    class Folder:
-        async def find(self, offered, others):
-            del others
-            found.append(offered[0].tokenizer)
-            return type("Found", (), {"digest": offered[0].tokenizer, "folder": write_tokenizer(tmp_path)})
-
-    tokenizers = WorkerTokenizers(
-        models=[TokenizedModel(("m",), None)],
-        fleet=fleet,
-        source=lambda _: Folder(),
-        accept=lambda model, tokenizer: accepted.append((model.names, tokenizer.vocab_size)),
-    )
-    await tokenizers.look()
-    await tokenizers.look()
-    assert (found, len(accepted)) == (["a"], 1)
+    fleet, folder = View("a"), Folder(tmp_path)
+    tokenizers, accepted = tokenizers_of(fleet, lambda _: folder)
+    await tokenizers.look_for(MODEL)
+    await tokenizers.look_for(MODEL)
+    assert (folder.found, len(accepted)) == (["a"], 1)
     fleet.views = View("b", "b", "a").views
-    await tokenizers.look()
-    assert (found, len(accepted)) == (["a", "b"], 2)
+    await tokenizers.look_for(MODEL)
+    assert (folder.found, len(accepted)) == (["a", "b"], 2)
+
+
+async def test_tokenizer_is_not_loaded_again_while_it_is_offered(tmp_path):
+    """Most workers that are ready have another one, and those refuse requests."""
+    fleet, folder = View("a"), Folder(tmp_path)
+    tokenizers, accepted = tokenizers_of(fleet, lambda _: folder)
+    await tokenizers.look_for(MODEL)
+    fleet.ready = View("b", "b", "a").workers
+    await tokenizers.look_for(MODEL)
+    assert len(accepted) == 1
+
+
+async def test_silent_workers_of_one_model_delay_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker_tokenizers, "LOOK_EVERY_S", 0.01)
+    silent, accepted_one = TokenizedModel(("silent",), None), asyncio.Event()
+
+    class Silent:
+        async def find(self, offered, others):
+            del offered, others
+            await asyncio.Event().wait()
+
+    class Late(Folder):
+        """Has nothing at the first look."""
+
+        async def find(self, offered, others):
+            found = await super().find(offered, others)
+            if len(self.found) == 1:
+                raise ConfigError("none yet")
+            return found
+
+    late = Late(tmp_path)
+    tokenizers = WorkerTokenizers(
+        models=(silent, MODEL),
+        fleet=View("a"),
+        source=lambda model: Silent() if model is silent else late,
+        accept=lambda *_: accepted_one.set(),
+    )
+    looking = asyncio.create_task(tokenizers.run())
+    try:
+        async with asyncio.timeout(PATIENCE_S):
+            await accepted_one.wait()
+    finally:
+        looking.cancel()
+        await asyncio.gather(looking, return_exceptions=True)
+
+
+def test_token_ids_for_an_alias_go_to_the_model_before_its_tokenizer():
+    reading = RequestReading(models={}, awaited={"m": "m", "alias": "m"})
+    assert [reading.own_name(name) for name in ("alias", "m", "other")] == ["m", "m", "other"]

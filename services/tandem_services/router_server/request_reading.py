@@ -63,22 +63,25 @@ class RequestReading:
     """Reads for all models that a router has tokenizers of, by each of their names."""
 
     models: dict[str, ModelReader]
-    awaited: set[str] = field(default_factory=set)
-    """Names of models whose workers have not sent their tokenizer yet."""
+    awaited: dict[str, str] = field(default_factory=dict)
+    """Names of models whose workers have not sent their tokenizer yet, with the models' own names."""
     planners: Mapping[str, Planner[Any]] = field(default_factory=planners)
 
     def add(self, reader: ModelReader) -> None:
         """From now on requests of this model are read with it, also where there was another one."""
         self.models.update(dict.fromkeys(reader.model.names, reader))
-        self.awaited.difference_update(reader.model.names)
+        for name in reader.model.names:
+            self.awaited.pop(name, None)
 
     def own_name(self, name: str) -> str:
         """What workers call the model that clients call `name`; the same where it is not known here."""
         reader = self.models.get(name)
-        return name if reader is None else reader.model.name
+        return self.awaited.get(name, name) if reader is None else reader.model.name
 
     async def prompt(self, ask: ChooseAsk) -> tuple[int, ...]:
-        """Prompt tokens of a checked `ask`. Raises `ApiError` 400 if it is invalid, 404 without a tokenizer."""
+        """Prompt tokens of a checked `ask`. Raises `ApiError` 400 if it is invalid, 404 without a tokenizer, 503 before
+        workers have sent it.
+        """
         reader = self.models.get(ask.model)
         if ask.token_ids is not None:
             if reader is not None:
@@ -112,7 +115,8 @@ class RequestReading:
         return ids
 
     async def request(self, path: str, body: bytes, caller: Caller) -> ReadRequest | None:
-        """The content of a request for text; None for what is not read here: other paths, and other models.
+        """The content of a request for text; None for what is not read here: other paths, other models, and
+        models whose tokenizer is awaited.
 
         Raises `ApiError` as the gateway would refuse it.
         """

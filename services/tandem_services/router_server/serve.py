@@ -120,7 +120,8 @@ def build_router_server(
         worker_wait_s=config.worker_wait_s,
     )
     session_manager = SessionManager(directory=sessions, ttl_s=SESSION_TTL_S, turn_s=SESSION_TTL_S)
-    reading = RequestReading(models={}, awaited={name for model in config.models for name in model.names})
+    awaited = {name: model.names[0] for model in config.models for name in model.names}
+    reading = RequestReading(models={}, awaited=awaited)
 
     def accept(model: TokenizedModel, tokenizer: TextTokenizer) -> None:
         special = config.parse_special_tokens

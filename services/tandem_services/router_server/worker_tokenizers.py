@@ -56,20 +56,27 @@ class WorkerTokenizers:
     """The last one of each model: it is logged once."""
 
     async def run(self) -> None:
-        failure = "cannot look for tokenizers of workers"
-        await run_periodically(self.look, every_s=LOOK_EVERY_S, logger=logger, failure=failure, at_once=True)
+        """Models do not wait for each other: workers of one that do not answer take up to a minute."""
+        await asyncio.gather(*(self._watch(model) for model in self.models))
 
-    async def look(self) -> None:
-        """Get what is missing, or has changed. Models do not wait for each other."""
-        await asyncio.gather(*(self._look_for(model) for model in self.models))
+    async def _watch(self, model: TokenizedModel) -> None:
+        async def look() -> None:
+            await self.look_for(model)
 
-    async def _look_for(self, model: TokenizedModel) -> None:
+        failure = f"cannot look for the tokenizer of workers of model {quoted(model.names[0])}"
+        await run_periodically(look, every_s=LOOK_EVERY_S, logger=logger, failure=failure, at_once=True)
+
+    async def look_for(self, model: TokenizedModel) -> None:
+        """Get its tokenizer, if it is missing or has changed."""
         name = model.names[0]
         current = self._digests.get(name, "")
         if current and preferred(self.fleet.ready(), name, current=current) == current:
             return
         try:
             found = await self.source(model).find(self.fleet.offered(), self.fleet.workers())
+            if found.digest == current:
+                # Most of the workers that requests may be sent to have it still.
+                return
             tokenizer = await asyncio.to_thread(TextTokenizer.load, found.folder)
         except (ConfigError, CheckpointError, RedisUnavailableError) as error:
             self._complain(name, str(error))
