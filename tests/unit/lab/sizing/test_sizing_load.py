@@ -1,7 +1,9 @@
 """What a trace lacks, and what no number of workers can keep."""
 
+import math
 from dataclasses import replace
 from random import Random
+from statistics import mean, stdev
 
 import pytest
 
@@ -136,6 +138,19 @@ def test_upper_rate_bounds_that_of_another_sample():
         bound = upper_rate(parts.sized, load, 0.95) * sum(load.uncached) / load.seconds
         below += bound < true_rate
     assert below <= 0.15 * 200
+
+
+@pytest.mark.parametrize(
+    ("confidence", "quantile"), [(0.5, 0.0), (0.8, 0.896), (0.95, 1.895), (0.99, 2.998), (0.999, 4.785)]
+)
+def test_rate_margin_follows_students_distribution(confidence, quantile):
+    """The error is estimated from eight windows: a normal quantile would be exceeded nine times as often at 0.999."""
+    made = [replace(row, output_tokens=10 + number // 25 % 2) for number, row in enumerate(rows(400))]
+    sized = halves(made).sized
+    tokens = [10.0, 11.0] * 4
+    error = stdev(tokens) / mean(tokens) / math.sqrt(8)
+    found = upper_rate(sized, replace(load_figures(sized), uncached=(1,) * 200, seconds=200.0), confidence)
+    assert (found - 1.0) / error == pytest.approx(quantile, abs=0.03)
 
 
 def test_faster_requests_keep_their_order_and_work():
