@@ -113,7 +113,7 @@ def upper_rate(requests: Sequence[SimulatedRequest], load: LoadFigures, confiden
     return min(MAX_RATE, 1.0 + max(0.0, _student_quantile(confidence, WINDOWS - 1)) * error)
 
 
-def _student_quantile(share: float, freedom: int) -> float:
+def _student_quantile(share: float, freedom: float) -> float:
     """Of Student's t, since the variance is estimated as well: an expansion around the normal quantile, within a
     hundredth for 7 degrees of freedom and shares up to 0.999.
     """
