@@ -114,8 +114,8 @@ def upper_rate(requests: Sequence[SimulatedRequest], load: LoadFigures, confiden
 
 
 def _student_quantile(share: float, freedom: float) -> float:
-    """Of Student's t, since the variance is estimated as well: an expansion around the normal quantile, within a
-    hundredth for 7 degrees of freedom and shares up to 0.999.
+    """Of Student's t, since the variance is estimated as well: an expansion around the normal quantile, within
+    1 % for 7 degrees of freedom and shares up to 0.999.
     """
     z = NormalDist().inv_cdf(share)
     terms = (
