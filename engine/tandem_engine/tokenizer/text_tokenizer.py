@@ -9,16 +9,11 @@ Text becomes ids in two ways:
 
 Added tokens that are not special, such as `<think>` in many checkpoints, are parsed in both. All methods are
 thread-safe and release the GIL while they encode, so long texts can be encoded next to an event loop.
-
-`FimMarks` are the tokens with which code models fill in the text between a prefix and a suffix:
-
-    prefix first   PRE prefix SUF suffix MID      Qwen2.5-Coder, StarCoder, CodeLlama, DeepSeek-Coder, CodeGemma
-    suffix first   SUF suffix PRE prefix [MID]    Codestral, Seed-Coder
 """
 
 import json
 import secrets
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from operator import attrgetter
@@ -33,6 +28,7 @@ from tandem_engine.base.environment import set_default
 from tandem_engine.base.errors import CheckpointError, InvalidRequestError
 from tandem_engine.tokenizer.chat_encoding import ChatEncoder
 from tandem_engine.tokenizer.chat_template import ChatTemplate, ControlLiterals
+from tandem_engine.tokenizer.fill_in_middle import FimMarks, find_fim_marks
 from tandem_engine.tokenizer.traced_text import TracedText
 from tandem_engine.tokenizer.vocabulary import Vocabulary, read_vocabulary
 
@@ -113,55 +109,6 @@ def _id_tuple(value: Any, path: Path) -> tuple[int, ...]:
     if not all(type(token) is int and token >= 0 for token in ids):
         raise CheckpointError(f"{path}: eos_token_id must be a token id or a list of them, got {value!r:.100}")
     return tuple(ids)
-
-
-class _Family(NamedTuple):
-    prefix: str
-    suffix: str
-    middle: str | None
-    suffix_first: bool = False
-    end: str | None = None
-
-
-_FAMILIES = (
-    _Family("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>"),
-    _Family("<fim_prefix>", "<fim_suffix>", "<fim_middle>"),
-    _Family("<fim-prefix>", "<fim-suffix>", "<fim-middle>"),
-    _Family("<｜fim▁begin｜>", "<｜fim▁hole｜>", "<｜fim▁end｜>"),
-    _Family("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>"),
-    _Family("▁<PRE>", "▁<SUF>", "▁<MID>", end="▁<EOT>"),
-    _Family("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", suffix_first=True),
-    _Family("[PREFIX]", "[SUFFIX]", None, suffix_first=True),
-)
-
-
-class FimMarks(NamedTuple):
-    """Token ids of one tokenizer's marks."""
-
-    prefix: int
-    suffix: int
-    middle: int | None
-    suffix_first: bool
-    end: int | None
-    """Ends the middle, beside the end-of-sequence tokens."""
-
-    def around(self, prefix: Sequence[int], suffix: Sequence[int]) -> list[int]:
-        """A prompt that asks for what stands between `prefix` and `suffix`."""
-        marked = [[self.prefix, *prefix], [self.suffix, *suffix]]
-        first, second = reversed(marked) if self.suffix_first else marked
-        return [*first, *second, *(() if self.middle is None else (self.middle,))]
-
-
-def find_fim_marks(token_of: Callable[[str], int | None]) -> FimMarks | None:
-    """The marks that a vocabulary has; None without any. `token_of`: the id of an added token."""
-    for family in _FAMILIES:
-        prefix, suffix = token_of(family.prefix), token_of(family.suffix)
-        middle = None if family.middle is None else token_of(family.middle)
-        if prefix is None or suffix is None or (middle is None and family.middle is not None):
-            continue
-        end = None if family.end is None else token_of(family.end)
-        return FimMarks(prefix, suffix, middle, family.suffix_first, end)
-    return None
 
 
 TruncationSide = Literal["left", "right"]

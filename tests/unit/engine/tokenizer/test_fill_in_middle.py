@@ -5,7 +5,8 @@ import json
 import pytest
 
 from tandem_engine.base.errors import InvalidRequestError
-from tandem_engine.tokenizer.text_tokenizer import TextTokenizer, find_fim_marks
+from tandem_engine.tokenizer.fill_in_middle import find_fim_marks
+from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.tokenizer_builders import SPECIALS, tokenizer_document, write_tokenizer
 
 MARKS = ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>")
