@@ -18,7 +18,7 @@ def adapters_table(report: Mapping[str, Any]) -> str:
 
 def _rows_of_fleet(adapters: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
     for each in adapters:
-        failed = [f"{worker}: {reason}" for worker, reason in sorted(each["failed"].items())]
+        failed = [f"{worker}: {reason}" for worker, reason in sorted(each.get("failed", {}).items())]
         state = (
             "registered" if each["registered"] and each["requested"] else "served" if each["requested"] else "former"
         )

@@ -33,3 +33,8 @@ def test_gateway_table_names_the_workers_that_failed():
 
 def test_worker_without_adapters_has_a_sentence():
     assert adapters_table({"adapters": [], "memory": None}) == "no adapters"
+
+
+def test_gateway_of_a_former_release_reports_no_failures():
+    adapter = {"name": "sql", "digest": ONE, "rank": 8, "registered": True, "requested": True, "workers": ["d1"]}
+    assert adapters_table({"data": [adapter]}).splitlines()[1].split() == ["sql", ONE, "8", "registered", "d1"]
