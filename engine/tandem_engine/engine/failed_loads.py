@@ -1,7 +1,7 @@
 """Adapters that could not be loaded for a request.
 
 refused     for `REFUSED_S`: retries of the request would read the folder each time
-reported    for `REPORTED_S` after the last failure, or until an adapter of the name is loaded: the reason is in statuses
+reported    for `REPORTED_S` after the last failure, or until one is loaded under the name: for statuses
 """
 
 from collections.abc import Iterator
