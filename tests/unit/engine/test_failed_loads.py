@@ -69,7 +69,7 @@ def test_long_reason_stays_bounded_when_it_is_escaped():
 
 
 @pytest.mark.parametrize("name", ["", "n" * 129, "a\udcff", "a\x1b"])
-def test_failure_under_an_impossible_name_is_refused_not_reported(name):
+def test_failure_under_impossible_name_is_refused_not_reported(name):
     failed = FailedLoads()
     request = AdapterRef(name=name, digest=b"1" * 16, source="x")
     failed.note(request, "no name", now=0.0)
