@@ -4,7 +4,9 @@ and names of adapters."""
 import pytest
 import redis
 
+from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import ServedAdapter
+from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import MAX_REGISTERED
 from tandem_services.router.registered_adapters import AdapterBoard, RegisteredAdapters
 from tandem_services.router.shared_state import (
@@ -132,3 +134,46 @@ async def test_overwritten_registered_names_are_restored(raw, fleet):
     await require_known()
     assert raw.hlen(key) == 1
     assert await board.sync([("m:sql", "not what is there", "")]) == {"m:sql": text.decode()}
+
+
+async def test_overwritten_reported_names_are_restored(raw, fleet):
+    deployment, key = fleet.registry.deployment, fleet.keys.adapters
+    board = AdapterBoard(library=fleet.registry.library, keys=fleet.keys)
+
+    def gateway(of: Deployment = deployment) -> RegisteredAdapters:
+        return RegisteredAdapters(model="m", deployment=of, board=board)
+
+    names = {"sql": ServedAdapter(name="sql", digest="1" * 32, rank=4, root="sql")}
+    one = gateway()
+    one.note(names)
+    await one.sync()
+    [(field, text)] = raw.hgetall(key).items()
+    assert field == b"m:\0:sql"
+
+    async def require_known() -> None:
+        await one.sync()
+        assert raw.hget(key, field) == text
+        later, stranger = gateway(), gateway(Deployment.of(KeyPair.generate()))
+        await later.sync()
+        await stranger.sync()
+        assert (later.reported.all(), stranger.reported.all()) == (names, {})
+
+    for value in VALUES:
+        raw.hset(key, mapping={field: value, b"m:\0:\xff": value, b"m:\0:a": value, b"m:\0:": value})
+        later = gateway()
+        await later.sync()
+        assert later.reported.all() == {}
+        await require_known()
+        assert not raw.hexists(key, b"m:\0:a")
+    raw.hset(key, mapping={b"m:\0:a": text})
+    await require_known()
+    for kind in TYPES:
+        raw.delete(key)
+        raw.execute_command(kind[0], key, *kind[1:])
+        await require_known()
+    raw.hset(key, mapping={f"m:\0:x{number}": text for number in range(MAX_REGISTERED + 1)})
+    await require_known()
+    assert raw.hlen(key) == 1
+    one.note({})
+    await one.sync()
+    assert not raw.exists(key), "the last worker that had them has been replaced by one without"

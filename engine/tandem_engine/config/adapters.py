@@ -15,6 +15,16 @@ DEFAULT_TURN_S = 2.0
 MAX_TURN_S = 3600.0
 
 
+def check_adapter_name(name: str) -> None:
+    """Raise `ConfigError` for a name that no adapter can have."""
+    size = len(name.encode("utf-8", "surrogatepass"))
+    if not 1 <= size <= MAX_NAME_BYTES or set(name) & {"/", ":"} or not name.isprintable():
+        raise ConfigError(
+            f"adapters: a name has 1 to {MAX_NAME_BYTES} bytes of printable characters without / and :, got "
+            f"{name[:80]!r}"
+        )
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AdapterSource:
     """Where an adapter is, and the name that requests have for it."""
@@ -24,12 +34,7 @@ class AdapterSource:
     """Folder of a PEFT checkpoint."""
 
     def __post_init__(self) -> None:
-        size = len(self.name.encode("utf-8", "surrogatepass"))
-        if not 1 <= size <= MAX_NAME_BYTES or set(self.name) & {"/", ":"} or not self.name.isprintable():
-            raise ConfigError(
-                f"adapters: a name has 1 to {MAX_NAME_BYTES} bytes of printable characters without / and :, got "
-                f"{self.name[:80]!r}"
-            )
+        check_adapter_name(self.name)
         if not self.path or "\0" in self.path:
             raise ConfigError(f"adapters: the folder of {self.name!r} must be a path, got {self.path[:80]!r}")
 

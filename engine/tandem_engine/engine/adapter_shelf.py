@@ -136,7 +136,7 @@ class LoadingShelf:
         later = self.loads.allowed and not pinned
         adapter = self.table.add(loaded, replaces=replaces, digest=digest, idle=idle, later=later)
         self.table.measure(loaded)
-        self._failed.forget(content)
+        self._failed.loaded(adapter.name, content)
         if pinned:
             self.table.pinned.add(content)
         else:
@@ -183,7 +183,7 @@ class LoadingShelf:
             return Loaded(digest, AdapterMissingError(reason))
         self.table.measure(loaded)
         self.table.bring(loaded)
-        self._failed.forget(digest)
+        self._failed.loaded(wanted.ref.name, digest)
         self._turns[digest] = self.clock.now()
         self.loads_total += 1
         self.load_s_total += loaded.seconds

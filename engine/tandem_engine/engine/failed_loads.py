@@ -1,12 +1,15 @@
 """Adapters that could not be loaded for a request.
 
 refused     for `REFUSED_S`: retries of the request would read the folder each time
-reported    for `REPORTED_S` after the last failure, or until the adapter is loaded: the reason is in statuses
+reported    for `REPORTED_S` after the last failure, or until one is loaded under the name: for statuses
 """
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.logs import escape
+from tandem_engine.config.adapters import check_adapter_name
 from tandem_engine.messages.control import (
     MAX_FAILED_ADAPTERS,
     MAX_FAILURE_TEXT,
@@ -21,7 +24,8 @@ REPORTED_S = 600.0
 
 @dataclass(frozen=True, slots=True)
 class _Failure:
-    report: FailedAdapter
+    report: FailedAdapter | None
+    """None under a name that no adapter can have."""
     reason: str
     """Whole."""
     at: float
@@ -42,13 +46,23 @@ class FailedLoads:
         self._failures.pop(ref.digest, None)
         while len(self._failures) >= MAX_REFUSED_ADAPTERS:
             self.forget(next(iter(self._failures)))
-        report = FailedAdapter(name=ref.name, digest=ref.digest.hex(), reason=reason[:MAX_FAILURE_TEXT])
-        self._failures[ref.digest] = _Failure(report, reason, now)
+        self._failures[ref.digest] = _Failure(_report_of(ref, reason), reason, now)
         self._refused.add(ref.digest)
         self.changes += 1
 
+    def loaded(self, name: str, digest: bytes) -> None:
+        """It is in memory. Failures with other content that the name stood for are over, too."""
+        self.forget(digest)
+        former = [
+            each
+            for each, failure in self._failures.items()
+            if failure.report is not None and failure.report.name == name
+        ]
+        for each in former:
+            self.forget(each)
+
     def forget(self, digest: bytes) -> None:
-        """It is loaded, or no name stands for it any more."""
+        """Neither refuse nor report it."""
         if self._failures.pop(digest, None) is not None:
             self._refused.discard(digest)
             self.changes += 1
@@ -75,5 +89,14 @@ class FailedLoads:
     @property
     def reported(self) -> tuple[FailedAdapter, ...]:
         """The newest failures, by name."""
-        newest = [failure.report for failure in self._failures.values()][-MAX_FAILED_ADAPTERS:]
-        return tuple(sorted(newest, key=lambda report: (report.name, report.digest)))
+        reports = [failure.report for failure in self._failures.values() if failure.report is not None]
+        return tuple(sorted(reports[-MAX_FAILED_ADAPTERS:], key=lambda report: (report.name, report.digest)))
+
+
+def _report_of(ref: AdapterRef, reason: str) -> FailedAdapter | None:
+    """Readers refuse a whole report with a name, or with text, that is not well-formed."""
+    try:
+        check_adapter_name(ref.name)
+    except ConfigError:
+        return None
+    return FailedAdapter(name=ref.name, digest=ref.digest.hex(), reason=escape(reason)[:MAX_FAILURE_TEXT])

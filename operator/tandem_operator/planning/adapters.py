@@ -307,7 +307,9 @@ def _count(held: HeldAdapter | None, workers: Workers, role: RoleName) -> int:
 
 
 def _failed(failure: Failure | None, held: HeldAdapter | None) -> list[FailedWorker]:
-    """Of the last command, and of loads for requests."""
-    reasons = {**(held.failed if held is not None else {}), **(failure.workers if failure is not None else {})}
-    shown = sorted(reasons.items())[:MAX_FAILED]
+    """Of the last command, then of loads for requests."""
+    of_command = failure.workers if failure is not None else {}
+    of_requests = held.failed if held is not None else {}
+    further = ((name, reason) for name, reason in sorted(of_requests.items()) if name not in of_command)
+    shown = [*sorted(of_command.items()), *further][:MAX_FAILED]
     return [FailedWorker(name=name, reason=reason[:MAX_REASON]) for name, reason in shown]

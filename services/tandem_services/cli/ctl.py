@@ -171,6 +171,11 @@ def run(args: argparse.Namespace) -> int:
                     response = client.get(GATEWAY_ADAPTERS)
             else:
                 response = client.post(PATHS[args.order], json=_body(args))
+            if args.order == "adapters" and response.status_code == 404:
+                raise StartupError(
+                    f"{url} has no list of adapters (HTTP 404): give the --health-port of a worker of this release, or "
+                    f"the --admin-port of a gateway"
+                )
             answer = response.json()
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise StartupError(f"no worker answers at {url} ({error}): give the HOST:PORT of its --health-port") from error

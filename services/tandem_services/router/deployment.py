@@ -6,7 +6,7 @@ Redis is shared, so its content is untrusted until a signature proves it:
     row        a worker signs its whole description; readers drop rows without a valid signature
     claim      a worker signs its incarnation: "this incarnation exists", by which it holds its worker's name
     start      a worker that is not registered yet signs its incarnation, role and model
-    adapter    a gateway signs what the name of an adapter stands for, with a revision
+    adapter    a gateway signs what the name of an adapter stands for, with a revision if a command has registered it
     tokenizer  a gateway signs which tokenizer the workers of a model had, by digest
     verdict    why an incarnation has ended: the claim of a newer incarnation of the same worker, or a sentence signed
                by a process of the deployment (a peer that found it dead, or the worker itself as it exits, which also

@@ -23,7 +23,7 @@ hash tag, so on a Redis Cluster all keys of one cluster name share a slot and on
     tags                 HASH  tag → incarnation
     links:<incarnation>  STR   lines of a receiver's incarnation, a space and the seconds to move one token's KV to it
     quarantine           ZSET  digest of a request that crashes workers → when it may be forgotten
-    adapters             HASH  model and name of a registered adapter → what it stands for, signed
+    adapters             HASH  model and name of an adapter, registered or of a worker's flags → its content, signed
     tokenizer:<digest>   STR   of a model: the files of its tokenizer, compressed, and their signed digest
     usage:<tenant>       HASH  requests and tokens of one API key's last minute, by second (scripts/usage.lua)
     running:<tenant>     ZSET  request of it that runs → end of its lease

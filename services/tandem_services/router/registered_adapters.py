@@ -14,6 +14,7 @@ again has an old revision; only a gateway without a newer one takes it.
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Annotated
 
 import msgspec
@@ -35,7 +36,8 @@ MAX_FOLDER = 4096
 MAX_REPORTED = 256
 """Names of workers' flags of one model, as many as a worker reports."""
 
-MAX_REPORTED_TEXT = 1024
+MAX_REPORTED_TEXT = 4096
+"""More than a name and a folder of which JSON escapes each character."""
 
 
 class RegisteredAdapter(ServedAdapter, frozen=True, kw_only=True):
@@ -121,15 +123,18 @@ class ReportedAdapters:
         prefix = f"{self.model}:\x00:"
         before = {each.removeprefix(prefix): text for each, text in texts.items() if each.startswith(prefix)}
         if self._seen is None:
-            found = {name: self._decoded(name, text) for name, text in sorted(before.items())[:MAX_REPORTED]}
-            self._read = {name: adapter for name, adapter in found.items() if adapter is not None}
+            # Read first: what no process of this deployment has written takes no place.
+            found = ((name, self._decoded(name, text)) for name, text in sorted(before.items()))
+            signed = ((name, adapter) for name, adapter in found if adapter is not None)
+            self._read = dict(islice(signed, MAX_REPORTED))
             return []
-        after = {name: self._text(adapter) for name, adapter in self._seen.items()}
-        return [
-            (prefix + name, before.get(name, ""), after.get(name, ""))
-            for name in sorted(before.keys() | after.keys())
-            if before.get(name, "") != after.get(name, "")
-        ]
+        changes = [(prefix + name, text, "") for name, text in before.items() if name not in self._seen]
+        for name, adapter in self._seen.items():
+            text = before.get(name, "")
+            # Whatever else a later release has written there stays.
+            if self._decoded(name, text) != adapter and (after := self._text(adapter)) != text:
+                changes.append((prefix + name, text, after))
+        return changes
 
     def _text(self, adapter: ServedAdapter) -> str:
         content = msgspec.json.encode(adapter, order="deterministic").decode()

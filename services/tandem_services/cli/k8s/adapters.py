@@ -4,6 +4,7 @@ import argparse
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from tandem_engine.base.logs import escape
 from tandem_services.cli.k8s.cluster import Cluster, ClusterError, Object
 from tandem_services.cli.k8s.views import show
 from tandem_services.cli.text.tables import table
@@ -54,7 +55,7 @@ def _served(service: Object) -> Iterator[tuple[str, ...]]:
 
 def _note(adapter: dict[str, Any]) -> str:
     failed = [f"{one['name']}: {one['reason']}" for one in adapter.get("failed", ())]
-    return "; ".join(failed) or adapter.get("message", "")
+    return escape("; ".join(failed) or adapter.get("message", ""))
 
 
 def _refused(one: Object) -> Iterator[tuple[str, ...]]:

@@ -36,6 +36,10 @@ LIST, LOAD, UNLOAD = "/operator/adapters", "/operator/adapters/load", "/operator
 OPERATOR_PATHS = frozenset({LIST, LOAD, UNLOAD})
 
 
+MAX_FAILED = 8
+"""Workers whose failed loads are reported of one adapter, as many as its status has: all of a large fleet may fail."""
+
+
 class LoadOrder(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A name that stands for other content is replaced: the spec decides."""
 
@@ -60,7 +64,7 @@ class RegisteredName(msgspec.Struct, frozen=True, kw_only=True):
     folder: str
     workers: list[str]
     failed: Mapping[str, str] = msgspec.field(default_factory=dict)
-    """Why workers could not load it for a request not long ago, by worker."""
+    """Why workers could not load it for a request not long ago, by worker; at most `MAX_FAILED`."""
 
 
 class RegisteredNames(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,7 +104,11 @@ class OperatorAdapterRoutes:
         held = model.adapters.held(model.name)
         names = [
             RegisteredName(
-                name=each.name, digest=each.digest, folder=each.source, workers=each.workers, failed=each.failed
+                name=each.name,
+                digest=each.digest,
+                folder=each.source,
+                workers=each.workers,
+                failed=dict(sorted(each.failed.items())[:MAX_FAILED]),
             )
             for each in held
             if each.registered and each.requested

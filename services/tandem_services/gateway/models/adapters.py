@@ -62,22 +62,22 @@ class AdapterNames:
         self._offered = offered
         self._registered = registered or {}
         self._former = former or {}
+        self._tallies: tuple[_Tally, ...] | None = None
 
     def find(self, name: str) -> ServedAdapter | None:
         """None where neither is one of this name registered nor has, or had, a worker one."""
         if name in self._registered:
             return self._registered[name]
         votes: dict[str, _Vote] = {}
-        for worker in self._workers:
-            adapter = worker.adapters.get(name)
+        for tally in self._tally():
+            adapter = tally.adapters.get(name)
             if adapter is not None:
-                vote = votes.setdefault(adapter.digest, _Vote(adapter))
-                vote.count(worker, offered=worker.incarnation in self._offered)
+                votes.setdefault(adapter.digest, _Vote(adapter)).add(tally)
         return max(votes.values(), key=_Vote.weight).adapter if votes else self._former.get(name)
 
     def all(self) -> dict[str, ServedAdapter]:
         """By name."""
-        names = {name for worker in self._workers for name in worker.adapters}
+        names = {name for tally in self._tally() for name in tally.adapters}
         names |= self._registered.keys() | self._former.keys()
         found = ((name, self.find(name)) for name in names)
         return {name: adapter for name, adapter in found if adapter is not None}
@@ -85,9 +85,10 @@ class AdapterNames:
     def held(self, model: str) -> list[HeldAdapter]:
         """What each worker has, by name and digest; `model` is theirs."""
         current = self.all()
-        named = [*self._registered.values(), *(each for w in self._workers for each in w.adapters.values())]
+        sources = [*(tally.adapters for tally in self._tally()), self._former, self._registered]
+        named = {(each.name, each.digest): each for source in sources for each in source.values()}
         held = {
-            (adapter.name, adapter.digest): HeldAdapter(
+            key: HeldAdapter(
                 model=model,
                 name=adapter.name,
                 digest=adapter.digest,
@@ -99,9 +100,19 @@ class AdapterNames:
                 workers=sorted(w.worker_id for w in self._all if w.has_adapter(bytes.fromhex(adapter.digest))),
                 failed=self._failed(adapter.digest),
             )
-            for adapter in named
+            for key, adapter in named.items()
         }
         return [held[key] for key in sorted(held)]
+
+    def _tally(self) -> "tuple[_Tally, ...]":
+        """Most workers of a fleet have the same adapters, by the same object: no name has to look at each of them."""
+        if self._tallies is None:
+            found: dict[int, _Tally] = {}
+            for worker in self._workers:
+                tally = found.setdefault(id(worker.adapters), _Tally(worker.adapters))
+                tally.count(worker, offered=worker.incarnation in self._offered)
+            self._tallies = tuple(found.values())
+        return self._tallies
 
     def _failed(self, digest: str) -> dict[str, str]:
         return {
@@ -117,6 +128,24 @@ class AdapterNames:
         return entry.source if entry is not None and entry.digest == adapter.digest else ""
 
 
+class _Tally:
+    """Workers that have the same adapters."""
+
+    def __init__(self, adapters: Mapping[str, ServedAdapter]) -> None:
+        self.adapters = adapters
+        self.generates = False
+        self.offered = 0
+        self.workers = 0
+        self.newest = (0, "")
+
+    def count(self, worker: WorkerView, *, offered: bool) -> None:
+        number = worker.incarnation.rpartition("@")[2]
+        self.generates = self.generates or (offered and worker.role is not Role.PREFILL)
+        self.offered += offered
+        self.workers += 1
+        self.newest = max(self.newest, (len(number), number))
+
+
 class _Vote:
     """For one content of a name."""
 
@@ -127,12 +156,11 @@ class _Vote:
         self._workers = 0
         self._newest = (0, "")
 
-    def count(self, worker: WorkerView, *, offered: bool) -> None:
-        number = worker.incarnation.rpartition("@")[2]
-        self._generates = self._generates or (offered and worker.role is not Role.PREFILL)
-        self._offered += offered
-        self._workers += 1
-        self._newest = max(self._newest, (len(number), number))
+    def add(self, tally: _Tally) -> None:
+        self._generates = self._generates or tally.generates
+        self._offered += tally.offered
+        self._workers += tally.workers
+        self._newest = max(self._newest, tally.newest)
 
     def weight(self) -> tuple[bool, int, int, tuple[int, str], str]:
         return self._generates, self._offered, self._workers, self._newest, self.adapter.digest

@@ -10,6 +10,7 @@ from tandem_operator.api.adapters import AdapterStatus
 from tandem_operator.api.model_adapter import ModelAdapterSpec
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.adapters import (
+    MAX_FAILED,
     MAX_LISTED,
     AdapterAsk,
     Failure,
@@ -235,6 +236,14 @@ def test_failed_load_for_a_request_is_in_the_status():
     (status,) = statuses_of([SQL], [], Reading(held={"sql": held}, failures={"sql": failure}), WORKERS)
     assert status.state == "Loaded"
     assert [(one.name, one.reason) for one in status.failed] == [("d2", "slow"), ("d3", "files have changed")]
+
+
+def test_failures_of_requests_crowd_out_none_of_a_command():
+    held = replace(HELD, failed={f"d{number:02d}": "no such folder" for number in range(2 * MAX_FAILED)})
+    failure = Failure(wanted=SQL, message="1 worker has not carried it out", workers={"z": "r 128"})
+    (status,) = statuses_of([SQL], [], Reading(held={"sql": held}, failures={"sql": failure}), WORKERS)
+    names = [one.name for one in status.failed]
+    assert names == ["z", *(f"d{number:02d}" for number in range(MAX_FAILED - 1))]
 
 
 def test_failed_worker_of_a_loaded_adapter_is_named():

@@ -113,6 +113,12 @@ def test_failed_loads_are_listed_by_worker_with_reasons():
     assert (held.workers, held.failed) == (["d2"], {"d1": "no such folder"})
 
 
+def test_name_without_workers_is_listed_for_administrators():
+    names = AdapterNames([], offered=(), former={"sql": adapter("sql")})
+    [held] = names.held("llama")
+    assert (held.name, held.requested, held.registered, held.workers, held.failed) == ("sql", True, False, [], {})
+
+
 async def test_name_of_several_adapters_needs_its_model(fleets):
     async with fleets() as (http, _, _):
         answer = await http.post("/v1/chat/completions", json={"model": "shared", **CHAT})
@@ -206,6 +212,24 @@ async def test_name_of_flags_wakes_a_fleet_at_zero(rack, tokenizer, tmp_path):
         assert (await waiting).status_code == 200
     [received] = engine.received
     assert received.adapter.digest == bytes.fromhex("1" * 32)
+
+
+def test_names_of_a_large_fleet_cost_little():
+    """Every gateway looks at them each second."""
+    many = {each.name: each for each in (adapter(f"a{number}") for number in range(256))}
+    counted = 0
+
+    class Counted(dict[str, ServedAdapter]):
+        def get(self, name, default=None):
+            nonlocal counted
+            counted += 1
+            return super().get(name, default)
+
+    shared = Counted(many)
+    workers = [make_view(f"w{number}", number=1 + number, adapters=shared) for number in range(100)]
+    assert names_of(workers).all() == many
+    assert {each.name for each in names_of(workers).held("llama")} == many.keys()
+    assert counted <= 4 * len(many), "once for all workers that have the same adapters"
 
 
 def test_name_stands_for_the_adapter_that_most_workers_have():

@@ -13,8 +13,10 @@ from tandem_operator.telemetry.adapter_orders import registered_adapters, send_c
 from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
+from tandem_services.gateway.api.operator_adapters import MAX_FAILED
 from tandem_services.gateway.app import build_gateway
 from tandem_services.gateway.models import adapter_updates
+from tandem_services.gateway.models.adapters import AdapterNames
 from tandem_testing.adapter_ports import CONTENT, AdapterPort, adapter_ports
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
@@ -145,3 +147,11 @@ async def test_request_without_the_token_is_rejected(served, token):
     assert (report.done, "401" in report.message) == (False, True)
     headers = bearer("alice")
     assert (await served.client.get(GATEWAY.url("admin", "/operator/adapters"), headers=headers)).status_code == 401
+
+
+async def test_operator_gets_a_bounded_number_of_failed_workers(served, monkeypatch):
+    await served.load()
+    everywhere = {f"d{number:03d}": "no such folder" for number in range(4 * MAX_FAILED)}
+    monkeypatch.setattr(AdapterNames, "_failed", lambda *_: everywhere)
+    found = await served.registered()
+    assert found["sql"].failed == dict(sorted(everywhere.items())[:MAX_FAILED])

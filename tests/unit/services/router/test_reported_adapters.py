@@ -113,3 +113,38 @@ async def test_number_of_reported_names_is_bounded(gateway):
     await first.sync()
     await later.sync()
     assert len(first.reported.all()) == len(later.reported.all()) == MAX_REPORTED
+
+
+async def test_forged_names_crowd_out_no_reported_name(gateway, board):
+    first, later = gateway(), gateway()
+    first.note(adapters("sql"))
+    await first.sync()
+    [field] = board.texts
+    board.texts |= {field.replace("sql", f"a{number:04d}"): "forged" for number in range(2 * MAX_REPORTED)}
+    await later.sync()
+    assert later.reported.all() == adapters("sql")
+    await first.sync()
+    assert list(board.texts) == [field], "a gateway that sees workers removes the others"
+
+
+async def test_gateways_of_two_releases_do_not_overwrite_each_other(gateway, board):
+    first, later = gateway(), gateway()
+    first.note(adapters("sql"))
+    await first.sync()
+    [field] = board.texts
+    content = board.texts[field].partition(" ")[2].replace("{", '{"further":1,', 1)
+    text = f"{first.deployment.reported_adapter_proof(MODEL, content)} {content}"
+    board.texts[field] = text
+    await first.sync()
+    assert board.texts == {field: text}
+    await later.sync()
+    assert later.reported.all() == adapters("sql")
+
+
+async def test_reported_name_with_a_long_folder_is_read_again(gateway):
+    first, later = gateway(), gateway()
+    root = "\x01" * 256
+    first.note({"sql": ServedAdapter(name="sql", digest="1" * 32, rank=4, root=root)})
+    await first.sync()
+    await later.sync()
+    assert later.reported.all()["sql"].root == root

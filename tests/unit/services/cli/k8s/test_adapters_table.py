@@ -90,3 +90,9 @@ def test_cluster_without_model_adapters_is_no_error(kubectl):
     run, _ = kubectl
     status, out = run("adapters")
     assert (status, [row[0] for row in rows(out)]) == (0, ["sql"])
+
+
+def test_reason_in_a_status_moves_no_cursor_of_a_terminal():
+    failed = {**FAILED, "failed": [{"name": "d-1", "reason": "a\x1b[2J\nb"}]}
+    [_, row] = adapters_table([service(failed)], []).split("\n")
+    assert row.endswith(r"d-1: a\x1b[2J\x0ab")

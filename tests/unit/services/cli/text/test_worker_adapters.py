@@ -32,4 +32,23 @@ def test_gateway_table_names_the_workers_that_failed():
 
 
 def test_worker_without_adapters_has_a_sentence():
-    assert adapters_table({"adapters": [], "memory": None}) == "no adapters"
+    assert adapters_table({"adapters": [], "memory": {"limit": 2, "resident": [], "failed": []}}) == "no adapters"
+
+
+def test_worker_that_loads_its_model_is_not_without_adapters():
+    assert "not ready" in adapters_table({"adapters": [], "memory": None})
+
+
+def test_reason_moves_no_cursor_of_a_terminal():
+    failed = {"name": "sql", "digest": ONE, "reason": "a\x1b[2J\nb"}
+    adapter = {"name": "sql", "digest": ONE, "rank": 8, "registered": True, "requested": True, "workers": ["d1"]}
+    of_worker = {"adapters": [], "memory": {"limit": 2, "resident": [], "failed": [failed]}}
+    of_gateway = {"data": [{**adapter, "failed": {"d2": failed["reason"]}}]}
+    for report in (of_worker, of_gateway):
+        [_, row] = adapters_table(report).split("\n")
+        assert row.endswith(r"a\x1b[2J\x0ab")
+
+
+def test_gateway_of_a_former_release_reports_no_failures():
+    adapter = {"name": "sql", "digest": ONE, "rank": 8, "registered": True, "requested": True, "workers": ["d1"]}
+    assert adapters_table({"data": [adapter]}).splitlines()[1].split() == ["sql", ONE, "8", "registered", "d1"]
