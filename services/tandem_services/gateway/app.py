@@ -68,8 +68,8 @@ from tandem_services.gateway.http.monitoring_routes import (
 )
 from tandem_services.gateway.limits import BodyBudget
 from tandem_services.gateway.models.catalog import ModelCatalog
-from tandem_services.gateway.models.prompts import TokenizerThreads
 from tandem_services.gateway.models.service import Fleet, ModelService, Shared, build_model_service
+from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 from tandem_services.gateway.observe.explain import RequestJournal
 from tandem_services.gateway.observe.metrics import PREFIX, HttpMetrics
 from tandem_services.gateway.observe.tracing import Traces, pass_on

@@ -36,7 +36,8 @@ from tandem_services.gateway.dispatch.sessions import SessionDirectory, SessionM
 from tandem_services.gateway.http.connection import GatewayConnection
 from tandem_services.gateway.models.fleet_tokenizer import FleetTokenizer
 from tandem_services.gateway.models.model import ServedModel
-from tandem_services.gateway.models.prompts import PromptEncoder, TokenizerThreads
+from tandem_services.gateway.models.prompts import PromptEncoder
+from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 from tandem_services.gateway.output.reader import OutputDialect
 from tandem_services.gateway.serve import LAST_WORDS_S, GatewayServer
 from tandem_services.router.deployment import Deployment

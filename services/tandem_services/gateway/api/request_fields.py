@@ -26,7 +26,7 @@ from tandem_services.gateway.limits import (
     check_priority,
     check_stop,
 )
-from tandem_services.gateway.models.prompts import allowed_ids, logit_biases, named_ids
+from tandem_services.gateway.models.named_tokens import allowed_ids, logit_biases, named_ids
 from tandem_services.gateway.output.reader import PLAIN, OutputReading
 from tandem_services.gateway.output.structured_output import RequestedGrammar
 

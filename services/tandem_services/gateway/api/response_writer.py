@@ -50,8 +50,8 @@ from tandem_services.gateway.http.middleware import (
 )
 from tandem_services.gateway.http.sse import EventStream, send_json
 from tandem_services.gateway.models.catalog import ModelCatalog
-from tandem_services.gateway.models.prompts import TokenizerThreads
 from tandem_services.gateway.models.service import ModelService
+from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 from tandem_services.gateway.objectives import Objectives, SloFields, objectives_of
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestJournal, RequestRecord, log_finished
 from tandem_services.gateway.observe.predictions import header_of

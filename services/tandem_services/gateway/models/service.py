@@ -27,7 +27,8 @@ from tandem_services.gateway.dispatch.quarantine import EndReports, Quarantine
 from tandem_services.gateway.dispatch.sessions import SessionDirectory, SessionManager
 from tandem_services.gateway.models.adapter_updates import AdapterUpdates
 from tandem_services.gateway.models.model import ServedModel, checkpoint_length
-from tandem_services.gateway.models.prompts import PromptEncoder, TokenizerThreads
+from tandem_services.gateway.models.prompts import PromptEncoder
+from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 from tandem_services.gateway.models.worker_commands import WorkerCommands
 from tandem_services.gateway.objectives import Objectives
 from tandem_services.gateway.observe.metrics import GatewayMetrics

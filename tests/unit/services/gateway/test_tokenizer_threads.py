@@ -12,8 +12,8 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway.api import logprobs
 from tandem_services.gateway.limits import SHORT_TEXT_CHARACTERS
-from tandem_services.gateway.models import prompts
-from tandem_services.gateway.models.prompts import TokenizerThreads
+from tandem_services.gateway.models import tokenizer_threads
+from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 from tandem_testing.waiting import until
 
 LONG = SHORT_TEXT_CHARACTERS + 1
@@ -78,7 +78,7 @@ def tokenizing_in(monkeypatch) -> list[bool]:
 @pytest.fixture
 def nothing_brief(monkeypatch):
     """Every text is for the threads."""
-    monkeypatch.setattr(prompts, "BRIEF_TEXT_CHARACTERS", 0)
+    monkeypatch.setattr(tokenizer_threads, "BRIEF_TEXT_CHARACTERS", 0)
 
 
 @pytest.mark.usefixtures("nothing_brief")
@@ -151,7 +151,7 @@ ON_THE_LOOP = {
 @pytest.mark.parametrize("name", ON_THE_LOOP)
 async def test_brief_text_alone_is_tokenized_on_the_loop(gateway, tokenizing_in, monkeypatch, name):
     # However slow the machine is.
-    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", PATIENCE_S)
+    monkeypatch.setattr(tokenizer_threads, "BRIEF_TEXTS_S", PATIENCE_S)
     body, expected = ON_THE_LOOP[name]
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     answer = await gateway.http.post(path, json={"model": "mock", "max_tokens": 1, **body})
@@ -162,7 +162,7 @@ async def test_brief_text_alone_is_tokenized_on_the_loop(gateway, tokenizing_in,
 
 async def test_brief_work_beyond_its_time_waits_in_order(threads, monkeypatch):
     """In the loop, which serves others between."""
-    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
+    monkeypatch.setattr(tokenizer_threads, "BRIEF_TEXTS_S", 1e-9)
     done: list[int] = []
 
     def work(number: int) -> int:
@@ -184,7 +184,7 @@ async def test_brief_work_beyond_its_time_waits_in_order(threads, monkeypatch):
 
 
 async def test_turns_that_fail_leave_no_brief_work_waiting(threads, monkeypatch):
-    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
+    monkeypatch.setattr(tokenizer_threads, "BRIEF_TEXTS_S", 1e-9)
     give = threads._give_turns
     failures = [RuntimeError("a defect")] * 2
 
@@ -201,7 +201,7 @@ async def test_turns_that_fail_leave_no_brief_work_waiting(threads, monkeypatch)
 
 
 async def test_brief_work_of_a_client_that_left_is_not_done(threads, monkeypatch):
-    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
+    monkeypatch.setattr(tokenizer_threads, "BRIEF_TEXTS_S", 1e-9)
     done: list[int] = []
     first, left, last = (
         asyncio.create_task(threads.run(partial(done.append, number), characters=1, brief=True)) for number in range(3)
@@ -214,7 +214,7 @@ async def test_brief_work_of_a_client_that_left_is_not_done(threads, monkeypatch
 
 
 async def test_brief_work_beyond_all_that_may_wait_is_refused(threads, monkeypatch):
-    monkeypatch.setattr(prompts, "BRIEF_TEXTS_S", 1e-9)
+    monkeypatch.setattr(tokenizer_threads, "BRIEF_TEXTS_S", 1e-9)
     asked = [
         asyncio.create_task(threads.run(threading.get_ident, characters=1, brief=True))
         for _ in range(threads.most_jobs + 2)
@@ -226,7 +226,7 @@ async def test_brief_work_beyond_all_that_may_wait_is_refused(threads, monkeypat
 @pytest.mark.parametrize("brief", [False, True])
 async def test_panic_of_a_tokenizer_ends_only_its_request(gateway, monkeypatch, brief):
     """A panic of the tokenizer's Rust code is no `Exception`."""
-    monkeypatch.setattr(prompts, "BRIEF_TEXT_CHARACTERS", 512 if brief else 0)
+    monkeypatch.setattr(tokenizer_threads, "BRIEF_TEXT_CHARACTERS", 512 if brief else 0)
 
     class PanicException(BaseException):  # pyo3's name
         pass
@@ -266,13 +266,13 @@ async def test_short_text_does_not_wait_behind_a_long_one(threads):
 
 async def test_texts_that_arrive_while_busy_are_answered_together(threads, monkeypatch):
     together: list[int] = []
-    deliver = prompts._deliver
+    deliver = tokenizer_threads._deliver
 
     def counted(jobs):
         together.append(len(jobs))
         deliver(jobs)
 
-    monkeypatch.setattr(prompts, "_deliver", counted)
+    monkeypatch.setattr(tokenizer_threads, "_deliver", counted)
     first = Gate()
     tasks = [asyncio.create_task(threads.run(first, characters=1))]
     await first.reached()
@@ -320,7 +320,7 @@ async def test_too_much_that_waits_is_refused(threads, waiting, characters):
     await gate.reached()
     with pytest.raises(ApiError) as refused:
         await threads.run(lambda: "too late", characters=characters)
-    assert (refused.value.status, refused.value.retry_after) == (503, prompts.RETRY_S)
+    assert (refused.value.status, refused.value.retry_after) == (503, tokenizer_threads.RETRY_S)
     gate.open.set()
     await asyncio.gather(*tasks)
     assert await threads.run(lambda: "room", characters=characters) == "room"

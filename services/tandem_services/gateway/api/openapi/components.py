@@ -42,7 +42,7 @@ from tandem_services.gateway.limits import (
     MAX_OUTPUT_TOKENS,
     MAX_USER_CHARACTERS,
 )
-from tandem_services.gateway.models.prompts import MAX_WORDS
+from tandem_services.gateway.models.named_tokens import MAX_WORDS
 from tandem_services.gateway.output.tools import MAX_TOOLS
 
 Schema = dict[str, Any]
