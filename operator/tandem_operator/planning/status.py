@@ -128,9 +128,10 @@ def invalid(problems: list[str]) -> Condition:
 def name_taken(foreign: Iterable[Ref], kind: str = "ModelService") -> Condition:
     """Objects of others have names that ours would need; they are left alone."""
     names = ", ".join(sorted(f"{ref.kind} {ref.name!r}" for ref in foreign))
+    end = "no pod uses them" if kind == "ModelCache" else "its gateways have drained"
     message = (
         f"{names} exist but are not owned by this {kind}; delete them, or rename it. Those of a deleted one of this "
-        f"name are removed when its gateways have drained"
+        f"name are removed when {end}"
     )
     return condition(VALID, False, "NameTaken", message)
 

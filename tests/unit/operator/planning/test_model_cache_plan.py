@@ -323,6 +323,8 @@ def test_taken_name_is_reported():
     plan = make_cache_plan(wanted(), observed, ModelCacheStatus(), OperatorSettings())
     assert plan.apply == ()
     assert plan.status.error.startswith("NameTaken: PersistentVolumeClaim 'qwen'")
+    ready = next(one for one in plan.status.conditions if one.type == "Ready")
+    assert ready.message.endswith("are removed when no pod uses them")
 
 
 @pytest.mark.parametrize(
