@@ -190,7 +190,7 @@ class VolumeDownload:
 
 
 def _owner(place: Path) -> str:
-    """Whose the folder is, and what to do. The kubelet makes folders that a pod mounts and that are missing, as root."""
+    """Whose the folder is, and what to do. The kubelet makes missing folders that a pod mounts, as root."""
     for folder in (place, *place.parents):
         with suppress(OSError):
             owner = folder.stat().st_uid

@@ -437,11 +437,11 @@ async def test_successor_of_a_lost_worker_is_awaited_without_report():
 async def test_worker_lost_while_no_request_waited_is_awaited_afresh():
     """A former loss, during which a request was refused, does not count."""
     desk = Desk(Fleet(alive=False, replaced=True), start_s=100.0)
+    first = desk.come("x")
+    await desk.waiting(1)
+    assert not await waits_on(desk, first, 110.0)
     with pytest.raises(ApiError):
-        waiting = desk.come("x")
-        await desk.waiting(1)
-        await waits_on(desk, waiting, 110.0)
-        await waiting
+        await first
     for alive in (True, False):
         desk.fleet.alive = alive
         desk.clock.advance(50.0)
