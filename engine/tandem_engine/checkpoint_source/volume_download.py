@@ -14,7 +14,6 @@ import shutil
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from fnmatch import fnmatchcase
@@ -53,7 +52,6 @@ LOCK_S = 60.0
 MAX_PAUSE_S = 60.0
 CONNECT_S, READ_S = 30.0, 60.0
 NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
-NO_RIGHT = (errno.EACCES, errno.EPERM)
 NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)
 
 
@@ -185,20 +183,8 @@ class VolumeDownload:
         if error.errno in NO_SPACE:
             return VolumeDownloadError(Reason.NO_SPACE, f"{self.volume.path}: no space is left for {self.source.repo}")
         why = "has no file locks, mount it with flock" if error.errno in NO_LOCKS else "cannot be written"
-        fix = _owner(Path(place)) if error.errno in NO_RIGHT else ""
-        return VolumeDownloadError(Reason.NOT_WRITABLE, f"{place} {why}: {error.strerror or error}{fix}")
-
-
-def _owner(place: Path) -> str:
-    """Whose the folder is, and what to do. The kubelet makes missing folders that a pod mounts, as root."""
-    for folder in (place, *place.parents):
-        with suppress(OSError):
-            owner = folder.stat().st_uid
-            return (
-                f"; {folder} belongs to user {owner}, and this is user {os.geteuid()}: let this user write there, or "
-                f"remove it if it has no files"
-            )
-    return ""
+        text = f"{place} {why}: {error.strerror or error}{self.volume.fix(error)}"
+        return VolumeDownloadError(Reason.NOT_WRITABLE, text)
 
 
 _REASONS = {
