@@ -104,6 +104,33 @@ def test_chart_under_the_signature_of_another_is_refused(signed, key):
         tool.verify(signed, key.keyring)
 
 
+def test_signed_chart_that_the_sums_do_not_name_is_refused(signed, key, monkeypatch):
+    """One of an earlier release, with its own signature."""
+    other = signed / "charts" / "demo-0.0.9.tgz"
+    other.write_bytes((signed / "charts" / CHART).read_bytes())
+    monkeypatch.setenv("GNUPGHOME", str(key.home))
+    tool.provenance_of(other).write_bytes(tool._gpg(key.fingerprint, "--clearsign", text=tool.provenance(other)))
+    with pytest.raises(tool.SignatureError, match=r"demo-0\.0\.9\.tgz is not the file that"):
+        tool.verify(signed, key.keyring)
+
+
+@pytest.mark.parametrize("text", ["no sums\n", "\n"])
+def test_sums_of_another_form_are_refused(signed, key, monkeypatch, text):
+    sums = signed / "charts/SHA256SUMS"
+    sums.write_text(text)
+    monkeypatch.setenv("GNUPGHOME", str(key.home))
+    tool.sign(signed, key.fingerprint)
+    with pytest.raises(tool.SignatureError, match="SHA256SUMS: a line is no DIGEST and NAME"):
+        tool.verify(signed, key.keyring)
+
+
+def test_file_that_is_no_archive_is_not_signed(signed, key, monkeypatch):
+    (signed / "charts/broken.tgz").write_bytes(b"no archive")
+    monkeypatch.setenv("GNUPGHOME", str(key.home))
+    with pytest.raises(tool.SignatureError, match=r"broken\.tgz is no chart"):
+        tool.sign(signed, key.fingerprint)
+
+
 def test_signature_of_another_key_is_refused(signed, tmp_path_factory):
     with (
         signing_key(tmp_path_factory.mktemp("g") / "b") as other,

@@ -8,9 +8,9 @@
     NAME-VERSION.tgz.prov     of each chart: Helm's provenance file, for `helm verify` and `helm install --verify`
     FILE.asc                  of SHA256SUMS, images.txt and each bill of materials: a detached signature
 
-`verify` needs gpgv alone. It fails for a file without a signature, for another key, and for a chart that is not the one
-that its provenance file and SHA256SUMS name. Signatures of images in a registry are made when they are pushed
-(images.sh --sign-by).
+`verify` needs gpgv alone. It fails for a file without a signature, for another key, and for a chart that is not the
+one that its provenance file and, where there is one, SHA256SUMS name. Signatures of images in a registry are made
+when they are pushed (images.sh --sign-by).
 """
 
 import argparse
@@ -63,19 +63,23 @@ def verify(folder: Path, keyring: Path) -> list[Path]:
     for chart in charts:
         stated = _stated(keyring, _existing(provenance_of(chart)))
         digest = hashlib.sha256(chart.read_bytes()).hexdigest()
-        if stated != {chart.name: f"sha256:{digest}"} or sums.get(chart.name, digest) != digest:
+        if stated != {chart.name: f"sha256:{digest}"} or (sums and sums.get(chart.name) != digest):
             raise SignatureError(f"{chart} is not the file that {provenance_of(chart).name} and {SUMS} name")
     return [*charts, *files]
 
 
 def provenance(chart: Path) -> bytes:
     """What a provenance file of Helm signs: Chart.yaml of the archive, and its digest."""
-    with tarfile.open(chart) as opened:
-        members = [one for one in opened.getmembers() if one.name.count("/") == 1 and one.name.endswith("/Chart.yaml")]
-        file = opened.extractfile(members[0]) if members else None
-        if file is None:
-            raise SignatureError(f"{chart} is no chart: it has no Chart.yaml")
-        about = yaml.safe_load(file.read())
+    try:
+        with tarfile.open(chart) as opened:
+            found = (one for one in opened if one.name.count("/") == 1 and one.name.endswith("/Chart.yaml"))
+            member = next(found, None)
+            file = None if member is None else opened.extractfile(member)
+            if file is None:
+                raise SignatureError(f"{chart} is no chart: it has no Chart.yaml")
+            about = yaml.safe_load(file.read())
+    except tarfile.TarError as error:
+        raise SignatureError(f"{chart} is no chart: {str(error).splitlines()[0]}") from error
     digest = hashlib.sha256(chart.read_bytes()).hexdigest()
     sums = yaml.safe_dump({"files": {chart.name: f"sha256:{digest}"}}, width=1 << 20)
     return f"{yaml.safe_dump(about, width=1 << 20)}{SEPARATOR}{sums}".encode()
@@ -100,9 +104,15 @@ def signature_of(file: Path) -> Path:
 
 
 def _sums(folder: Path) -> dict[str, str]:
-    """Digests by name of a file."""
-    lines = (line.split("  ") for file in folder.rglob(SUMS) for line in file.read_text("utf-8").splitlines())
-    return {name: digest for digest, name in lines}
+    """Digests by name of a file; empty without SHA256SUMS."""
+    sums = {}
+    for file in folder.rglob(SUMS):
+        for line in file.read_text("utf-8").splitlines():
+            digest, separator, name = line.partition("  ")
+            if not (digest and separator and name):
+                raise SignatureError(f"{file}: a line is no DIGEST and NAME; make it again with `make release`")
+            sums[name] = digest
+    return sums
 
 
 def _write(path: Path, content: bytes) -> Path:

@@ -154,6 +154,21 @@ class Volume:
             if is_commit(path.name.removeprefix(".").removesuffix(".part")):
                 shutil.rmtree(path)
 
+    def fix(self, error: OSError) -> str:
+        """What to do about a folder of another user; empty for other errors.
+
+        The kubelet makes missing folders that a pod mounts, as root.
+        """
+        place = Path(error.filename or self.path)
+        for folder in (place, *place.parents) if isinstance(error, PermissionError) else ():
+            with suppress(OSError):
+                owner = folder.stat().st_uid
+                return (
+                    f"; {folder} belongs to user {owner}, and this is user {os.geteuid()}: let this user write there, "
+                    f"or remove it if it has no files"
+                )
+        return ""
+
     @contextmanager
     def locked(self, wait_s: float) -> Iterator[None]:
         """No other process writes during the block. Raises `VolumeBusyError`, `OSError`."""

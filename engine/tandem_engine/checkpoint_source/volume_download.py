@@ -183,7 +183,8 @@ class VolumeDownload:
         if error.errno in NO_SPACE:
             return VolumeDownloadError(Reason.NO_SPACE, f"{self.volume.path}: no space is left for {self.source.repo}")
         why = "has no file locks, mount it with flock" if error.errno in NO_LOCKS else "cannot be written"
-        return VolumeDownloadError(Reason.NOT_WRITABLE, f"{place} {why}: {error.strerror or error}")
+        text = f"{place} {why}: {error.strerror or error}{self.volume.fix(error)}"
+        return VolumeDownloadError(Reason.NOT_WRITABLE, text)
 
 
 _REASONS = {

@@ -128,9 +128,10 @@ def invalid(problems: list[str]) -> Condition:
 def name_taken(foreign: Iterable[Ref], kind: str = "ModelService") -> Condition:
     """Objects of others have names that ours would need; they are left alone."""
     names = ", ".join(sorted(f"{ref.kind} {ref.name!r}" for ref in foreign))
+    end = "no pod uses them" if kind == "ModelCache" else "its gateways have drained"
     message = (
         f"{names} exist but are not owned by this {kind}; delete them, or rename it. Those of a deleted one of this "
-        f"name are removed when its gateways have drained"
+        f"name are removed when {end}"
     )
     return condition(VALID, False, "NameTaken", message)
 
@@ -177,7 +178,7 @@ def model_cached(observed: Observed) -> Iterator[Condition]:
     if cache is None:
         return
     place = cache.mounted
-    kept = f"; workers keep, and are scaled with, {place.path} of claim {place.claim_name!r}" if place else ""
+    kept = f"; workers keep {place.path}, and new ones get it while claim {place.claim_name!r} exists" if place else ""
     if not cache.exists:
         message = f"spec.model.cacheRef.name: there is no ModelCache {cache.name!r} in this namespace; create it{kept}"
         yield condition(MODEL_CACHED, False, "CacheMissing", message)
@@ -257,7 +258,7 @@ def _router(service: Served, observed: Observed, wanted: Counts) -> Condition:
         return condition(ROUTER_READY, True, "ScaledToZero", "the first request brings workers up")
     canary = observed.canaries.get(GATEWAY_CANARY)
     earlier = _earlier_gateways(service, observed)
-    if earlier and (canary is None or not canary.passed):
+    if earlier and (canary is None or canary.unserved):
         return condition(ROUTER_READY, False, "TokenizerUnavailable", earlier)
     if canary is None:
         return condition(ROUTER_READY, False, "CanaryPending", "no canary request has gone through the gateway yet")

@@ -247,6 +247,7 @@ class LateBinding:
 
     async def sync(self) -> None:
         """Exchange charges and queue heads with other gateways. Called every `SYNC_S`."""
+        self._timeouts.note_lack()
         head = self.queue.next(self.clock.now())
         left, wanted = 0, self._lacking()
         if head is not None and self._yields(head):

@@ -59,6 +59,12 @@ class QueueTimeouts:
             self.lacking_since, self._available_since = None, now
         return ended
 
+    @recording
+    def note_lack(self) -> None:
+        """Call periodically, also while no request waits."""
+        if self.starts is not None:
+            self.starts.note_lack()
+
     @estimating(lambda _: False)
     def has_lacked_since(self, at: float) -> bool:
         """Whether there was no worker, or none of a role, at `at` or later: a request that came then has waited for a

@@ -75,7 +75,7 @@ class WorkerStarts:
     _starts: dict[str, _Start] = field(default_factory=dict)
     """By worker ID."""
     _lacking_since: float | None = None
-    """When this gateway first looked and a role was lacking; None since a worker of each was there."""
+    """When a role was first seen to be lacking; None while a worker of each is there."""
     _took_s: float | None = None
     """What the last start took."""
 
@@ -95,8 +95,8 @@ class WorkerStarts:
         self._starts = {name: start for name, start in self._starts.items() if now - start.seen_at < self.limit_s}
         coming = _served_by(ROLES[each.role] for each in reported if each.role in ROLES and self._counts(each, now))
         lacking = self.lacking()
-        replaced = bool(lacking) and self._is_replaced(now)
-        if lacking and (lacking <= coming or replaced):
+        self.note_lack()
+        if lacking and (lacking <= coming or self._is_replaced(now)):
             self.seen_at = now
 
     def expected(self, *, within_s: float) -> bool:
@@ -118,8 +118,6 @@ class WorkerStarts:
     def note_served(self, workers: Iterable[WorkerView]) -> None:
         """These serve. Call also while no request waits: the next start of a worker that has served counts afresh."""
         now = self.clock.now()
-        if self._lacking_since is not None and not self.lacking():
-            self._lacking_since = None
         for worker in workers:
             start = self._starts.get(worker.worker_id)
             if start is not None and start.latest.incarnation == worker.incarnation:
@@ -127,11 +125,15 @@ class WorkerStarts:
                 if now - start.seen_at <= WATCHED_S:
                     self._took_s = start.elapsed_s(now)
 
+    def note_lack(self) -> None:
+        """Call periodically, also while no request waits: the time without a worker begins when it is lost."""
+        if not self.lacking():
+            self._lacking_since = None
+        elif self._lacking_since is None:
+            self._lacking_since = self.clock.now()
+
     def _is_replaced(self, now: float) -> bool:
-        """Call while a role is lacking."""
-        if self._lacking_since is None:
-            self._lacking_since = now
-        return self.replaced and now - self._lacking_since < self.limit_s
+        return self.replaced and self._lacking_since is not None and now - self._lacking_since < self.limit_s
 
     def _follow(self, worker: StartingWorker, now: float) -> None:
         known = self._starts.get(worker.worker_id)

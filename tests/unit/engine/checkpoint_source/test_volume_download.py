@@ -308,3 +308,16 @@ def test_file_system_without_locks_is_named(download, monkeypatch):
     error = failure(download)
     assert error.reason is Reason.NOT_WRITABLE
     assert "flock" in str(error)
+
+
+def test_folder_of_another_user_is_named_with_its_owner(download, volume, monkeypatch):
+    """As the kubelet leaves them on a volume that was wiped."""
+    place = volume.path / "below" / ".lock"
+
+    def refused(*_):
+        raise PermissionError(errno.EACCES, "Permission denied", str(place))
+
+    monkeypatch.setattr(volume_module.fcntl, "flock", refused)
+    error = failure(download)
+    assert error.reason is Reason.NOT_WRITABLE
+    assert f"{volume.path} belongs to user {volume.path.stat().st_uid}, and this is user" in str(error)

@@ -323,6 +323,8 @@ def test_taken_name_is_reported():
     plan = make_cache_plan(wanted(), observed, ModelCacheStatus(), OperatorSettings())
     assert plan.apply == ()
     assert plan.status.error.startswith("NameTaken: PersistentVolumeClaim 'qwen'")
+    ready = next(one for one in plan.status.conditions if one.type == "Ready")
+    assert ready.message.endswith("are removed when no pod uses them")
 
 
 @pytest.mark.parametrize(
@@ -364,7 +366,7 @@ def test_service_without_its_cache_keeps_and_scales_workers(exists):
     cached = next(one for one in plan.status.conditions if one.type == "ModelCached")
     assert (cached.status, cached.reason) == ("False", "CachePending" if exists else "CacheMissing")
     assert "'qwen'" in cached.message
-    assert cached.message.endswith(f"workers keep, and are scaled with, {mounted.path} of claim 'qwen'")
+    assert cached.message.endswith(f"workers keep {mounted.path}, and new ones get it while claim 'qwen' exists")
 
 
 def test_ready_does_not_wait_for_a_cache_whose_commit_is_mounted():

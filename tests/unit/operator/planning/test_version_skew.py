@@ -80,6 +80,7 @@ def test_rollout_of_too_new_image_is_skewed_until_reverted():
 
 
 CLAIM = {"claim": {"claimName": "models", "path": "chat"}}
+UNSERVED = Canary(passed=False, unserved=True, message="the model is not served here")
 OLD_GATEWAY = "gateway: ended with status 2: tandem: error: --model fleet: no such folder"
 """With `--model fleet`, of the release before tokenizers came from workers."""
 
@@ -103,21 +104,25 @@ def test_pinned_gateway_image_without_tokenizers_names_the_fix():
 
 
 @pytest.mark.parametrize(
-    ("release", "tokenizer", "reason"),
+    ("release", "tokenizer", "canary", "reason"),
     [
-        (0, None, "TokenizerUnavailable"),
-        (0, "model", "CanaryFailed"),
-        (RELEASE, None, "CanaryFailed"),
+        (0, None, None, "TokenizerUnavailable"),
+        (0, None, UNSERVED, "TokenizerUnavailable"),
+        (0, None, Canary(passed=False, message="the prefill worker does not answer"), "CanaryFailed"),
+        (0, None, Canary(passed=True), "CanaryPassed"),
+        (0, "model", UNSERVED, "CanaryFailed"),
+        (RELEASE, None, UNSERVED, "CanaryFailed"),
     ],
 )
-def test_shared_gateways_of_an_earlier_release_name_the_fix(release, tokenizer, reason):
+def test_shared_gateways_of_an_earlier_release_name_the_fix(release, tokenizer, canary, reason):
+    """Where they do not serve the model: a canary that fails at a worker has another cause."""
     chosen = {} if tokenizer is None else {"gateway": {"tokenizer": tokenizer}}
     service = service_of(model=CLAIM, gatewayRef={"name": "front"}, **chosen)
     deployment = DeploymentSeen(name="front-gateway", replicas=1, ready=1, pods=1)
     conditions, _ = conditions_of(
         service,
         gateway=GatewaySeen(deployment=deployment),
-        canaries={"": Canary(passed=False, message="no such model")},
+        canaries={} if canary is None else {"": canary},
         releases={"front-gateway-x": release, "chat-decode-y": RELEASE},
     )
     assert conditions["RouterReady"].reason == reason

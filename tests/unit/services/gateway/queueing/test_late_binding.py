@@ -46,6 +46,8 @@ class Fleet:
     gate: asyncio.Event | None = None
     """Answers come only once it is set."""
     starts: tuple[StartingWorker, ...] = ()
+    replaced: bool = False
+    """Something replaces a lost worker."""
 
     def workers(self) -> tuple[WorkerView, ...]:
         return (make_view("w"),) if self.alive else ()
@@ -89,7 +91,9 @@ class Desk:
             counters=SharedCounters(counters=counters),
             observer=metrics,
             policy=bounds,
-            starts=WorkerStarts(fleet=fleet, clock=self.clock, model=MODEL, limit_s=bounds.start_s),
+            starts=WorkerStarts(
+                fleet=fleet, clock=self.clock, model=MODEL, limit_s=bounds.start_s, replaced=fleet.replaced
+            ),
         )
         metrics.watch(self.binding.figures)
         self.admission = Admission(binding=self.binding)
@@ -411,6 +415,42 @@ async def test_request_waits_while_a_worker_starts():
     await waiting
     assert session_manager.value("worker_start_wait_seconds_count", outcome="served") == 1
     assert session_manager.value("worker_start_wait_seconds_sum", outcome="served") == pytest.approx(90.0)
+
+
+async def test_successor_of_a_lost_worker_is_awaited_without_report():
+    desk = Desk(Fleet(alive=False, replaced=True), start_s=100.0)
+    waiting = desk.come("x")
+    await desk.waiting(1)
+    for _ in range(9):
+        assert await waits_on(desk, waiting, 11.0)
+    assert not await waits_on(desk, waiting, 10.0)
+    with pytest.raises(ApiError, match="No worker") as refused:
+        await waiting
+    assert (refused.value.status, refused.value.retry_after) == (503, 2.0)
+    late = desk.come("late")
+    await desk.waiting(1)
+    assert not await waits_on(desk, late, 9.1), "as without a successor"
+    with pytest.raises(ApiError, match="No worker"):
+        await late
+
+
+async def test_worker_lost_while_no_request_waited_is_awaited_afresh():
+    """A former loss, during which a request was refused, does not count."""
+    desk = Desk(Fleet(alive=False, replaced=True), start_s=100.0)
+    first = desk.come("x")
+    await desk.waiting(1)
+    assert not await waits_on(desk, first, 110.0)
+    with pytest.raises(ApiError):
+        await first
+    for alive in (True, False):
+        desk.fleet.alive = alive
+        desk.clock.advance(50.0)
+        await desk.binding.sync()
+    second = desk.come("y")
+    await desk.waiting(1)
+    assert await waits_on(desk, second, 60.0)
+    desk.fleet.alive = True
+    await second
 
 
 async def test_wait_for_a_start_is_bounded_and_names_the_time_it_takes():

@@ -179,11 +179,22 @@ def test_next_loss_of_a_replaced_worker_counts_afresh():
     starts.clock.advance(100.0)
     assert not starts.expected(within_s=9.0)
     view.there = [make_view("w", Role.DECODE)]
-    starts.note_served(view.there)
+    starts.note_lack()
     view.there = []
     assert starts.expected(within_s=9.0)
     starts.clock.advance(100.0)
     # A prefill worker alone ends no lack of decode workers.
     view.there = [make_view("p", Role.PREFILL)]
-    starts.note_served(view.there)
+    starts.note_lack()
+    assert not starts.expected(within_s=9.0)
+
+
+def test_replacement_is_expected_from_the_loss_not_from_a_request():
+    """Of a service whose workers were removed on purpose, the first request of the day is refused as soon as any."""
+    view = View([make_view("w", Role.DECODE)])
+    starts = starts_of(view, limit_s=60.0, replaced=True)
+    starts.note_lack()
+    view.there = []
+    starts.note_lack()
+    starts.clock.advance(3600.0)
     assert not starts.expected(within_s=9.0)
