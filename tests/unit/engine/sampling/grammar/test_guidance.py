@@ -200,25 +200,6 @@ def test_control_token_trigger_matches_the_token_not_text(backend):
     assert EOS not in allowed(matcher)
 
 
-@pytest.mark.parametrize("trigger", ["[TOOL_CALLS]", "<tool call>", "<|call>"])
-@pytest.mark.parametrize("answer", [{}, {"answer": {"type": "integer"}}])
-def test_control_token_trigger_of_any_spelling_holds_the_call(tokenizer, tmp_path, trigger, answer):
-    spelled = Tokenizer.from_str(tokenizer.to_str())
-    spelled.add_special_tokens([trigger])
-    file = tmp_path / "tokenizer.json"
-    spelled.save(str(file))
-    tags = {"structures": [{"begin": f"{trigger}add", "schema": {"type": "integer"}}], "triggers": [trigger]}
-    backend = make_backend(vocab_size=VOCAB + 1, file=file)
-    ids = spelled.encode(f"{trigger}add", add_special_tokens=False).ids
-    matcher = backend.compile(spec(GrammarKind.STRUCTURAL_TAG, {**tags, **answer})).matcher()
-    assert matcher.accept(ids) == len(ids)
-    [digit] = spelled.encode("1", add_special_tokens=False).ids
-    [letter] = spelled.encode("x", add_special_tokens=False).ids
-    assert matcher.accept([letter]) == 0
-    assert matcher.accept([digit]) == 1
-    backend.close()
-
-
 def test_end_that_is_a_control_token_is_the_token_not_text(backend, tokenizer):
     matcher = backend.compile(spec(GrammarKind.STRUCTURAL_TAG, MARKED_CALLS)).matcher()
     ids = tokenizer.encode('<|im_start|>add{"x": 1}', add_special_tokens=False).ids
