@@ -176,8 +176,8 @@ class DigestOrder:
 
     @property
     def group(self) -> int:
-        """`STATES` for an order of states alone."""
-        return STATES if self.states and not self.pages else 0
+        """`STATES` for an order of some heads of states, which has no pages."""
+        return 0 if self.state_heads is None else STATES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -25,6 +25,8 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
     """Token ids of the marker behind the reasoning."""
     opened: bool = False
     """The prompt ends inside the reasoning."""
+    ended_by: tuple[int, ...] = ()
+    """Tokens that end the reasoning without `end`, each of which begins what follows it, such as a tool call."""
 
     def check(self, *, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the limit and the value seen."""
@@ -40,6 +42,14 @@ class ReasoningBudget(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
                 raise InvalidRequestError(
                     f"{FIELD}: the {name} marker has a token id outside 0 to {vocab_size - 1}", param=FIELD
                 )
+        if len(self.ended_by) > MAX_MARKER_TOKENS:
+            raise InvalidRequestError(
+                f"{FIELD}: at most {MAX_MARKER_TOKENS} tokens end the reasoning, got {len(self.ended_by)}", param=FIELD
+            )
+        if not all(0 <= token < vocab_size for token in self.ended_by):
+            raise InvalidRequestError(
+                f"{FIELD}: a token that ends the reasoning is outside 0 to {vocab_size - 1}", param=FIELD
+            )
 
 
 MAX_STOP_STRINGS = 16

@@ -8,13 +8,17 @@ The state of an output follows from its tokens alone, so a resumption or a hando
 each position of a drafted run has its own mask. An end marker that the model has begun when the budget is spent is
 completed, not restarted.
 
+A token of `ReasoningBudget.ended_by` ends the reasoning, too, and is the first of the answer.
+
 With a grammar for the answer, the output either begins with the begin marker or is the answer, and no EOS may come
-before the answer does.
+before the answer does. Of the tokens that begin an answer, those are allowed with which the grammar may begin.
 """
 
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
+
+import numpy as np
 
 from tandem_engine.forward.batch import ALL_ALLOWED
 from tandem_engine.messages.sampling import ReasoningBudget
@@ -107,6 +111,18 @@ class ReasoningMatcher:
             row[:] = ALL_ALLOWED
             for token in self._grammar.eos_token_ids:
                 _clear(row, token)
+            self._keep_answers_of(row)
+
+    def _keep_answers_of(self, row: Bits) -> None:
+        """Of the tokens that end the reasoning, those that the grammar of the answer may begin with."""
+        ended_by = self._grammar.budget.ended_by
+        if not ended_by or self._answer is None:
+            return
+        begins = np.zeros_like(row)
+        self._answer.fill(begins)
+        for token in ended_by:
+            if not _has(begins, token):
+                _clear(row, token)
 
     @property
     def _answers(self) -> bool:
@@ -135,8 +151,11 @@ class ReasoningMatcher:
 
     def _answers_with(self, token: int) -> bool:
         """Whether `token`, the next one, belongs to the answer."""
-        unopened = self._answer is not None and self._began is None and not self._matched
-        return self._answers or (unopened and token != self._grammar.budget.begin[0])
+        if self._answers:
+            return True
+        if self._began is not None:
+            return self._forced is None and token in self._grammar.budget.ended_by
+        return self._answer is not None and not self._matched and token != self._grammar.budget.begin[0]
 
     def _fits(self, token: int) -> bool:
         """Of the next token before the answer."""
@@ -161,6 +180,10 @@ def _advance(marker: Sequence[int], matched: int, token: int) -> int:
 
 def _set(row: Bits, token: int) -> None:
     row.view("uint32")[token // WORD_BITS] |= 1 << token % WORD_BITS
+
+
+def _has(row: Bits, token: int) -> bool:
+    return bool(int(row.view("uint32")[token // WORD_BITS]) >> token % WORD_BITS & 1)
 
 
 def _clear(row: Bits, token: int) -> None:

@@ -272,12 +272,15 @@ class ChatPlanner:
 
 
 def _tools(request: ChatRequest, served: ReadModel) -> ToolUse | None:
-    dialect = served.model.dialect
+    dialect, family = served.model.dialect, served.model.dialect.family
+    if family is not None and request.thinking_token_budget is not None:
+        # Grammars begin behind the reasoning, and a second thought would be content.
+        family = family.after_reasoning()
     return tool_use(
         request.tools,
         request.tool_choice,
         parallel=request.parallel_tool_calls,
-        family=dialect.family,
+        family=family,
         template_knows_tools=dialect.knows_tools,
         channels=_channels(request, served),
     )

@@ -68,15 +68,20 @@ class MarkerIds(NamedTuple):
 
     begin: tuple[int, ...]
     end: tuple[int, ...]
+    ended_by: tuple[int, ...] = ()
+    """Of the markers of `ReasoningStyle.ended_by`, those that are one token."""
 
     @staticmethod
     def of(style: ReasoningStyle, tokenizer: TextTokenizer) -> "MarkerIds":
-        begin, end = (tuple(tokenizer.encode(text, add_special_tokens=False)) for text in (style.begin, style.end))
-        return MarkerIds(begin, end)
+        begin, end, *others = (
+            tuple(tokenizer.encode(text, add_special_tokens=False))
+            for text in (style.begin, style.end, *style.ended_by)
+        )
+        return MarkerIds(begin, end, tuple(marker[0] for marker in others if len(marker) == 1))
 
     def budget(self, tokens: int) -> ReasoningBudget:
         """Of an output that the prompt has not opened."""
-        return ReasoningBudget(tokens=tokens, begin=self.begin, end=self.end)
+        return ReasoningBudget(tokens=tokens, begin=self.begin, end=self.end, ended_by=self.ended_by)
 
 
 class Cut(NamedTuple):

@@ -125,7 +125,10 @@ def test_nothing_may_forbid_the_end_of_the_reasoning(field, fields) -> None:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"tokens": -1}, {"tokens": 2**31}, {"begin": ()}, {"end": ()}, {"end": (1,) * 17}, {"begin": (VOCAB,)}],
+    [
+        *({"tokens": -1}, {"tokens": 2**31}, {"begin": ()}, {"end": ()}, {"end": (1,) * 17}, {"begin": (VOCAB,)}),
+        *({"ended_by": (-1,)}, {"ended_by": (VOCAB,)}, {"ended_by": (1,) * 17}),
+    ],
 )
 def test_budget_out_of_range_is_refused_by_name(fields) -> None:
     bad = msgspec.structs.replace(BUDGET, **fields)

@@ -113,6 +113,13 @@ async def test_budget_ends_thoughts_with_their_markers(says, rack, tokenizer):
         tuple(tokenizer.encode(text, add_special_tokens=False)) for text in ("<|channel>thought", "<channel|>")
     )
     assert (budget.begin, budget.end) == (begin, end)
+    assert budget.ended_by == tuple(tokenizer.encode("<|tool_call>", add_special_tokens=False))
+
+
+async def test_grammar_behind_a_budget_allows_no_second_thought(says, rack):
+    async with says(THOUGHT + CALL) as gateway:
+        assert (await gateway.chat(tools=[STRICT], thinking_token_budget=7, **THINKING)).status_code == 200
+    assert "reasoning" not in grammar_of(rack)[1]
 
 
 async def test_history_is_rendered_in_its_marks(says, rack, tokenizer):

@@ -24,8 +24,8 @@ no other, and one that began to would continue with blanks until its output is f
 
 EXCERPT = 300
 
-_CONTROL = re.compile(r"(<[^<>\s]+>)")
-"""What may be a control token."""
+_CONTROL = re.compile(r"(<[^<>\s]+>|\[[^\[\]\s]+\])")
+"""What may be a control token: `<|channel>` or `[TOOL_CALLS]`."""
 
 
 def translate(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
@@ -124,7 +124,7 @@ def _structural_tag(spec: GrammarSpec, tokenizer: LLTokenizer) -> str:
         raise refusal(spec.kind, str(error)) from error
     if not tags.structures or not all(tags.triggers):
         raise refusal(spec.kind, "it needs at least one structure, and triggers that are not empty")
-    control = {_is_control(trigger, tokenizer) for trigger in tags.triggers}
+    control = {_control_id(trigger, tokenizer) is not None for trigger in tags.triggers}
     if len(control) > 1:
         raise refusal(spec.kind, "its triggers must be all control tokens or all plain text")
     if tags.thoughts is not None:
@@ -155,7 +155,7 @@ def _text_and_tags(tags: StructuralTags, structures: list[StructTag], tokenizer:
         before, behind = (_with_controls(text, tokenizer) for text in tags.reasoning)
         rules.append(f"reasoning: {before} TEXT {behind}")
     for number, tag in enumerate(structures):
-        begin, end = (_with_controls(text, tokenizer) for text in (tag.begin, tag.end))
+        begin, end = _around(tag, tokenizer)
         rules.append(f"tag_{number}: TEXT {begin} %json {json.dumps(tag.grammar)} {end}")
     return "\n".join(rules)
 
@@ -175,7 +175,7 @@ def _answer_or_tags(
         "tag: " + " | ".join(f"tag_{number}" for number in range(len(structures))),
     ]
     for number, tag in enumerate(structures):
-        begin, end = (_with_controls(text, tokenizer) for text in (tag.begin, tag.end))
+        begin, end = _around(tag, tokenizer)
         rules.append(f"tag_{number}: {begin} %json {json.dumps(tag.grammar)} {end}")
     return "\n".join(rules)
 
@@ -199,10 +199,21 @@ def _thoughts_and_tag(
     return "\n".join(rules)
 
 
+def _around(tag: StructTag, tokenizer: LLTokenizer) -> tuple[str, str]:
+    """What is before and behind the JSON of `tag`, in Lark. A trigger may be a control token of any spelling."""
+    begin = f"{_piece(tag.trigger, tokenizer)} {_with_controls(tag.begin.removeprefix(tag.trigger), tokenizer)}"
+    return begin, _with_controls(tag.end, tokenizer)
+
+
 def _with_controls(text: str, tokenizer: LLTokenizer) -> str:
-    """`text` in Lark: control tokens by their names, all else as strings."""
-    pieces = [piece for piece in _CONTROL.split(text) if piece]
-    return " ".join(piece if _is_control(piece, tokenizer) else _quoted(piece) for piece in pieces)
+    """`text` in Lark: control tokens by their ids, all else as strings."""
+    return " ".join(_piece(piece, tokenizer) for piece in _CONTROL.split(text) if piece)
+
+
+def _piece(piece: str, tokenizer: LLTokenizer) -> str:
+    """One control token or one string. Lark has names only for control tokens in angle brackets, ids for all."""
+    token = _control_id(piece, tokenizer)
+    return _quoted(piece) if token is None else f"<[{token}]>"
 
 
 def _with_options(schema: dict[str, Any], spec: GrammarSpec) -> str:
@@ -214,10 +225,10 @@ def _quoted(text: str) -> str:
     return json.dumps(text) if text else ""
 
 
-def _is_control(trigger: str, tokenizer: LLTokenizer) -> bool:
-    """Whether the model has one control token for it: then only that token can start the structure."""
-    ids = tokenizer.tokenize_str(trigger, parse_special=True)
-    return len(ids) == 1 and tokenizer.is_special_token(ids[0])
+def _control_id(text: str, tokenizer: LLTokenizer) -> int | None:
+    """The one control token that the model has for it, which its characters do not pass for; None if it has none."""
+    ids = tokenizer.tokenize_str(text, parse_special=True)
+    return ids[0] if len(ids) == 1 and tokenizer.is_special_token(ids[0]) else None
 
 
 def _document(spec: GrammarSpec) -> Any:

@@ -58,6 +58,10 @@ class ToolFamily:
     channels: Channels | None = None
     """Where all of an output is messages."""
 
+    def after_reasoning(self) -> "ToolFamily":
+        """For grammars that hold from the end of the reasoning on."""
+        return replace(self, reasoning=None)
+
 
 FAMILIES: Mapping[str, ToolFamily] = {
     family.name: family

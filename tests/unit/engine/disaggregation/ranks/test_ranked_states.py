@@ -37,11 +37,11 @@ class Link:
         self.fabric.advance()
         return self.here.poll()
 
-    def prove(self, *, writers: int | None = None) -> Digests:
+    def prove(self, *, writers: int | None = None, pages: tuple[PageId, ...] = TARGET) -> Digests:
         order = DigestOrder(
             room="room",
             generation=3,
-            pages=TARGET,
+            pages=pages,
             kind=DigestKind.SAMPLED,
             tail=0,
             writers=len(self.here.ranks) if writers is None else writers,
@@ -76,6 +76,14 @@ def test_ranks_receive_their_heads_of_states_and_pages(senders, receivers, kv_he
     ended = link.push()
     assert link.arrived()
     assert link.prove() == Digests(room="room", generation=3, digests=digests_of(ended))
+
+
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (2, 2)])
+def test_state_without_pages_is_proved(senders, receivers):
+    link = Link(senders, receivers, kv_heads=2)
+    assert link.prove(pages=()).digests[:-1] == ()
+    sent = digests_of(link.push())
+    assert link.prove(pages=()).digests == sent[-1:]
 
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)

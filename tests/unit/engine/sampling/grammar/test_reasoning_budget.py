@@ -16,8 +16,10 @@ BEGIN, END = (90,), (91,)
 ALL = {*range(VOCAB)}
 
 
-def matcher(tokens: int, *, begin=BEGIN, end=END, opened: bool = True, rule: ToyRule | None = None) -> ReasoningMatcher:
-    budget = ReasoningBudget(tokens=tokens, begin=begin, end=end, opened=opened)
+def matcher(
+    tokens: int, *, begin=BEGIN, end=END, opened: bool = True, rule: ToyRule | None = None, ended_by=()
+) -> ReasoningMatcher:
+    budget = ReasoningBudget(tokens=tokens, begin=begin, end=end, opened=opened, ended_by=ended_by)
     answer = None if rule is None else ToyGrammar(rule)
     return BudgetedReasoning.of(budget, answer, vocab_size=VOCAB, eos_token_ids={EOS}).matcher()
 
@@ -52,6 +54,30 @@ def test_model_that_ends_its_reasoning_itself_is_left_alone():
     following = matcher(3)
     assert following.accept((1, 91, *range(1, 80))) == 81
     assert allowed(following) == ALL
+
+
+def test_call_that_ends_the_reasoning_is_not_cut_by_the_budget():
+    following = matcher(3, ended_by=(80,))
+    assert following.accept((1, 80, 2, 3, 4, 5)) == 6
+    assert allowed(following) == ALL
+    following.rollback(5)
+    assert following.accept((2, 3)) == 2
+    assert allowed(following) == {91}
+    assert following.accept((80,)) == 0
+
+
+def test_token_that_ends_the_reasoning_follows_the_grammar_of_the_answer():
+    rule = ToyRule(every=2, length=6)
+    fits, other = (
+        next(token for token in range(70, 90) if (token in rule.allowed(())) is right) for right in (True, False)
+    )
+    following = matcher(9, rule=rule, ended_by=(fits, other))
+    assert allowed(following) == ALL - {EOS, other}
+    assert following.accept((1, other)) == 1
+    assert following.accept((fits,)) == 1
+    plain = ToyGrammar(rule).matcher()
+    plain.accept((fits,))
+    assert allowed(following) == allowed(plain)
 
 
 def test_end_that_was_begun_is_completed():
