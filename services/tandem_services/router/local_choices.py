@@ -31,7 +31,7 @@ from tandem_services.router.decision import Absence, Choice, Claim, Reservation,
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import LastChain
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS
-from tandem_services.router.membership import PROOF_WAIT_S, Membership
+from tandem_services.router.membership import Membership
 from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import Option, cheapest, computed_in_s, options, planned_fetch, priced_options
@@ -289,10 +289,10 @@ class LocalChoices:
             if option is None:
                 return None
             ends = {option.decode.view.incarnation, option.computing.view.incarnation}
-            silent = {name for name in ends if not await self.membership.prove(name, within_s=PROOF_WAIT_S)}
-            if not silent:
+            unproven = await self.membership.unproven(ends)
+            if not unproven:
                 break
-            exclude |= silent
+            exclude |= unproven
         else:
             return None
         serial, computing = self.next_serial(), option.computing

@@ -145,6 +145,14 @@ def test_few_workers_of_the_wanted_kind_are_found():
     assert {record.view.incarnation for record in found} == {"r0@1", "r1@1"}
 
 
+def test_role_without_workers_costs_decisions_nothing(monkeypatch):
+    """As when a model goes on with workers of both roles."""
+    fleet = Fleet(64)
+    fleet.show([make_record(f"w{n}", Role.DECODE) for n in range(64)])
+    monkeypatch.setattr(Membership, "candidates", lambda *_, **__: pytest.fail("it looks at all workers"))
+    assert {record.view.role for record in fleet.find(b"block").records} == {Role.DECODE}
+
+
 def test_worker_that_changes_its_role_changes_its_group():
     fleet = Fleet(64)
     fleet.show([make_record("w0", Role.PREFILL), *fleet.records[1:]])
