@@ -7,6 +7,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.cost import Demand
+from tandem_services.router.decision import Absence
 from tandem_services.router.local_choices import FewWorkers, LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
 from tandem_services.router.registry import WorkerState
@@ -113,6 +114,13 @@ def test_prompts_without_a_whole_block_spread_by_load():
 def test_workers_with_prefix_in_flight_are_candidates(fleet):
     found = fleet.find(b"block", coming={"w7@1": 16, "w400@1": 32})
     assert {"w7@1", "w400@1"} <= {record.view.incarnation for record in found.records}
+
+
+def test_workers_with_the_adapter_are_candidates(fleet):
+    have = {"w6@1", "w7@1"}
+    names = {record.view.incarnation for record in fleet.records}
+    found = fleet.find(b"block", absences=dict.fromkeys(names - have, Absence(1.0, 0.0)))
+    assert have <= {record.view.incarnation for record in found.records}
 
 
 def test_last_worker_that_is_not_excluded_is_found(fleet):
