@@ -412,10 +412,9 @@ class Router:
     async def _find(self, query: RouteQuery) -> Choice | None:
         known = self._membership.unusable
         choice = await self._find_allowed(query)
-        if choice is None and self._membership.unusable - known:
-            # Those that a policy, or chance, has left do not answer: others may.
-            choice = await self._find_allowed(query)
-        return choice
+        # Those that a policy, or chance, has left may not have answered: others may.
+        again = choice is None and self._membership.unusable - known
+        return await self._find_allowed(query) if again else choice
 
     async def _find_allowed(self, query: RouteQuery) -> Choice | None:
         query = self._exclusions.narrowed(query)
