@@ -129,8 +129,8 @@ class FewWorkers:
         """All that may be offered, of a small fleet; of a larger one those with a reason to be cheap.
 
         `first_block`: digest of the prompt's first page, if it has one. `compat_hash`: of the workers that are wanted,
-        if others are not. `coming`: prompt tokens that workers will have cached soon. `absences`: of workers that have to load
-        the adapter.
+        if others are not. `coming`: prompt tokens that workers will have cached soon.
+        `absences`: of workers that have to load the adapter.
         """
 
         def fitting(name: str) -> WorkerRecord | None:

@@ -412,8 +412,7 @@ class Router:
     async def _find(self, query: RouteQuery) -> Choice | None:
         known = self._membership.unusable
         choice = await self._find_allowed(query)
-        # Those that a policy, or chance, has left may not have answered: others may.
-        again = choice is None and self._membership.unusable - known
+        again = choice is None and self._membership.unusable - known  # a policy's choice has not answered
         return await self._find_allowed(query) if again else choice
 
     async def _find_allowed(self, query: RouteQuery) -> Choice | None:
