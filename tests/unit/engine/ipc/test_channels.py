@@ -364,7 +364,7 @@ async def test_gateway_connects_to_a_thousand_workers():
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
-async def test_socket_without_descriptors_is_an_error_that_names_the_limit(context, monkeypatch):
+async def test_socket_without_descriptors_names_the_limit(context, monkeypatch):
     def refuse(kind: int) -> None:
         raise zmq.ZMQError(errno.EMFILE)
 

@@ -191,5 +191,5 @@ async def test_connections_stay_bounded_while_there_is_no_new_view(pool, views, 
     assert await proven(pool, 3) == names(views[3:])
 
 
-def test_proof_waits_longer_than_an_engine_in_a_long_step_takes_to_answer():
+def test_proof_outwaits_an_engine_in_a_long_step():
     assert PROOF_WAIT_S >= 2 * WAIT_SLICE
