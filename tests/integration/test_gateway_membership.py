@@ -13,7 +13,9 @@ from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.gateway.dispatch import engine_pool
+from tandem_services.router.decision import RouteQuery
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.policies import PolicyNames
 from tandem_services.router.registry import LeaseStatus
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of, serving_fleets
@@ -74,12 +76,13 @@ async def beating(fleet: Fleet, *engines: MockEngine):
 
 
 @asynccontextmanager
-async def gateway_of(server, context: IpcContext, folder, **config):
+async def gateway_of(server, context: IpcContext, folder, policies: PolicyNames | None = None, **config):
     """A gateway of the deployment that `context` has the keys of: its client and its router."""
     deployment = Deployment.of(context.keys)
     settings = RouterConfig(
         redis=RedisAddress(url=server.url),
         deployment=deployment,
+        policies=policies or PolicyNames(),
         routing_timeout_s=PATIENT_S,
         background_timeout_s=PATIENT_S,
     )
@@ -152,6 +155,36 @@ async def test_row_of_no_engine_costs_no_request(server, rack, fleet, tmp_path, 
             await fleet.beat(old)
             assert set(await answered(http)) == {200}
         assert sees(router, "a@1")()
+
+
+async def test_policy_whose_worker_does_not_answer_chooses_another(server, rack, fleet, tmp_path, monkeypatch):
+    """A policy leaves one worker of a role, so that neither Redis nor the view has another for the same query."""
+    monkeypatch.setattr(engine_pool, "AHEAD", 0)
+    engine = rack.add("b", behaviour())
+    old = record_of(engine, worker_id="a", incarnation="a@7", request_endpoint="tcp://127.0.0.1:9")
+    in_turn = PolicyNames.parse("round_robin")
+    async with gateway_of(server, rack.context, tmp_path, in_turn) as (http, router), beating(fleet, engine):
+        await fleet.beat(old)
+        await router.refresh()
+        assert await answered(http, 1) == [200]
+        assert "a@7" in router._membership.unusable, "it was asked first"
+        assert router.counters.none == 0
+
+
+async def test_session_stays_with_a_worker_in_a_long_step(server, rack, fleet, tmp_path, monkeypatch):
+    """No other worker has the session."""
+    monkeypatch.setattr(engine_pool, "AHEAD", 0)
+    engine = rack.add("a", behaviour())
+    async with gateway_of(server, rack.context, tmp_path) as (_, router), beating(fleet, engine):
+        await until(sees(router, "a@1"), PATIENCE_S, "it is a member")
+        engine.behaviour.deaf = True
+        query = RouteQuery(request_id="r", model="m", token_ids=(1, 2, 3))
+        choosing = asyncio.create_task(router.stay(query, "a@1"))
+        await asyncio.sleep(0.5)
+        engine.behaviour.deaf = False
+        choice = await choosing
+        assert choice.decode.incarnation == "a@1"
+        await router.release(choice)
 
 
 async def test_prefill_worker_that_loses_redis_still_computes(server, rack, fleet, tmp_path):

@@ -100,16 +100,14 @@ class AsyncDealerChannel(Generic[In, Out]):
     What streams over it comes through here message by message, so it waits for its socket itself: pyzmq's asyncio
     sockets cost more per message than all that a gateway does with one.
 
-    Raises `WireError` for an endpoint that cannot be one: it came from the registry.
+    Raises `WireError` for an endpoint that cannot be one, because it came from the registry, and when the process may
+    open no more sockets.
     """
 
     def __init__(self, context: IpcContext, endpoint: str, *, inbound: object, outbound: object) -> None:
         self._inbound: Codec[In] = Codec(inbound)
         self._outbound: Codec[Out] = Codec(outbound)
-        self.socket = context.socket(zmq.DEALER)
-        configure(self.socket)
-        context.secure_client(self.socket)
-        self._monitor = self.socket.get_monitor_socket(LOST_EVENTS)
+        self.socket, self._monitor = _open_watched(context)
         context.adopt(self._monitor)
         self._readable = SocketReadable(self.socket)
         self._monitor_readable = SocketReadable(self._monitor)
@@ -173,3 +171,22 @@ class AsyncDealerChannel(Generic[In, Out]):
         self.socket.disable_monitor()
         self._monitor.close(linger=0)
         self.socket.close(linger=int(linger_s * 1000))
+
+
+def _open_watched(context: IpcContext) -> "tuple[zmq.Socket[bytes], zmq.Socket[bytes]]":
+    """A client's socket and its monitor. Raises `WireError` when there are no descriptors left."""
+    try:
+        socket = context.socket(zmq.DEALER)
+    except zmq.ZMQError as error:
+        raise _no_sockets_left(error) from error
+    try:
+        configure(socket)
+        context.secure_client(socket)
+        return socket, socket.get_monitor_socket(LOST_EVENTS)
+    except zmq.ZMQError as error:
+        socket.close(linger=0)
+        raise _no_sockets_left(error) from error
+
+
+def _no_sockets_left(error: zmq.ZMQError) -> WireError:
+    return WireError(f"cannot open a socket: {error}. Raise the hard limit of open files of this process (ulimit -Hn)")

@@ -62,6 +62,8 @@ class IpcContext:
     def __init__(self, keys: KeyPair | None = None) -> None:
         self.keys = keys
         self.zmq: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        # 1,023 by default: 341 watched connections. Descriptors are the limit, which a process raises at its start.
+        self.zmq.set(zmq.MAX_SOCKETS, self.zmq.get(zmq.SOCKET_LIMIT))
         self._authenticator: ThreadAuthenticator | None = None
         if keys is not None:
             self._authenticator = ThreadAuthenticator(self.zmq)

@@ -13,6 +13,7 @@
     near      the first workers on the ring from the first block on, of each role
     coming    those with the longest prefix in flight
     least     the least loaded, by this gateway's own notes, of `MET` random ones of each role and compat hash
+    present   the same among those that have the adapter of the request, where others would have to load it
 
 When some role is not among these, nearly all of its workers are excluded, and all that are not are looked at.
 """
@@ -31,7 +32,7 @@ from tandem_services.router.decision import Absence, Choice, Claim, Reservation,
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import LastChain
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS
-from tandem_services.router.membership import PROOF_WAIT_S, Membership
+from tandem_services.router.membership import Membership
 from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import Option, cheapest, computed_in_s, options, planned_fetch, priced_options
@@ -123,11 +124,13 @@ class FewWorkers:
         first_block: bytes | None = None,
         compat_hash: str | None = None,
         coming: Mapping[str, int] | None = None,
+        absences: Mapping[str, Absence] | None = None,
     ) -> Found:
         """All that may be offered, of a small fleet; of a larger one those with a reason to be cheap.
 
         `first_block`: digest of the prompt's first page, if it has one. `compat_hash`: of the workers that are wanted,
         if others are not. `coming`: prompt tokens that workers will have cached soon.
+        `absences`: of workers that have to load the adapter.
         """
 
         def fitting(name: str) -> WorkerRecord | None:
@@ -138,7 +141,11 @@ class FewWorkers:
         if self.membership.groups.size(model) > ALL_PRICED:
             names = {name for nearest in near.values() for name in nearest}
             names.update(sorted(coming or {}, key=lambda name: (-(coming or {})[name], name))[:NEAR])
-            names.update(self._least_loaded(model, compat_hash, fitting))
+            groups = self._groups(model, compat_hash)
+            names.update(self._least_loaded(groups, fitting))
+            if absences:
+                present = ([n for n in group if n not in absences and fitting(n) is not None] for group in groups)
+                names.update(self._least_loaded(present, fitting))
             records = [record for name in sorted(names) if (record := fitting(name)) is not None]
             if self.membership.groups.rings(model).keys() <= {record.view.role for record in records}:
                 return Found(records, homes)
@@ -161,17 +168,19 @@ class FewWorkers:
             for role, ring in self.membership.groups.rings(model).items()
         }
 
-    def _least_loaded(
-        self, model: str, compat_hash: str | None, fitting: Callable[[str], WorkerRecord | None]
-    ) -> Iterable[str]:
-        """The least loaded by own notes of some random ones of each role and compat hash."""
+    def _groups(self, model: str, compat_hash: str | None) -> list[Sequence[str]]:
+        """At most `MAX_GROUPS` of each role and compat hash."""
         groups = [
             names
             for (_, compat), names in self.membership.groups.groups(model).items()
             if compat_hash is None or compat == compat_hash
         ]
-        if len(groups) > MAX_GROUPS:
-            groups = self.random.sample(groups, MAX_GROUPS)
+        return self.random.sample(groups, MAX_GROUPS) if len(groups) > MAX_GROUPS else groups
+
+    def _least_loaded(
+        self, groups: Iterable[Sequence[str]], fitting: Callable[[str], WorkerRecord | None]
+    ) -> Iterable[str]:
+        """The least loaded by own notes of some random ones of each group."""
         for names in groups:
             met = self.random.sample(names, min(MET, len(names)))
             records = [record for name in met if (record := fitting(name)) is not None]
@@ -283,16 +292,17 @@ class LocalChoices:
                 first_block=first_block,
                 compat_hash=query.compat_hash,
                 coming=coming,
+                absences=query.absences,
             )
             options = self.routing.options(found, demand, coming, query.absences)
             option = cheapest(options, self.random)
             if option is None:
                 return None
             ends = {option.decode.view.incarnation, option.computing.view.incarnation}
-            silent = {name for name in ends if not await self.membership.prove(name, within_s=PROOF_WAIT_S)}
-            if not silent:
+            unproven = await self.membership.unproven(ends)
+            if not unproven:
                 break
-            exclude |= silent
+            exclude |= unproven
         else:
             return None
         serial, computing = self.next_serial(), option.computing

@@ -19,6 +19,7 @@ Redis is a hint: it contains addresses and loads, but a worker's own answer prov
 within milliseconds, but the local view is up to a heartbeat old; local routing would send it every request until then.
 """
 
+import asyncio
 import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
@@ -102,8 +103,13 @@ class Refusals:
 RETRY_LOST_AFTER_S = 10.0
 """As long as it takes until a silent incarnation is fenced for good (`keys.FENCE_AFTER_MS`)."""
 
-PROOF_WAIT_S = 0.25
-"""How long a request waits for the first answer of a worker that has just registered."""
+PROOF_WAIT_S = 0.5
+"""How long a request waits for a worker that has not answered lately. An engine in a long step answers every quarter
+second (`scheduler.loop.WAIT_SLICE`): twice that, or busy workers would lose requests for what they have cached."""
+
+KEEPER_WAIT_S = 4.0
+"""The same for a worker that keeps the session of the request, which no other can serve: as long as it takes until
+unanswered pings end a connection."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -224,6 +230,12 @@ class Membership:
         if record is None or incarnation in self._marked_dead or incarnation in self._skewed:
             return False
         return self.proofs is None or await self.proofs.prove(record.view, within_s=within_s)
+
+    async def unproven(self, incarnations: Iterable[str]) -> frozenset[str]:
+        """Those that nothing may be sent to, after all were asked at once."""
+        names = sorted(set(incarnations))
+        proven = await asyncio.gather(*(self.prove(name, within_s=PROOF_WAIT_S) for name in names))
+        return frozenset(name for name, is_proven in zip(names, proven, strict=True) if not is_proven)
 
     def mark_dead(self, incarnation: str) -> None:
         """The gateway lost its connection to this incarnation."""

@@ -47,7 +47,7 @@ from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex, LastChain
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.local_choices import FewWorkers, LocalChoices, LocalRouting, OwnLoad
-from tandem_services.router.membership import PROOF_WAIT_S, FleetView, Membership
+from tandem_services.router.membership import KEEPER_WAIT_S, FleetView, Membership
 from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
@@ -339,7 +339,7 @@ class Router:
         if self._membership.unknown({incarnation}):
             await self._refresh_if_possible()
         record = self._membership.find(incarnation)
-        if record is None or not await self._membership.prove(incarnation, within_s=PROOF_WAIT_S):
+        if record is None or not await self._membership.prove(incarnation, within_s=KEEPER_WAIT_S):
             raise NoWorkersError(f"worker {incarnation} is gone", retry_after=RETRY_AFTER_S)
         demand = self._demand(query)
         claim = Claim(incarnation, demand.prompt_tokens, 1, room_needed(demand))
@@ -410,6 +410,12 @@ class Router:
         await self.release(choice)
 
     async def _find(self, query: RouteQuery) -> Choice | None:
+        known = self._membership.unusable
+        choice = await self._find_allowed(query)
+        again = choice is None and self._membership.unusable - known  # a policy's choice has not answered
+        return await self._find_allowed(query) if again else choice
+
+    async def _find_allowed(self, query: RouteQuery) -> Choice | None:
         query = self._exclusions.narrowed(query)
         choice = await self._find_among(query)
         if choice is not None and query.absences:

@@ -22,7 +22,7 @@ from tandem_services.router.decision import Choice, PlannedFetch, Reservation, R
 from tandem_services.router.index import BlockIndex, LastChain, Routed
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS, RESERVATION_MS
 from tandem_services.router.local_choices import OwnLoad
-from tandem_services.router.membership import PROOF_WAIT_S, Membership
+from tandem_services.router.membership import Membership
 from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import placement_of, planned_fetch
@@ -87,10 +87,10 @@ class SharedChoices:
             await self.refresh()
         for incarnation in self.membership.unknown(chosen):
             self.membership.note_nameless(incarnation)
-        proven = [await self.membership.prove(incarnation, within_s=PROOF_WAIT_S) for incarnation in sorted(chosen)]
+        unproven = await self.membership.unproven(chosen)
         decode = self.membership.find(routed.decode)
         prefill = None if routed.prefill is None else self.membership.find(routed.prefill)
-        if decode is None or not all(proven) or not _suits(query, decode, prefill):
+        if decode is None or unproven or not _suits(query, decode, prefill):
             return None
         return Choice(
             request_id=query.request_id,
@@ -215,7 +215,7 @@ class TicketedChoices:
         choice = ticket.choice_for(query, self.membership.find_usable, self.held.next_serial())
         workers = () if choice is None else (choice.decode, choice.prefill)
         names = [worker.incarnation for worker in workers if worker is not None]
-        if not all([await self.membership.prove(name, within_s=PROOF_WAIT_S) for name in names]):
+        if await self.membership.unproven(names):
             choice = None
         if choice is None:
             await self.held.give_back(query.request_id, ticket.reservation)

@@ -205,6 +205,8 @@ class EngineConnection:
         self._pouring: list[Pouring] = []
         """They keep tokens of the messages that are being read."""
         self._closed = False
+        self._asking = 0
+        """Requests that wait for a proof."""
         self._channel: AsyncDealerChannel[EngineReply, EngineRequest] = AsyncDealerChannel(
             context, worker.request_endpoint, inbound=EngineReply, outbound=EngineRequest
         )
@@ -219,6 +221,11 @@ class EngineConnection:
     @property
     def idle(self) -> bool:
         return not self._listeners
+
+    @property
+    def asked(self) -> bool:
+        """Whether a request waits for its answer (`prove`)."""
+        return self._asking > 0
 
     def submit(self, request: GenerateRequest, listener: Listener) -> bool:
         """Send a request and listen for its outputs. False when the engine takes no more messages or is dead."""
@@ -275,11 +282,18 @@ class EngineConnection:
         self._news.clear()
         if not opening:  # else it was asked when the connection was opened
             self.greet()
+        self._asking += 1
         try:
             async with asyncio.timeout(within_s):
                 await self._news.wait()
         except TimeoutError:
-            self._set_silent(True)
+            # This event loop may have been blocked meanwhile.
+            if not self._closed:
+                self._hear_rest()
+            if not self.heard_lately:
+                self._set_silent(True)
+        finally:
+            self._asking -= 1
         return self.proven
 
     def greet(self) -> None:
@@ -394,13 +408,17 @@ class EngineConnection:
     async def _watch_socket(self) -> None:
         await self._channel.disconnected()
         # Tokens that came before the end are not made a second time elsewhere.
+        self._hear_rest()
+        self._die(LOST)
+
+    def _hear_rest(self) -> None:
+        """All that has come."""
         try:
             while not self._hear_waiting():
                 if self._closed:
                     return
         except WireError as error:
             self._die_of(error)
-        self._die(LOST)
 
     async def _ping(self) -> None:
         for nonce in itertools.count():

@@ -102,10 +102,12 @@ class EnginePool:
 
     def connect(self, worker: WorkerView, *, silent: bool = False) -> EngineConnection:
         """The connection to `worker`, opened when there is none; then no request should choose it until it has answered
-        if it is `silent`. Raises `WireError` for an impossible endpoint."""
+        if it is `silent`. Raises `WireError` for an impossible endpoint, and without descriptors."""
         connection = self._connections.get(worker.incarnation)
         if connection is None:
             self._retire_older(worker)
+            if not self._left():
+                self._close_oldest()
             answered_at = self._revived.pop(worker.incarnation, float("-inf"))
             connection = self._open(worker, trusted=self.clock.now() - answered_at < PROOF_S, silent=silent)
         return connection
@@ -133,6 +135,12 @@ class EnginePool:
             gone = connection.worker.incarnation not in names
             if gone or number < too_many or now - connection.used_at > IDLE_S:
                 self._drop(connection)
+
+    def _close_oldest(self) -> None:
+        """While Redis is away there is no new view, in which `watch` would close what is unused."""
+        unused = [each for each in self._connections.values() if each.idle and not (each.watched or each.asked)]
+        if unused:
+            self._drop(min(unused, key=lambda connection: connection.used_at))
 
     def _left(self) -> int:
         return max(0, MAX_OPEN - len(self._connections))
@@ -163,11 +171,13 @@ class EnginePool:
         self._silent = self._silent | name if connection.silent else self._silent - name
 
     def _introduce(self, worker: WorkerView, *, silent: bool = False) -> EngineConnection | None:
-        """As `connect`; None for an impossible endpoint."""
+        """As `connect`; None where that is not possible."""
         try:
             return self.connect(worker, silent=silent)
         except WireError as error:
-            logger.warning("impossible endpoint", extra={"fields": {"worker": worker.incarnation, "error": str(error)}})
+            logger.warning(
+                "cannot connect to a worker", extra={"fields": {"worker": worker.incarnation, "error": str(error)}}
+            )
             self.on_dead(worker.incarnation)
             return None
 

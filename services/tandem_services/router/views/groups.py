@@ -94,6 +94,9 @@ class FleetGroups:
             model = self._models[place.model]
             model.groups.setdefault((place.role, place.compat_hash), []).append(name)
             model.size += 1
+        for model in self._models.values():
+            roles = {role for role, _ in model.groups}
+            model.rings = {role: ring for role, ring in model.rings.items() if role in roles}
 
 
 def _place_of(record: WorkerRecord) -> _Place:

@@ -1,11 +1,13 @@
 """Typed channels: who may connect, what is refused, and that nothing blocks."""
 
 import asyncio
+import errno
+import resource
 
 import pytest
 import zmq
 
-from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.errors import ConfigError, WireError
 from tandem_engine.ipc import async_channels, channels
 from tandem_engine.ipc.async_channels import AsyncDealerChannel, AsyncPairServer, SocketReadable
 from tandem_engine.ipc.channels import (
@@ -344,3 +346,28 @@ def test_key_file_is_private_even_where_another_was_not(tmp_path, caplog):  # [k
     path.chmod(0o644)
     KeyPair.load(path)
     assert f"{path} is world-readable" in caplog.text
+
+
+async def test_gateway_connects_to_a_thousand_workers():
+    """libzmq allows 1,023 sockets unless told otherwise, and each connection takes three."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted, descriptors = 1024, 8192
+    if hard < descriptors:
+        pytest.skip(f"this machine allows {hard} open files")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, descriptors), hard))
+    context = IpcContext()
+    try:
+        dealers = [open_dealer(context, "tcp://127.0.0.1:9") for _ in range(wanted)]
+        assert len(dealers) == wanted
+    finally:
+        context.close()
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+async def test_socket_without_descriptors_names_the_limit(context, monkeypatch):
+    def refuse(kind: int) -> None:
+        raise zmq.ZMQError(errno.EMFILE)
+
+    monkeypatch.setattr(context, "socket", refuse)
+    with pytest.raises(WireError, match="ulimit -Hn"):
+        open_dealer(context, "tcp://127.0.0.1:9")

@@ -1,13 +1,16 @@
 """Connections of a gateway: few ahead, others on first use, and all to workers that Redis does not name."""
 
 import asyncio
+import time
 from dataclasses import replace
 
 import pytest
 
+from tandem_engine.scheduler.loop import WAIT_SLICE
 from tandem_services.gateway.dispatch import engine_pool
 from tandem_services.gateway.dispatch.engine_client import PROOF_S, LivenessTiming, Revival
 from tandem_services.gateway.dispatch.engine_pool import IDLE_S, EnginePool
+from tandem_services.router.membership import PROOF_WAIT_S
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
@@ -49,6 +52,12 @@ async def outlive_proofs(clock) -> None:
     clock.advance(2 * PROOF_S)
     await asyncio.sleep(0.2)
     clock.advance(2 * PROOF_S)
+
+
+def block_until_answered(engine, pings: int) -> None:
+    """As a long callback blocks an event loop. `pings` that the engine has had before."""
+    assert engine.wait_until(lambda: engine.pings > pings)
+    time.sleep(0.3)
 
 
 async def proven(pool, count: int) -> set[str]:
@@ -162,3 +171,25 @@ async def test_connections_unused_the_longest_are_closed_first(pool, views, cloc
     monkeypatch.setattr(engine_pool, "MAX_OPEN", 3)
     pool.watch(views)
     assert {view.incarnation for view in views[3:]} <= await proven(pool, 3)
+
+
+async def test_answer_during_a_blocked_event_loop_counts(pool, views, clock, rack):
+    assert await pool.prove(views[0], within_s=PATIENCE_S)
+    await outlive_proofs(clock)
+    pings = rack.engines[0].pings
+    asked = asyncio.create_task(pool.prove(views[0], within_s=0.05))
+    await asyncio.sleep(0)
+    block_until_answered(rack.engines[0], pings)
+    assert await asked
+
+
+async def test_connections_stay_bounded_while_there_is_no_new_view(pool, views, clock, monkeypatch):
+    monkeypatch.setattr(engine_pool, "MAX_OPEN", 3)
+    for view in views:
+        assert await pool.prove(view, within_s=PATIENCE_S)
+        clock.advance(1)
+    assert await proven(pool, 3) == names(views[3:])
+
+
+def test_proof_outwaits_an_engine_in_a_long_step():
+    assert PROOF_WAIT_S >= 2 * WAIT_SLICE

@@ -7,6 +7,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.cost import Demand
+from tandem_services.router.decision import Absence
 from tandem_services.router.local_choices import FewWorkers, LocalRouting, OwnLoad, claims_of
 from tandem_services.router.membership import Membership
 from tandem_services.router.registry import WorkerState
@@ -115,6 +116,13 @@ def test_workers_with_prefix_in_flight_are_candidates(fleet):
     assert {"w7@1", "w400@1"} <= {record.view.incarnation for record in found.records}
 
 
+def test_workers_with_the_adapter_are_candidates(fleet):
+    have = {"w6@1", "w7@1"}
+    names = {record.view.incarnation for record in fleet.records}
+    found = fleet.find(b"block", absences=dict.fromkeys(names - have, Absence(1.0, 0.0)))
+    assert have <= {record.view.incarnation for record in found.records}
+
+
 def test_last_worker_that_is_not_excluded_is_found(fleet):
     others = frozenset(record.view.incarnation for record in fleet.records) - {"w6@1"}
     assert [record.view.incarnation for record in fleet.find(b"block", exclude=others).records] == ["w6@1"]
@@ -143,6 +151,14 @@ def test_few_workers_of_the_wanted_kind_are_found():
     assert len(others) == 512
     found = fleet.find(b"block", exclude=others, compat_hash="rare").records
     assert {record.view.incarnation for record in found} == {"r0@1", "r1@1"}
+
+
+def test_role_without_workers_costs_decisions_nothing(monkeypatch):
+    """As when a model goes on with workers of both roles."""
+    fleet = Fleet(64)
+    fleet.show([make_record(f"w{n}", Role.DECODE) for n in range(64)])
+    monkeypatch.setattr(Membership, "candidates", lambda *_, **__: pytest.fail("it looks at all workers"))
+    assert {record.view.role for record in fleet.find(b"block").records} == {Role.DECODE}
 
 
 def test_worker_that_changes_its_role_changes_its_group():

@@ -5,6 +5,7 @@ Members are the workers that answer. So no request fails, no process ends, and R
 """
 
 import asyncio
+from collections import Counter
 from collections.abc import Sequence
 
 from tandem_testing.chaos.families.redis_faults import back_in_use
@@ -121,9 +122,19 @@ async def a_worker_is_reached_in_one_direction_only(run: Run) -> None:
     starts = starts_of(run)
     for role in ("decode", "prefill"):
         for direction, weather in ONE_WAY.items():
-            await until_given_up(run, run.fleet.of_role(role)[0], f"gateways and a {role} worker, {direction}", weather)
+            victim = await in_use(run, role)
+            await until_given_up(run, victim, f"gateways and a {role} worker, {direction}", weather)
     run.expect(starts_of(run) == starts, "a process ended because of it")
     await back_in_use(run)
+
+
+async def in_use(run: Run, role: str) -> Worker:
+    """The worker of `role` that most requests are on now. On a loaded machine one may have measured itself many times
+    slower than the other, and gets none."""
+    answers = await run.works(count=8)
+    attempts = [attempt for answer in answers for attempt in await run.attempts(answer)]
+    homes = Counter(str(attempt[role]).partition("@")[0] for attempt in attempts)
+    return max(run.fleet.of_role(role), key=lambda worker: homes[worker.id])
 
 
 async def until_given_up(run: Run, victim: Worker, what: str, weather: Weather) -> None:
