@@ -80,6 +80,8 @@ class Outbox:
 
 logger = logging.getLogger(__name__)
 STATS_PERIOD = 0.5
+REPLAY_PERIOD = 1.0
+"""Seconds between two replays of the cache where errors keep its events from being sent."""
 MAX_EVENTS_PER_BATCH = 256
 
 
@@ -91,7 +93,7 @@ class Reports:
     control: Control | None
     """None without a worker service: nothing is reported."""
     watchdog: Watchdog
-    """Notified with every report that the engine is alive."""
+    """Notified before each report that the engine is alive."""
     ready: EngineReady
     _event_sequence: int = 0
     _stats_at: float = 0.0
@@ -100,6 +102,8 @@ class Reports:
     _drain_wanted: bool = False
     _events_lost: bool = False
     """An error has kept events from being sent: all are sent again."""
+    _replay_at: float = 0.0
+    """Not before, after one that has failed."""
 
     def send(self, message: EngineToWorker) -> None:
         """Send `message`, or drop it."""
@@ -123,7 +127,7 @@ class Reports:
         self._pass_on_departure()
         events = self.engine.memory.cache.take_events()
         if self._events_lost:
-            self.replay_cache()
+            self._replay_lost()
         elif events:
             self._send_events(events)
         self._report_ended()
@@ -137,12 +141,20 @@ class Reports:
         now = time.monotonic()
         if now >= self._stats_at:
             self._stats_at = now + STATS_PERIOD
-            self.send(self.engine.stats())
+            # First: an engine whose statistics fail does not hang.
             self.watchdog.progressed()
+            self.send(self.engine.stats())
 
     def replay_cache(self) -> None:
         """The whole prefix cache as events."""
         self._send_events(self.engine.memory.cache.snapshot_events())
+
+    def _replay_lost(self) -> None:
+        """Not in each turn: it takes time in proportion to the cache, and an error may stay."""
+        now = time.monotonic()
+        if now >= self._replay_at:
+            self._replay_at = now + REPLAY_PERIOD
+            self.replay_cache()
 
     def audit(self, nonce: int) -> None:
         """Answer an `Audit`."""
@@ -171,11 +183,16 @@ class Reports:
     def _report_ended(self) -> None:
         log = self.engine.scheduler.ended
         ended = log.take()
-        for start in range(0, len(ended), MAX_REPORTED):
-            chunk = tuple(ended[start : start + MAX_REPORTED])
-            message = EndedRequests(requests=chunk, lost=log.lost)
-            if self.control is None or not self.control.send(message):
-                log.lost += len(chunk)
+        unsent = len(ended)
+        try:
+            for start in range(0, len(ended), MAX_REPORTED):
+                chunk = tuple(ended[start : start + MAX_REPORTED])
+                message = EndedRequests(requests=chunk, lost=log.lost)
+                sent = self.control is not None and self.control.send(message)
+                unsent -= len(chunk)
+                log.lost += 0 if sent else len(chunk)
+        finally:
+            log.lost += unsent
 
     def _send_events(self, events: Sequence[KvEvent]) -> None:
         self._events_lost = True

@@ -210,9 +210,10 @@ class Supervisor:
         """A line about it. At a limit of processes or memory no process can be started for now; the others serve."""
         try:
             child.start()
-        except OSError as error:
+        except Exception as error:  # noqa: BLE001  # the boundary between children: `subprocess` raises its own, too
             child.restart_at = now + child.pause
-            line = f"{child.name} cannot be started ({error.strerror}); trying again in {child.pause:g} s"
+            reason = error.strerror if isinstance(error, OSError) else error
+            line = f"{child.name} cannot be started ({reason}); trying again in {child.pause:g} s"
             child.pause = min(child.pause * 2, MAX_PAUSE)
             return line
         child.restarts += 1

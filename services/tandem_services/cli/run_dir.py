@@ -79,6 +79,8 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     """Time that running requests have when it is stopped."""
     memory_kills: int | None = None
     """`cgroups.machine_memory_kills` when this was written."""
+    pid_namespace: str = ""
+    """In which `up` has its number; "" of an earlier release, and where there is no /proc."""
 
 
 class _Document(msgspec.Struct, frozen=True, kw_only=True):
@@ -116,22 +118,42 @@ def read_run(path: Path) -> Run | None:
 def describe_killed_run(path: Path) -> str | None:
     """How the last `tandem up` in this folder was killed, as far as the kernel's counters show; None if it stopped, or
     runs. Its control group may be gone, as after a restart of its container: the machine's counter remains."""
-    document = _read(path)
+    try:
+        document = _read(path)
+    except OSError:  # `prepare_run_dir` says why
+        return None
     if document is None or document.run is None or document.run.up.is_running:
         return None
     run, here = document.run, Identity.of(os.getpid())
     what = f"the last tandem up in this folder (process {run.up.pid}) was killed"
     if here is None or here.boot != run.up.boot:
-        return f"{what}, or the machine restarted"
-    kills = machine_memory_kills()
-    if kills is None or run.memory_kills is None:
-        return f"{what}; this kernel does not count kills for memory"
-    if kills == run.memory_kills:
-        return f"{what}; not by the kernel for memory"
+        return f"{what}, its machine restarted, or it runs on another machine"
+    if run.pid_namespace not in ("", pid_namespace()):
+        what += ", or runs in another container that shares it"
+    return f"{what}; {_describe_kills(run.memory_kills, machine_memory_kills())}"
+
+
+def _describe_kills(before: int | None, now: int | None) -> str:
+    """Whether the kernel has killed for memory, by the machine's counter then and now: a clause of a sentence."""
+    if before is None or now is None:
+        return "this kernel does not count kills for memory"
+    if now < before:
+        return "the kernel's count of kills for memory went back, as in a restored machine"
+    if now == before:
+        return "not by the kernel for memory"
     return (
-        f"{what}, probably by the kernel because {memory_shortage()} ({kills - run.memory_kills} processes of this "
-        "machine were killed for memory since): provide more memory, or lower --kv-cache-gib or --max-running-requests"
+        f"perhaps by the kernel because {memory_shortage()}: {now - before} processes of this machine, of any "
+        "container, were killed for memory since. If so, provide more memory, or lower --kv-cache-gib or "
+        "--max-running-requests"
     )
+
+
+def pid_namespace() -> str:
+    """Of this process; "" where there is no /proc."""
+    try:
+        return str(Path("/proc/self/ns/pid").readlink())
+    except OSError:
+        return ""
 
 
 def listed_logs(path: Path) -> list[Path]:

@@ -67,6 +67,7 @@ from tandem_services.cli.run_dir import (
     Run,
     StartedProcess,
     describe_killed_run,
+    pid_namespace,
     prepare_run_dir,
     record_run,
     rotate_log,
@@ -363,9 +364,10 @@ def run(args: argparse.Namespace) -> int:
     ending.watch_signals()
 
     def restarting(event: str) -> None:
+        # First: standard error may be closed, and `tandem stop` needs the new process ids.
+        _record(args, todo, supervisor)
         print(f"tandem: {event}", file=sys.stderr, flush=True)
         manager.status(event)
-        _record(args, todo, supervisor)
 
     ready = False
     try:
@@ -415,6 +417,7 @@ def _run_of(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, me: Id
         processes=tuple(started),
         grace_s=args.grace,
         memory_kills=machine_memory_kills(),
+        pid_namespace=pid_namespace(),
     )
 
 

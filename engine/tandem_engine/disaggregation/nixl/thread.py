@@ -19,9 +19,8 @@ until the receiver has polled twice, and it sends a `HandoffRecord` anyway.
 
 A NIXL error disconnects the peer concerned and never stops the thread [peer-error-contained]: every accepted push ends
 in exactly one `PushDone` or `PushFailed`. So does a WRITE that does not complete: a connection that only the other side
-has closed gives no error, and pages of both sides wait for the push. An unexpected error (`TransportErrors`)
-affects only what it concerns: the command gets a result, a push fails, and its peer is disconnected where NIXL may be
-writing to it.
+has closed gives no error, and pages of both sides wait for the push. An unexpected error (`TransportErrors`) affects
+only what it concerns: the command gets a result, a push fails, and a peer that NIXL may be writing to is disconnected.
 
 Once the agent is cut off from its network (`agent`), pushes fail and nothing is written here any more. The process
 keeps running: without an address it can do no harm, and once the address is back it soon learns whether it is fenced.
@@ -188,7 +187,7 @@ class TransferThread:
             if turn.failed:
                 time.sleep(IDLE_PAUSE)
         for peer in [*self._peers]:
-            self._lose(peer, "the transport is closing")
+            self._tidy("leaving a peer", partial(self._lose, peer, "the transport is closing"), peer)
         self._tidy("closing NIXL", self.agent.close)
 
     def _turn(self) -> None:
@@ -225,8 +224,6 @@ class TransferThread:
                 self.outbox.put(unproved(command))
             case Connect(hello):
                 self._lose(hello.sender.incarnation, UNEXPECTED)
-            case _:
-                pass
 
     def _tidy(self, during: str, call: Callable[[], object], peer: str = "") -> bool:
         """Whether `call` has succeeded; no caller waits for it."""
@@ -384,6 +381,10 @@ class TransferThread:
 
     def _progress(self, outstanding: _Outstanding) -> None:
         """Take a push as far as it goes without waiting."""
+        if outstanding.push.peer not in self._peers:
+            # An unexpected error has kept `_lose` from ending it. Its WRITE was canceled, so it is not done.
+            self._fail(outstanding, UNEXPECTED, peer_lost=True)
+            return
         while outstanding.push.key in self._outstanding:
             if outstanding.write is not None:
                 step = self._finish_write
@@ -472,8 +473,7 @@ class TransferThread:
         self.outbox.put(PushFailed(key=outstanding.push.key, reason=reason, peer_lost=peer_lost))
 
     def _release(self, outstanding: _Outstanding) -> bool:
-        """Give the write under way back, which cancels it unless it is done. Idempotent. False: an error nobody
-        foresaw."""
+        """Give the write under way back, which cancels it unless it is done. Idempotent. False: unexpected error."""
         write, outstanding.write = outstanding.write, None
         peer = outstanding.push.peer
         return write is None or self._tidy("giving back a write", partial(self.agent.release, write), peer)

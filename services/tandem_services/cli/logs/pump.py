@@ -98,8 +98,9 @@ class _Writer:
             self._queue.append((destination, lines))
             self._bytes += len(lines)
             if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name=self.name, daemon=True)
-                self._thread.start()
+                thread = threading.Thread(target=self._run, name=self.name, daemon=True)
+                thread.start()  # at a limit of threads it raises, and the next lines try again
+                self._thread = thread
             self._changed.notify()
 
     @property
@@ -128,6 +129,7 @@ class _Writer:
             try:
                 destination.take(lines)
             except Exception as error:  # noqa: BLE001  # boundary of the thread, which all later lines need
+                destination.drop(lines)
                 _report(error)
 
 
@@ -175,7 +177,10 @@ class LogPump:
         return self.to is not LogTo.STDOUT
 
     def open(self, name: str, log: Path) -> tuple[int, Output]:
-        """A descriptor for the output of a process, to be closed once it has it, and what it wrote."""
+        """A descriptor for the output of a process, to be closed once it has it, and what it wrote.
+
+        Raises `OSError`, `RuntimeError` at a limit of descriptors or threads.
+        """
         destinations = []
         if self.writes_files:
             destinations.append((self._files, Destination(lambda lines: self._write_file(log, lines))))
@@ -183,11 +188,12 @@ class LogPump:
             prefix = f"{name}: ".encode()
             destinations.append((self._terminal, Destination(lambda lines: self._write_stdout(prefix, lines))))
         output = Output(name, destinations)
+        if self._ready is None:
+            ready = select.epoll()
+            threading.Thread(target=self._run, args=(ready,), name="logs of children", daemon=True).start()
+            self._ready = ready
         reading, writing = os.pipe()
         os.set_blocking(reading, False)
-        if self._ready is None:
-            self._ready = select.epoll()
-            threading.Thread(target=self._run, args=(self._ready,), name="logs of children", daemon=True).start()
         self._outputs[reading] = output
         self._ready.register(reading, select.EPOLLIN)
         return writing, output

@@ -201,3 +201,47 @@ def test_error_of_the_pump_is_reported_and_later_lines_arrive(place, tmp_path, m
     child.close()
     assert bare(child.log.read_text()).endswith("later\n")
     assert "lines of logs are lost: ValueError: of the test" in capsys.readouterr().err
+
+
+def test_lines_of_a_write_that_fails_unexpectedly_are_counted(tmp_path, monkeypatch):
+    child, real, raised = Piped(LogPump(), tmp_path), LogPump._write_file, []
+
+    def failing(*args):
+        if not raised:
+            raised.append(1)
+            raise ValueError("of the test")
+        return real(*args)
+
+    monkeypatch.setattr(LogPump, "_write_file", failing)
+    child.write(b"a\nb\n")
+    child.write(b"later\n")
+    child.close()
+    assert [bare(line) for line in child.log.read_text().splitlines()][-2:] == [
+        "2 lines were dropped: they could not be written in time",
+        "later",
+    ]
+
+
+@pytest.mark.parametrize("thread", ["logs of children", "logs to files"])
+def test_log_thread_that_cannot_start_is_started_later(thread, tmp_path, monkeypatch):
+    """At a limit of threads and processes."""
+    real, raised = threading.Thread.start, []
+
+    def failing(self):
+        if self.name == thread and not raised:
+            raised.append(1)
+            raise RuntimeError("can't start new thread")
+        real(self)
+
+    monkeypatch.setattr(threading.Thread, "start", failing)
+    pump, before = LogPump(), len(os.listdir("/proc/self/fd"))
+    if thread == "logs of children":
+        with pytest.raises(RuntimeError, match="new thread"):
+            pump.open("c", tmp_path / "c.log")
+        assert len(os.listdir("/proc/self/fd")) == before
+    child = Piped(pump, tmp_path)
+    os.write(child.descriptor, b"first\n")
+    wait_for(lambda: bool(raised), WAIT_S)
+    os.write(child.descriptor, b"later\n")
+    wait_for(lambda: child.log.exists() and bare(child.log.read_text()).endswith("later\n"), WAIT_S)
+    child.close()

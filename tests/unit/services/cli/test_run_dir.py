@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import msgspec
 import pytest
 
 from tandem_services.cli import run_dir
@@ -99,8 +100,9 @@ def ended() -> Identity:
 @pytest.mark.parametrize(
     ("before", "now", "reported"),
     [
-        (2, 5, r"probably by the kernel because .* \(3 processes of this machine"),
+        (2, 5, r"perhaps by the kernel because .*: 3 processes of this machine, of any container,"),
         (2, 2, "killed; not by the kernel for memory"),
+        (5, 2, "the kernel's count of kills for memory went back"),
         (None, 2, "does not count kills"),
         (2, None, "does not count kills"),
     ],
@@ -118,7 +120,27 @@ def test_killed_run_is_described_by_kernel_counters(tmp_path, ended, monkeypatch
 def test_killed_run_of_an_earlier_boot_blames_nothing(tmp_path, ended):
     prepare(tmp_path)
     record_run(tmp_path, run_of(replace(ended, boot="another"), 0))
-    assert (describe_killed_run(tmp_path) or "").endswith("was killed, or the machine restarted")
+    assert (describe_killed_run(tmp_path) or "").endswith(
+        "was killed, its machine restarted, or it runs on another machine"
+    )
+
+
+@pytest.mark.parametrize(("namespace", "elsewhere"), [("here", False), ("", False), ("pid:[1]", True)])
+def test_run_in_another_container_may_still_run(tmp_path, ended, monkeypatch, namespace, elsewhere):
+    """Its process ids mean nothing here."""
+    monkeypatch.setattr(run_dir, "machine_memory_kills", lambda: 2)
+    prepare(tmp_path)
+    where = os.readlink("/proc/self/ns/pid") if namespace == "here" else namespace
+    record_run(tmp_path, msgspec.structs.replace(run_of(ended, 2), pid_namespace=where))
+    described = describe_killed_run(tmp_path) or ""
+    assert ("was killed, or runs in another container that shares it" in described) == elsewhere
+
+
+def test_folder_that_cannot_be_looked_into_is_described_by_its_check(tmp_path):
+    folder = tmp_path / ("x" * 300)
+    assert describe_killed_run(folder) is None
+    with pytest.raises(StartupError, match="File name too long"):
+        prepare(folder)
 
 
 def test_run_that_stopped_or_runs_is_not_described(tmp_path):
@@ -155,4 +177,4 @@ def test_whole_container_killed_for_memory_is_reported(tmp_path):
             process = subprocess.Popen([sys.executable, "-c", EATS_MEMORY, str(tmp_path)])
         assert process.wait(60.0) == -9
     # The group is gone, as after a restart of a container.
-    assert "probably by the kernel because" in (describe_killed_run(tmp_path) or "")
+    assert "perhaps by the kernel because" in (describe_killed_run(tmp_path) or "")

@@ -4,6 +4,7 @@ import errno
 import os
 import sys
 from pathlib import Path
+from subprocess import SubprocessError
 from types import CodeType
 
 import pytest
@@ -86,6 +87,35 @@ def test_child_that_cannot_be_started_again_is_tried_later(tmp_path, monkeypatch
     assert supervisor.restart_dead() == []
     child.restart_at = 0.0
     assert supervisor.restart_dead() == ["sleeper restarted"]
+    supervisor.stop(grace=0)
+
+
+def test_child_that_cannot_be_started_keeps_no_other_from_it(tmp_path, monkeypatch) -> None:
+    """Also where the reason is no error of the kernel, as after a failed call between fork and exec."""
+    supervisor, real = Supervisor(), processes.subprocess.Popen
+    for name in ("first", "second"):
+        argv = [sys.executable, "-c", "import time; time.sleep(60)"]
+        supervisor.start(Child(name=name, argv=argv, log=tmp_path / name))
+    first, second = supervisor.children
+    for child in supervisor.children:
+        child.process.kill()
+        child.process.wait(UP_S)
+    supervisor.restart_dead()
+    first.restart_at = second.restart_at = 0.0
+    raised = []
+
+    def failing_once(*args, **flags):
+        if not raised:
+            raised.append(SubprocessError("Exception occurred in preexec_fn."))
+            raise raised[0]
+        return real(*args, **flags)
+
+    monkeypatch.setattr(processes.subprocess, "Popen", failing_once)
+    told, done = supervisor.restart_dead()
+    assert told == "first cannot be started (Exception occurred in preexec_fn.); trying again in 2 s"
+    assert done == "second restarted"
+    first.restart_at = 0.0
+    assert supervisor.restart_dead() == ["first restarted"]
     supervisor.stop(grace=0)
 
 

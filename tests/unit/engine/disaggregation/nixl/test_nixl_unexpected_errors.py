@@ -284,3 +284,35 @@ def test_thread_survives_an_error_in_any_part_of_a_turn(name, monkeypatch):
     assert raised
     assert nixl.errors >= 1
     assert any(isinstance(event, PushDone) for event in nixl.heard()), "later commands are carried out"
+
+
+def test_canceled_push_fails_though_its_failure_raised(monkeypatch):
+    """Nothing was written: it must not count as done, nor wait for ever."""
+    real, raised = TransferThread._fail, []
+
+    def failing(*args, **kwargs):
+        if not raised:
+            raised.append(1)
+            raise TypeError("nobody foresaw this")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(TransferThread, "_fail", failing)
+    one = push("one")
+    nixl = ran(StartPush(one), Forget(THERE.incarnation), ends_at=FOR_EVER)
+    assert nixl.heard() == [failed(one, peer_lost=True)]
+    assert nixl.errors == 1
+
+
+def test_agent_is_closed_though_a_peer_cannot_be_left(monkeypatch):
+    real, raised = TransferThread._lose, []
+
+    def failing(*args, **kwargs):
+        if not raised:
+            raised.append(1)
+            raise TypeError("nobody foresaw this")
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(TransferThread, "_lose", failing)
+    nixl = ran()
+    assert f"remove {ELSEWHERE.incarnation}" in nixl.happened
+    assert nixl.errors == 1
