@@ -39,7 +39,7 @@ from tandem_testing.adapters import write_adapter
 MODEL = Path(__file__).resolve().parents[3] / "models" / "tandem-mini"
 
 
-class Desk:
+class OperationsHarness:
     """An engine, its operations, what they answered and what clients got."""
 
     def __init__(self, loaded: LoadedModel, folder: Path) -> None:
@@ -85,8 +85,8 @@ def loaded() -> LoadedModel:
 
 
 @pytest.fixture
-def server(loaded, tmp_path) -> Iterator[Desk]:
-    server = Desk(loaded, tmp_path / "traces")
+def server(loaded, tmp_path) -> Iterator[OperationsHarness]:
+    server = OperationsHarness(loaded, tmp_path / "traces")
     yield server
     server.operations.close()
     assert server.engine.audit().problems == ()
@@ -271,17 +271,19 @@ def adapters(tmp_path_factory) -> Path:
 
 
 @pytest.fixture
-def open_desk(loaded, adapters, tmp_path) -> Iterator[Desk]:
+def open_harness(loaded, adapters, tmp_path) -> Iterator[OperationsHarness]:
     """An engine whose adapters may change."""
     config = replace(loaded.config, adapters=AdapterConfig(folder=str(adapters), allow_updates=True, max_loaded=2))
-    server = Desk(replace(loaded, config=config), tmp_path / "traces")
+    server = OperationsHarness(replace(loaded, config=config), tmp_path / "traces")
     yield server
     server.run()
     assert server.engine.audit().problems == ()
     server.engine.close()
 
 
-def load_adapter(server: Desk, name: str, path: str, *, replaces: bool = False) -> OrderDone | OrderRefused:
+def load_adapter(
+    server: OperationsHarness, name: str, path: str, *, replaces: bool = False
+) -> OrderDone | OrderRefused:
     """Steps go on until it is answered."""
     server.answers.clear()
     server.operations.handle(LoadAdapter(nonce=1, name=name, path=path, replaces=replaces))
@@ -298,47 +300,47 @@ def of_adapter(rid: str, answer: OrderDone | OrderRefused, **sampling) -> Genera
     return msgspec.structs.replace(request(rid, **sampling), adapter=ref)
 
 
-def test_loaded_adapter_computes_requests_that_name_it(open_desk):
-    done = load_adapter(open_desk, "a", "one")
-    assert [adapter.name for adapter in open_desk.engine.served_adapters] == ["a"]
-    open_desk.engine.add(of_adapter("adapted", done))
-    open_desk.engine.add(request("base"))
-    open_desk.run()
-    assert open_desk.finish("adapted").reason is FinishReason.LENGTH
-    assert open_desk.tokens("adapted") != open_desk.tokens("base")
+def test_loaded_adapter_computes_requests_that_name_it(open_harness):
+    done = load_adapter(open_harness, "a", "one")
+    assert [adapter.name for adapter in open_harness.engine.served_adapters] == ["a"]
+    open_harness.engine.add(of_adapter("adapted", done))
+    open_harness.engine.add(request("base"))
+    open_harness.run()
+    assert open_harness.finish("adapted").reason is FinishReason.LENGTH
+    assert open_harness.tokens("adapted") != open_harness.tokens("base")
 
 
-def test_running_requests_end_with_the_adapter_that_was_replaced(open_desk):
-    done = load_adapter(open_desk, "a", "one")
-    open_desk.engine.add(of_adapter("alone", done, max_tokens=40))
-    open_desk.run()
-    open_desk.engine.add(of_adapter("running", done, max_tokens=40))
-    open_desk.turn(4)
-    assert 0 < len(open_desk.tokens("running")) < 40
-    stats = open_desk.engine.stats()
+def test_running_requests_end_with_the_adapter_that_was_replaced(open_harness):
+    done = load_adapter(open_harness, "a", "one")
+    open_harness.engine.add(of_adapter("alone", done, max_tokens=40))
+    open_harness.run()
+    open_harness.engine.add(of_adapter("running", done, max_tokens=40))
+    open_harness.turn(4)
+    assert 0 < len(open_harness.tokens("running")) < 40
+    stats = open_harness.engine.stats()
     assert (stats.running_adapters, stats.waiting_adapters) == (("a",), ())
-    again = load_adapter(open_desk, "a", "two", replaces=True)
-    open_desk.engine.add(of_adapter("late", done))
-    open_desk.engine.add(of_adapter("new", again, max_tokens=40))
-    open_desk.run()
-    assert open_desk.tokens("running") == open_desk.tokens("alone") != open_desk.tokens("new")
-    assert (open_desk.finish("late").code, open_desk.finish("late").retryable) == ("adapter_missing", True)
-    open_desk.turn(2)
-    assert [*open_desk.engine._parts.shelf.table.slots] == [bytes.fromhex(str(again.figures["digest"]))]
+    again = load_adapter(open_harness, "a", "two", replaces=True)
+    open_harness.engine.add(of_adapter("late", done))
+    open_harness.engine.add(of_adapter("new", again, max_tokens=40))
+    open_harness.run()
+    assert open_harness.tokens("running") == open_harness.tokens("alone") != open_harness.tokens("new")
+    assert (open_harness.finish("late").code, open_harness.finish("late").retryable) == ("adapter_missing", True)
+    open_harness.turn(2)
+    assert [*open_harness.engine._parts.shelf.table.slots] == [bytes.fromhex(str(again.figures["digest"]))]
 
 
-def test_unloaded_adapter_is_freed_after_its_last_request(open_desk):
-    done = load_adapter(open_desk, "a", "one")
-    open_desk.engine.add(of_adapter("running", done, max_tokens=30))
-    open_desk.turn(3)
-    open_desk.operations.handle(UnloadAdapter(nonce=2, name="a"))
-    assert not open_desk.engine.served_adapters
-    table = open_desk.engine._parts.shelf.table
-    open_desk.turn(3)
+def test_unloaded_adapter_is_freed_after_its_last_request(open_harness):
+    done = load_adapter(open_harness, "a", "one")
+    open_harness.engine.add(of_adapter("running", done, max_tokens=30))
+    open_harness.turn(3)
+    open_harness.operations.handle(UnloadAdapter(nonce=2, name="a"))
+    assert not open_harness.engine.served_adapters
+    table = open_harness.engine._parts.shelf.table
+    open_harness.turn(3)
     assert table.slots
-    open_desk.run()
-    open_desk.turn(2)
-    assert open_desk.finish("running").reason is FinishReason.LENGTH
+    open_harness.run()
+    open_harness.turn(2)
+    assert open_harness.finish("running").reason is FinishReason.LENGTH
     assert (table.slots, table.closed, [weights.sites for weights in table.weights]) == ({}, set(), [{}])
 
 
@@ -355,13 +357,13 @@ def test_unloaded_adapter_is_freed_after_its_last_request(open_desk):
         ("a", "two", "config_error", "'a' is loaded already"),
     ],
 )
-def test_adapter_that_cannot_be_loaded_changes_nothing(open_desk, name, path, code, message):
-    load_adapter(open_desk, "a", "one")
-    before = open_desk.engine.served_adapters
-    answer = load_adapter(open_desk, name, path)
+def test_adapter_that_cannot_be_loaded_changes_nothing(open_harness, name, path, code, message):
+    load_adapter(open_harness, "a", "one")
+    before = open_harness.engine.served_adapters
+    answer = load_adapter(open_harness, name, path)
     assert isinstance(answer, OrderRefused)
     assert (answer.code, message in answer.message) == (code, True), answer
-    assert open_desk.engine.served_adapters == before
+    assert open_harness.engine.served_adapters == before
 
 
 @pytest.mark.parametrize(

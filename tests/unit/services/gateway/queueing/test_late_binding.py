@@ -74,7 +74,7 @@ class Fleet:
         self.taken -= 1
 
 
-class Desk:
+class QueueHarness:
     """An admission with what is around it."""
 
     def __init__(self, fleet: Fleet, *, seats: int = 100, **policy: float) -> None:
@@ -136,289 +136,287 @@ class Desk:
 
 
 async def test_requests_with_free_capacity_do_not_queue():
-    session_manager = Desk(Fleet(places=3))
-    await asyncio.gather(*(session_manager.come(str(n)) for n in range(3)))
-    assert session_manager.fleet.asked == ["0", "1", "2"]
-    assert session_manager.value("queue_wait_seconds_bucket", le="0.0") == 3
+    harness = QueueHarness(Fleet(places=3))
+    await asyncio.gather(*(harness.come(str(n)) for n in range(3)))
+    assert harness.fleet.asked == ["0", "1", "2"]
+    assert harness.value("queue_wait_seconds_bucket", le="0.0") == 3
 
 
 async def test_queued_request_holds_no_reservation():
-    session_manager = Desk(Fleet(places=1))
-    first = await session_manager.come("first")
-    second = session_manager.come("second")
-    await session_manager.waiting(1)
-    assert session_manager.value("num_requests_waiting") == 1
-    assert session_manager.fleet.taken == 1
-    await session_manager.done(first)
+    harness = QueueHarness(Fleet(places=1))
+    first = await harness.come("first")
+    second = harness.come("second")
+    await harness.waiting(1)
+    assert harness.value("num_requests_waiting") == 1
+    assert harness.fleet.taken == 1
+    await harness.done(first)
     await second
-    assert (session_manager.fleet.taken, session_manager.value("num_requests_waiting")) == (1, 0)
+    assert (harness.fleet.taken, harness.value("num_requests_waiting")) == (1, 0)
 
 
 async def test_long_line_of_prompts_at_a_worker_is_no_room():
-    session_manager = Desk(Fleet(places=9, queue_s=1.5), worker_wait_s=1.0)
-    waiting = session_manager.come("x")
-    await session_manager.waiting(1)
-    session_manager.fleet.queue_s = 0.5
+    harness = QueueHarness(Fleet(places=9, queue_s=1.5), worker_wait_s=1.0)
+    waiting = harness.come("x")
+    await harness.waiting(1)
+    harness.fleet.queue_s = 0.5
     await waiting
 
 
-async def serve_all(session_manager: Desk, tasks: "list[asyncio.Task[Choice]]") -> list[str]:
+async def serve_all(harness: QueueHarness, tasks: "list[asyncio.Task[Choice]]") -> list[str]:
     """End requests one after the other as they are admitted; returns who was admitted in which order."""
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
-            await session_manager.done(task.result())
-    return session_manager.order
+            await harness.done(task.result())
+    return harness.order
 
 
 async def test_tenants_take_turns():
-    session_manager = Desk(Fleet(places=1))
-    holder = await session_manager.come("holder", "x")
-    flood = [session_manager.come(f"a{n}", "a") for n in range(6)]
-    await session_manager.waiting(6)
-    calm = [session_manager.come(f"b{n}", "b") for n in range(2)]
-    await session_manager.waiting(8)
-    await session_manager.done(holder)
-    assert (await serve_all(session_manager, flood + calm))[1:5] == ["a0", "b0", "a1", "b1"]
+    harness = QueueHarness(Fleet(places=1))
+    holder = await harness.come("holder", "x")
+    flood = [harness.come(f"a{n}", "a") for n in range(6)]
+    await harness.waiting(6)
+    calm = [harness.come(f"b{n}", "b") for n in range(2)]
+    await harness.waiting(8)
+    await harness.done(holder)
+    assert (await serve_all(harness, flood + calm))[1:5] == ["a0", "b0", "a1", "b1"]
 
 
-async def crowded(session_manager: Desk) -> "list[asyncio.Task[Choice]]":
+async def crowded(harness: QueueHarness) -> "list[asyncio.Task[Choice]]":
     """Prompts of the tenant `flood` wait behind others of it."""
-    await session_manager.come("f0", "flood")
-    session_manager.fleet.queue_s = 1.5
-    flood = [session_manager.come(f"f{n}", "flood") for n in range(1, 4)]
-    await session_manager.waiting(3)
+    await harness.come("f0", "flood")
+    harness.fleet.queue_s = 1.5
+    flood = [harness.come(f"f{n}", "flood") for n in range(1, 4)]
+    await harness.waiting(3)
     return flood
 
 
 async def test_prompts_of_another_tenant_are_no_reason_to_wait():
     """Its arrival starts a round: the next one is due in a minute."""
-    session_manager = Desk(Fleet(places=9), worker_wait_s=1.0, poll_s=60.0)
-    flood = await crowded(session_manager)
-    await asyncio.wait_for(session_manager.come("calm", "calm", prompt=50), 30)
-    assert (session_manager.order, len(session_manager.binding.queue)) == (["f0", "calm"], 3)
+    harness = QueueHarness(Fleet(places=9), worker_wait_s=1.0, poll_s=60.0)
+    flood = await crowded(harness)
+    await asyncio.wait_for(harness.come("calm", "calm", prompt=50), 30)
+    assert (harness.order, len(harness.binding.queue)) == (["f0", "calm"], 3)
     for task in flood:
         task.cancel()
     await asyncio.gather(*flood, return_exceptions=True)
-    await session_manager.admission.close()
+    await harness.admission.close()
 
 
 async def test_tenant_behind_does_not_wait_for_anothers_query():
     """And only one request of it at a time: the next one queues."""
-    session_manager = Desk(Fleet(places=1), poll_s=60.0)
-    holder = await session_manager.come("holder", "flood", prompt=1000)
-    flood = [session_manager.come(f"f{n}", "flood", prompt=1000) for n in range(3)]
-    await session_manager.waiting(3)
-    session_manager.fleet.gate = asyncio.Event()
-    asked = len(session_manager.fleet.asked)
-    session_manager.admission.freed()
-    await until(lambda: len(session_manager.fleet.asked) > asked, 10.0, "the query of a turn is under way")
-    calm = [session_manager.come(f"c{n}", "calm", prompt=10) for n in range(2)]
-    await session_manager.waiting(4)
-    assert [name for name in session_manager.fleet.asked if name.startswith("c")] == ["c0"]
-    session_manager.fleet.gate.set()
+    harness = QueueHarness(Fleet(places=1), poll_s=60.0)
+    holder = await harness.come("holder", "flood", prompt=1000)
+    flood = [harness.come(f"f{n}", "flood", prompt=1000) for n in range(3)]
+    await harness.waiting(3)
+    harness.fleet.gate = asyncio.Event()
+    asked = len(harness.fleet.asked)
+    harness.admission.freed()
+    await until(lambda: len(harness.fleet.asked) > asked, 10.0, "the query of a turn is under way")
+    calm = [harness.come(f"c{n}", "calm", prompt=10) for n in range(2)]
+    await harness.waiting(4)
+    assert [name for name in harness.fleet.asked if name.startswith("c")] == ["c0"]
+    harness.fleet.gate.set()
     await calm[0]
-    await session_manager.done(holder)
-    await serve_all(session_manager, [*flood, *calm])
+    await harness.done(holder)
+    await serve_all(harness, [*flood, *calm])
 
 
 async def test_choices_of_one_request_query_few_at_a_time():
     """Without room the first of them find none, and the others take seats without a query."""
-    session_manager = Desk(Fleet(places=0, gate=asyncio.Event()), poll_s=60.0)
+    harness = QueueHarness(Fleet(places=0, gate=asyncio.Event()), poll_s=60.0)
     arrivals = asyncio.Semaphore(3)
-    tasks = [session_manager.come(str(n), "flood", arrivals=arrivals) for n in range(50)]
-    await until(lambda: len(session_manager.fleet.asked) >= 3, 10.0, "some query")
-    session_manager.fleet.gate.set()
-    await session_manager.waiting(50)
-    assert {*session_manager.fleet.asked} == {"0", "1", "2"}
+    tasks = [harness.come(str(n), "flood", arrivals=arrivals) for n in range(50)]
+    await until(lambda: len(harness.fleet.asked) >= 3, 10.0, "some query")
+    harness.fleet.gate.set()
+    await harness.waiting(50)
+    assert {*harness.fleet.asked} == {"0", "1", "2"}
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await session_manager.admission.close()
+    await harness.admission.close()
 
 
 async def test_choices_of_one_request_all_find_room_on_arrival():
-    session_manager = Desk(Fleet(places=50), poll_s=60.0)
+    harness = QueueHarness(Fleet(places=50), poll_s=60.0)
     arrivals = asyncio.Semaphore(3)
-    await asyncio.gather(*(session_manager.come(str(n), "flood", arrivals=arrivals) for n in range(50)))
-    assert session_manager.fleet.asked == [str(n) for n in range(50)]
-    assert session_manager.value("queue_wait_seconds_bucket", le="0.0") == 50
+    await asyncio.gather(*(harness.come(str(n), "flood", arrivals=arrivals) for n in range(50)))
+    assert harness.fleet.asked == [str(n) for n in range(50)]
+    assert harness.value("queue_wait_seconds_bucket", le="0.0") == 50
 
 
 async def test_request_alone_has_not_overtaken():
     """Of one tenant none has, so that nothing is tried more often than the queue alone needs."""
-    session_manager = Desk(Fleet(places=0, queue_s=9.0), poll_s=60.0)
-    tasks = [session_manager.come("f0", "flood"), session_manager.come("f1", "flood")]
-    await session_manager.waiting(2)
-    assert not any(session_manager.binding.has_overtaken(entry) for entry in [*session_manager.binding.queue][1:])
+    harness = QueueHarness(Fleet(places=0, queue_s=9.0), poll_s=60.0)
+    tasks = [harness.come("f0", "flood"), harness.come("f1", "flood")]
+    await harness.waiting(2)
+    assert not any(harness.binding.has_overtaken(entry) for entry in [*harness.binding.queue][1:])
     tasks[1].cancel()
-    await session_manager.waiting(1)
-    [alone] = session_manager.binding.queue
-    assert not session_manager.binding.has_overtaken(alone)
-    calm = session_manager.come("c0", "calm", prompt=10)
-    await session_manager.waiting(2)
-    assert [v.tenant for v in session_manager.binding.queue if session_manager.binding.has_overtaken(v)] == ["calm"]
+    await harness.waiting(1)
+    [alone] = harness.binding.queue
+    assert not harness.binding.has_overtaken(alone)
+    calm = harness.come("c0", "calm", prompt=10)
+    await harness.waiting(2)
+    assert [v.tenant for v in harness.binding.queue if harness.binding.has_overtaken(v)] == ["calm"]
     for task in (tasks[0], calm):
         task.cancel()
     await asyncio.gather(*tasks, calm, return_exceptions=True)
-    await session_manager.admission.close()
+    await harness.admission.close()
 
 
 async def test_short_prompts_pass_a_long_one_that_has_no_room():
     """Until they add up to as much."""
-    session_manager = Desk(Fleet(places=9), worker_wait_s=1.0, poll_s=60.0)
-    await session_manager.come("f0", "flood", prompt=300)
-    session_manager.fleet.queue_s = 1.5
-    flood = session_manager.come("f1", "flood", prompt=300)
-    await session_manager.waiting(1)
+    harness = QueueHarness(Fleet(places=9), worker_wait_s=1.0, poll_s=60.0)
+    await harness.come("f0", "flood", prompt=300)
+    harness.fleet.queue_s = 1.5
+    flood = harness.come("f1", "flood", prompt=300)
+    await harness.waiting(1)
     for number in range(4):
-        await asyncio.wait_for(session_manager.come(f"c{number}", "calm", prompt=60), 30)
-    late = session_manager.come("late", "calm", prompt=100)
-    await session_manager.waiting(2)
-    session_manager.fleet.queue_s = 0.5
-    session_manager.admission.freed()
+        await asyncio.wait_for(harness.come(f"c{number}", "calm", prompt=60), 30)
+    late = harness.come("late", "calm", prompt=100)
+    await harness.waiting(2)
+    harness.fleet.queue_s = 0.5
+    harness.admission.freed()
     await asyncio.gather(flood, late)
-    assert session_manager.order == ["f0", "c0", "c1", "c2", "c3", "f1", "late"]
+    assert harness.order == ["f0", "c0", "c1", "c2", "c3", "f1", "late"]
 
 
 async def test_few_requests_of_tenants_behind_are_sent_early():
-    session_manager = Desk(Fleet(places=1), poll_s=60.0)
-    holder = await session_manager.come("holder", "flood", prompt=1000)
-    flood = [session_manager.come(f"f{n}", "flood") for n in range(2)]
-    await session_manager.waiting(2)
-    calm = [session_manager.come(f"c{n}", f"calm{n}", prompt=10) for n in range(MAX_EARLY + 1)]
+    harness = QueueHarness(Fleet(places=1), poll_s=60.0)
+    holder = await harness.come("holder", "flood", prompt=1000)
+    flood = [harness.come(f"f{n}", "flood") for n in range(2)]
+    await harness.waiting(2)
+    calm = [harness.come(f"c{n}", f"calm{n}", prompt=10) for n in range(MAX_EARLY + 1)]
     done, _ = await asyncio.wait(calm[:MAX_EARLY])
-    assert (len(session_manager.binding.queue), session_manager.fleet.taken) == (3, 1 + MAX_EARLY)
+    assert (len(harness.binding.queue), harness.fleet.taken) == (3, 1 + MAX_EARLY)
     # The places that are freed next are theirs.
     for choice in [holder, *(task.result() for task in done)]:
         assert not calm[-1].done()
-        await session_manager.done(choice)
-    assert session_manager.fleet.taken == 0
-    await serve_all(session_manager, [*flood, calm[-1]])
+        await harness.done(choice)
+    assert harness.fleet.taken == 0
+    await serve_all(harness, [*flood, calm[-1]])
 
 
 async def test_tenant_ahead_of_another_waits_for_prompts():
-    session_manager = Desk(Fleet(places=9), worker_wait_s=1.0)
-    flood = await crowded(session_manager)
-    calm = [await session_manager.come("c0", "calm", prompt=50), session_manager.come("c1", "calm", prompt=50)]
-    await session_manager.waiting(4)
-    asked = len(session_manager.fleet.asked)
-    await until(lambda: len(session_manager.fleet.asked) > asked + 4, 10.0, "several rounds")
-    assert session_manager.order == ["f0", "c0"]
-    session_manager.fleet.queue_s = 0.5
+    harness = QueueHarness(Fleet(places=9), worker_wait_s=1.0)
+    flood = await crowded(harness)
+    calm = [await harness.come("c0", "calm", prompt=50), harness.come("c1", "calm", prompt=50)]
+    await harness.waiting(4)
+    asked = len(harness.fleet.asked)
+    await until(lambda: len(harness.fleet.asked) > asked + 4, 10.0, "several rounds")
+    assert harness.order == ["f0", "c0"]
+    harness.fleet.queue_s = 0.5
     await asyncio.gather(*flood, calm[1])
 
 
 async def test_tenant_is_forgotten_after_a_while():
-    session_manager = Desk(Fleet(places=9), worker_wait_s=1.0)
-    await session_manager.come("calm", "calm")
-    session_manager.clock.advance(RECENT_S + 1)
-    session_manager.fleet.queue_s = 1.5
-    alone = session_manager.come("late", "other", prompt=50)
-    await session_manager.waiting(1)
-    asked = len(session_manager.fleet.asked)
-    await until(lambda: len(session_manager.fleet.asked) > asked + 2, 10.0, "several rounds")
+    harness = QueueHarness(Fleet(places=9), worker_wait_s=1.0)
+    await harness.come("calm", "calm")
+    harness.clock.advance(RECENT_S + 1)
+    harness.fleet.queue_s = 1.5
+    alone = harness.come("late", "other", prompt=50)
+    await harness.waiting(1)
+    asked = len(harness.fleet.asked)
+    await until(lambda: len(harness.fleet.asked) > asked + 2, 10.0, "several rounds")
     assert not alone.done()
-    session_manager.fleet.queue_s = 0.5
+    harness.fleet.queue_s = 0.5
     await alone
 
 
 async def test_charge_equals_computed_and_generated_tokens():
-    session_manager = Desk(Fleet(places=9))
+    harness = QueueHarness(Fleet(places=9))
     tenant = Tenant(name="t", sha256=(), weight=2.0)
-    await session_manager.admission.admit(
-        lambda: session_manager.fleet.ask("x", 100), tenant=tenant, priority=0, prompt_tokens=100
-    )
-    session_manager.binding.charge_output(tenant, 10)
-    counters = session_manager.binding.counters.counters
+    await harness.admission.admit(lambda: harness.fleet.ask("x", 100), tenant=tenant, priority=0, prompt_tokens=100)
+    harness.binding.charge_output(tenant, 10)
+    counters = harness.binding.counters.counters
     assert counters.value("t") == (100 + 20) / 2
-    session_manager.binding.correct_prompt(tenant, 100, predicted=0, cached=100)
+    harness.binding.correct_prompt(tenant, 100, predicted=0, cached=100)
     assert counters.value("t") == (10 + 20) / 2
 
 
 async def test_stale_report_does_not_keep_freed_places_empty():
     """A worker reports once a second; as many requests as have ended go there at once."""
-    session_manager = Desk(Fleet(places=2))
-    running = [await session_manager.come(f"r{n}") for n in range(2)]
-    tasks = [session_manager.come(f"w{n}") for n in range(4)]
-    await session_manager.waiting(4)
-    session_manager.fleet.stale = True
+    harness = QueueHarness(Fleet(places=2))
+    running = [await harness.come(f"r{n}") for n in range(2)]
+    tasks = [harness.come(f"w{n}") for n in range(4)]
+    await harness.waiting(4)
+    harness.fleet.stale = True
     for choice in running:
-        await session_manager.done(choice)
+        await harness.done(choice)
     await asyncio.gather(*tasks[:2])
-    assert (session_manager.order[2:], session_manager.fleet.taken) == (["w0", "w1"], 2)
-    session_manager.fleet.stale, session_manager.fleet.places = False, 4
+    assert (harness.order[2:], harness.fleet.taken) == (["w0", "w1"], 2)
+    harness.fleet.stale, harness.fleet.places = False, 4
     await asyncio.gather(*tasks)
 
 
 async def test_unplaceable_request_does_not_block_others():
-    session_manager = Desk(Fleet(places=1, too_long=500))
-    holder = await session_manager.come("holder")
-    stuck = session_manager.come("stuck", prompt=501)
-    await session_manager.waiting(1)
-    other = session_manager.come("other")
-    await session_manager.waiting(2)
-    await session_manager.done(holder)
+    harness = QueueHarness(Fleet(places=1, too_long=500))
+    holder = await harness.come("holder")
+    stuck = harness.come("stuck", prompt=501)
+    await harness.waiting(1)
+    other = harness.come("other")
+    await harness.waiting(2)
+    await harness.done(holder)
     await other
     assert not stuck.done()
-    session_manager.clock.advance(10)
+    harness.clock.advance(10)
     with pytest.raises(ApiError) as refused:
         await stuck
     assert (refused.value.status, refused.value.retry_after) == (503, 2.0)
 
 
 async def test_request_that_only_waits_for_room_is_not_overtaken():
-    session_manager = Desk(Fleet(places=1))
-    holder = await session_manager.come("holder")
-    tasks = [session_manager.come("first", "a"), session_manager.come("second", "a")]
-    await session_manager.waiting(2)
-    await session_manager.done(holder)
-    assert (await serve_all(session_manager, tasks))[1:] == ["first", "second"]
+    harness = QueueHarness(Fleet(places=1))
+    holder = await harness.come("holder")
+    tasks = [harness.come("first", "a"), harness.come("second", "a")]
+    await harness.waiting(2)
+    await harness.done(holder)
+    assert (await serve_all(harness, tasks))[1:] == ["first", "second"]
 
 
 @pytest.mark.parametrize(("alive", "seconds", "reason"), [(True, 60, "no_room"), (False, 9, "no_worker")])
 async def test_queue_wait_is_bounded_and_ends_with_503(alive, seconds, reason):
-    session_manager = Desk(Fleet(places=0, alive=alive))
-    waiting = session_manager.come("x")
-    await session_manager.waiting(1)
-    session_manager.clock.advance(seconds - 0.1)
+    harness = QueueHarness(Fleet(places=0, alive=alive))
+    waiting = harness.come("x")
+    await harness.waiting(1)
+    harness.clock.advance(seconds - 0.1)
     for _ in range(20):
         await asyncio.sleep(0.001)
     assert not waiting.done()
-    session_manager.clock.advance(0.2)
+    harness.clock.advance(0.2)
     with pytest.raises(ApiError) as refused:
         await waiting
     assert refused.value.status == 503
     assert refused.value.retry_after is not None
-    assert session_manager.value("queue_refusals_total", reason=reason) == 1
+    assert harness.value("queue_refusals_total", reason=reason) == 1
 
 
 STARTING = StartingWorker(worker_id="w", incarnation="w@2", role="both", model=MODEL, phase="weights", seconds=20.0)
 
 
-async def waits_on(session_manager: Desk, waiting: "asyncio.Task[Choice]", seconds: float) -> bool:
+async def waits_on(harness: QueueHarness, waiting: "asyncio.Task[Choice]", seconds: float) -> bool:
     """Whether it still waits so many seconds later."""
-    session_manager.clock.advance(seconds)
+    harness.clock.advance(seconds)
     for _ in range(20):
         await asyncio.sleep(0.001)
     return not waiting.done()
 
 
 async def test_request_waits_while_a_worker_starts():
-    session_manager = Desk(Fleet(alive=False, starts=(STARTING,)), start_s=100.0)
-    waiting = session_manager.come("x")
-    await session_manager.waiting(1)
+    harness = QueueHarness(Fleet(alive=False, starts=(STARTING,)), start_s=100.0)
+    waiting = harness.come("x")
+    await harness.waiting(1)
     for _ in range(9):
-        assert await waits_on(session_manager, waiting, 10.0)
-    session_manager.fleet.starts, session_manager.fleet.alive = (), True
+        assert await waits_on(harness, waiting, 10.0)
+    harness.fleet.starts, harness.fleet.alive = (), True
     await waiting
-    assert session_manager.value("worker_start_wait_seconds_count", outcome="served") == 1
-    assert session_manager.value("worker_start_wait_seconds_sum", outcome="served") == pytest.approx(90.0)
+    assert harness.value("worker_start_wait_seconds_count", outcome="served") == 1
+    assert harness.value("worker_start_wait_seconds_sum", outcome="served") == pytest.approx(90.0)
 
 
 async def test_successor_of_a_lost_worker_is_awaited_without_report():
-    desk = Desk(Fleet(alive=False, replaced=True), start_s=100.0)
+    desk = QueueHarness(Fleet(alive=False, replaced=True), start_s=100.0)
     waiting = desk.come("x")
     await desk.waiting(1)
     for _ in range(9):
@@ -436,7 +434,7 @@ async def test_successor_of_a_lost_worker_is_awaited_without_report():
 
 async def test_worker_lost_while_no_request_waited_is_awaited_afresh():
     """A former loss, during which a request was refused, does not count."""
-    desk = Desk(Fleet(alive=False, replaced=True), start_s=100.0)
+    desk = QueueHarness(Fleet(alive=False, replaced=True), start_s=100.0)
     first = desk.come("x")
     await desk.waiting(1)
     assert not await waits_on(desk, first, 110.0)
@@ -455,229 +453,229 @@ async def test_worker_lost_while_no_request_waited_is_awaited_afresh():
 
 async def test_wait_for_a_start_is_bounded_and_names_the_time_it_takes():
     """However often the worker begins again."""
-    session_manager = Desk(Fleet(alive=False, starts=(STARTING,)), start_s=100.0)
-    waiting = session_manager.come("x")
-    await session_manager.waiting(1)
+    harness = QueueHarness(Fleet(alive=False, starts=(STARTING,)), start_s=100.0)
+    waiting = harness.come("x")
+    await harness.waiting(1)
     for number in range(11):
-        session_manager.fleet.starts = (msgspec.structs.replace(STARTING, incarnation=f"w@{number}"),)
-        assert await waits_on(session_manager, waiting, 9.0)
-    assert not await waits_on(session_manager, waiting, 2.0)
+        harness.fleet.starts = (msgspec.structs.replace(STARTING, incarnation=f"w@{number}"),)
+        assert await waits_on(harness, waiting, 9.0)
+    assert not await waits_on(harness, waiting, 2.0)
     with pytest.raises(ApiError) as refused:
         await waiting
     assert (refused.value.status, refused.value.retry_after) == (503, pytest.approx(20.0, abs=5.0))
-    assert session_manager.value("worker_start_wait_seconds_count", outcome="refused") == 1
+    assert harness.value("worker_start_wait_seconds_count", outcome="refused") == 1
 
 
 async def test_second_start_of_a_worker_is_waited_for_as_its_first():
     starting = msgspec.structs.replace(STARTING, incarnation=make_view("w").incarnation)
-    session_manager = Desk(Fleet(alive=False, places=2, starts=(starting,)), start_s=100.0)
-    first = session_manager.come("first")
-    await session_manager.waiting(1)
-    assert await waits_on(session_manager, first, 50.0)
-    session_manager.fleet.starts, session_manager.fleet.alive = (), True
+    harness = QueueHarness(Fleet(alive=False, places=2, starts=(starting,)), start_s=100.0)
+    first = harness.come("first")
+    await harness.waiting(1)
+    assert await waits_on(harness, first, 50.0)
+    harness.fleet.starts, harness.fleet.alive = (), True
     await first
-    session_manager.clock.advance(80.0)
-    session_manager.fleet.alive = False
-    session_manager.fleet.starts = (msgspec.structs.replace(STARTING, incarnation="w@3", seconds=0.0),)
-    second = session_manager.come("second")
-    await session_manager.waiting(1)
+    harness.clock.advance(80.0)
+    harness.fleet.alive = False
+    harness.fleet.starts = (msgspec.structs.replace(STARTING, incarnation="w@3", seconds=0.0),)
+    second = harness.come("second")
+    await harness.waiting(1)
     for _ in range(9):
-        assert await waits_on(session_manager, second, 10.0)
-    session_manager.fleet.alive = True
+        assert await waits_on(harness, second, 10.0)
+    harness.fleet.alive = True
     await second
 
 
 async def test_expected_wait_contains_the_start_of_what_is_lacking():
     """Or requests with objectives would wait for a worker that comes too late for them."""
-    session_manager = Desk(Fleet(alive=False, starts=(STARTING,)))
-    waiting = session_manager.come("x")
-    await session_manager.waiting(1)
-    assert await waits_on(session_manager, waiting, 1.0)
+    harness = QueueHarness(Fleet(alive=False, starts=(STARTING,)))
+    waiting = harness.come("x")
+    await harness.waiting(1)
+    assert await waits_on(harness, waiting, 1.0)
 
     def expected_s() -> float:
-        return session_manager.binding.expected_wait_s(tenant=UNKNOWN, priority=0, prompt_tokens=10)
+        return harness.binding.expected_wait_s(tenant=UNKNOWN, priority=0, prompt_tokens=10)
 
     assert expected_s() == pytest.approx(STARTING.seconds, abs=2.0)
-    session_manager.fleet.starts, session_manager.fleet.alive = (), True
+    harness.fleet.starts, harness.fleet.alive = (), True
     await waiting
-    blocked = session_manager.come("y")
-    await session_manager.waiting(1)
+    blocked = harness.come("y")
+    await harness.waiting(1)
     assert expected_s() < 1.0
     blocked.cancel()
 
 
 async def test_worker_that_answers_late_after_a_start_refuses_nobody():
     """In the view before the router can choose it, such as one that has just come."""
-    session_manager = Desk(Fleet(alive=False, places=1, starts=(STARTING,), too_long=0))
-    waiting = session_manager.come("x")
-    await session_manager.waiting(1)
-    assert await waits_on(session_manager, waiting, 100.0)
-    session_manager.fleet.starts, session_manager.fleet.alive = (), True
-    assert await waits_on(session_manager, waiting, 7.0)
-    session_manager.fleet.too_long = 1000
-    session_manager.clock.advance(1.0)
+    harness = QueueHarness(Fleet(alive=False, places=1, starts=(STARTING,), too_long=0))
+    waiting = harness.come("x")
+    await harness.waiting(1)
+    assert await waits_on(harness, waiting, 100.0)
+    harness.fleet.starts, harness.fleet.alive = (), True
+    assert await waits_on(harness, waiting, 7.0)
+    harness.fleet.too_long = 1000
+    harness.clock.advance(1.0)
     await asyncio.wait_for(waiting, 10.0)
 
 
 async def test_start_that_has_ended_is_waited_for_as_any_worker():
-    session_manager = Desk(Fleet(alive=False, starts=(STARTING,)))
-    waiting = session_manager.come("x")
-    await session_manager.waiting(1)
-    assert await waits_on(session_manager, waiting, 30.0)
-    session_manager.fleet.starts = ()
-    assert await waits_on(session_manager, waiting, 8.9)
-    assert not await waits_on(session_manager, waiting, 0.2)
+    harness = QueueHarness(Fleet(alive=False, starts=(STARTING,)))
+    waiting = harness.come("x")
+    await harness.waiting(1)
+    assert await waits_on(harness, waiting, 30.0)
+    harness.fleet.starts = ()
+    assert await waits_on(harness, waiting, 8.9)
+    assert not await waits_on(harness, waiting, 0.2)
     with pytest.raises(ApiError, match="No worker"):
         await waiting
 
 
 async def test_after_a_start_there_is_the_whole_time_for_capacity():
     """What waits behind others when the first worker comes must not be refused at once."""
-    session_manager = Desk(Fleet(alive=False, places=1, starts=(STARTING,)), room_s=60.0)
-    tasks = [session_manager.come(str(number)) for number in range(2)]
-    await session_manager.waiting(2)
-    assert await waits_on(session_manager, tasks[0], 100.0)
-    session_manager.fleet.starts, session_manager.fleet.alive = (), True
+    harness = QueueHarness(Fleet(alive=False, places=1, starts=(STARTING,)), room_s=60.0)
+    tasks = [harness.come(str(number)) for number in range(2)]
+    await harness.waiting(2)
+    assert await waits_on(harness, tasks[0], 100.0)
+    harness.fleet.starts, harness.fleet.alive = (), True
     first = await tasks[0]
-    assert await waits_on(session_manager, tasks[1], 50.0)
-    await session_manager.done(first)
+    assert await waits_on(harness, tasks[1], 50.0)
+    await harness.done(first)
     await tasks[1]
 
 
 async def test_only_decode_worker_starts_while_others_compute_prompts():
-    session_manager = Desk(Fleet(starts=(STARTING,), too_long=0))
-    session_manager.fleet.workers = lambda: (make_view("p", Role.PREFILL),)
-    tasks = [session_manager.come(str(number)) for number in range(30)]
-    await session_manager.waiting(30)
-    assert await waits_on(session_manager, tasks[-1], 100.0), "more than are tried in a round"
-    assert session_manager.value("num_requests_held") == 30
+    harness = QueueHarness(Fleet(starts=(STARTING,), too_long=0))
+    harness.fleet.workers = lambda: (make_view("p", Role.PREFILL),)
+    tasks = [harness.come(str(number)) for number in range(30)]
+    await harness.waiting(30)
+    assert await waits_on(harness, tasks[-1], 100.0), "more than are tried in a round"
+    assert harness.value("num_requests_held") == 30
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def test_wait_for_a_new_worker_has_the_whole_timeout():  # [streams-wait]
-    session_manager = Desk(Fleet(places=0))
-    waiting = session_manager.come("x")
-    await session_manager.waiting(1)
-    session_manager.clock.advance(30)
-    session_manager.fleet.alive = False
+    harness = QueueHarness(Fleet(places=0))
+    waiting = harness.come("x")
+    await harness.waiting(1)
+    harness.clock.advance(30)
+    harness.fleet.alive = False
     for _ in range(20):
         await asyncio.sleep(0.001)
     assert not waiting.done()
-    session_manager.fleet.alive, session_manager.fleet.places = True, 1
+    harness.fleet.alive, harness.fleet.places = True, 1
     await waiting
 
 
 async def test_tenant_filling_queue_gets_429_others_keep_slots():
-    session_manager = Desk(Fleet(places=0), seats=4)
-    flood = [session_manager.come(f"a{n}", "a") for n in range(4)]
-    await session_manager.waiting(4)
-    alone = session_manager.come("a4", "a")
+    harness = QueueHarness(Fleet(places=0), seats=4)
+    flood = [harness.come(f"a{n}", "a") for n in range(4)]
+    await harness.waiting(4)
+    alone = harness.come("a4", "a")
     with pytest.raises(ApiError) as refused:
         await alone
     assert refused.value.status == 503, "nobody else waits: it is the fleet that is too small"
-    calm = session_manager.come("b0", "b")
+    calm = harness.come("b0", "b")
     with pytest.raises(ApiError) as pushed:
         await flood[3]
     assert (pushed.value.status, pushed.value.reason) == (429, "queue_full")
     assert pushed.value.retry_after is not None
-    again = session_manager.come("a5", "a")
+    again = harness.come("a5", "a")
     with pytest.raises(ApiError) as refused:
         await again
     assert refused.value.status == 429
-    session_manager.fleet.places = 9
+    harness.fleet.places = 9
     await asyncio.gather(calm, *flood[:3])
 
 
 async def test_client_that_leaves_gives_up_its_seat():
-    session_manager = Desk(Fleet(places=0))
-    tasks = [session_manager.come("a"), session_manager.come("b")]
-    await session_manager.waiting(2)
+    harness = QueueHarness(Fleet(places=0))
+    tasks = [harness.come("a"), harness.come("b")]
+    await harness.waiting(2)
     tasks[0].cancel()
-    await session_manager.waiting(1)
-    session_manager.fleet.places = 1
+    await harness.waiting(1)
+    harness.fleet.places = 1
     await tasks[1]
-    assert (session_manager.fleet.taken, len(session_manager.binding.queue)) == (1, 0)
+    assert (harness.fleet.taken, len(harness.binding.queue)) == (1, 0)
 
 
 async def test_disconnect_during_routing_leaves_no_reservation():
-    session_manager = Desk(Fleet(places=1))
-    holder = await session_manager.come("holder")
-    task = session_manager.come("x")
-    await session_manager.waiting(1)
-    session_manager.fleet.gate = asyncio.Event()
-    asked = len(session_manager.fleet.asked)
-    await until(lambda: len(session_manager.fleet.asked) > asked, 10.0, "it is asked for")
-    await session_manager.done(holder)
+    harness = QueueHarness(Fleet(places=1))
+    holder = await harness.come("holder")
+    task = harness.come("x")
+    await harness.waiting(1)
+    harness.fleet.gate = asyncio.Event()
+    asked = len(harness.fleet.asked)
+    await until(lambda: len(harness.fleet.asked) > asked, 10.0, "it is asked for")
+    await harness.done(holder)
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
-    session_manager.fleet.gate.set()
-    await until(lambda: session_manager.fleet.taken == 0, 10.0, "it is given back")
-    await session_manager.admission.close()
+    harness.fleet.gate.set()
+    await until(lambda: harness.fleet.taken == 0, 10.0, "it is given back")
+    await harness.admission.close()
 
 
 async def test_surprise_in_one_turn_is_that_requests_alone():
-    session_manager = Desk(Fleet(places=0))
+    harness = QueueHarness(Fleet(places=0))
 
     async def broken() -> Choice:
-        session_manager.fleet.places = 9
+        harness.fleet.places = 9
         raise RuntimeError("a bug")
 
-    other = session_manager.come("other")
-    await session_manager.waiting(1)
+    other = harness.come("other")
+    await harness.waiting(1)
     with pytest.raises(RuntimeError, match="a bug"):
-        await session_manager.admission.admit(broken, tenant=UNKNOWN, priority=9, prompt_tokens=1)
+        await harness.admission.admit(broken, tenant=UNKNOWN, priority=9, prompt_tokens=1)
     await other
-    assert len(session_manager.binding.queue) == 0
+    assert len(harness.binding.queue) == 0
 
 
 async def test_queue_reports_tokens_seconds_and_held_requests():
-    session_manager = Desk(Fleet(places=1))
-    first = await session_manager.come("first", prompt=300)
-    second = session_manager.come("second", prompt=200)
-    await session_manager.waiting(1)
-    session_manager.clock.advance(7.0)
-    assert session_manager.value("waiting_prompt_tokens") == 200
-    assert session_manager.value("oldest_wait_seconds") == 7.0
-    assert session_manager.value("num_requests_held") == 0, "somebody is there, without room"
-    assert session_manager.value("asked_prompt_tokens_total") == 500
-    await session_manager.done(first)
+    harness = QueueHarness(Fleet(places=1))
+    first = await harness.come("first", prompt=300)
+    second = harness.come("second", prompt=200)
+    await harness.waiting(1)
+    harness.clock.advance(7.0)
+    assert harness.value("waiting_prompt_tokens") == 200
+    assert harness.value("oldest_wait_seconds") == 7.0
+    assert harness.value("num_requests_held") == 0, "somebody is there, without room"
+    assert harness.value("asked_prompt_tokens_total") == 500
+    await harness.done(first)
     await second
-    assert session_manager.value("waiting_prompt_tokens") == 0
-    assert session_manager.value("oldest_wait_seconds") == 0.0
+    assert harness.value("waiting_prompt_tokens") == 0
+    assert harness.value("oldest_wait_seconds") == 0.0
 
 
 async def test_requests_are_held_without_workers_and_served_later():
-    session_manager = Desk(Fleet(places=2), worker_s=600.0)
-    session_manager.fleet.alive = False
-    tasks = [session_manager.come(str(n)) for n in range(2)]
-    await session_manager.waiting(2)
-    await until(lambda: session_manager.value("num_requests_held") == 2, 10.0, "both are held")
-    session_manager.clock.advance(300.0)
-    session_manager.fleet.alive = True
+    harness = QueueHarness(Fleet(places=2), worker_s=600.0)
+    harness.fleet.alive = False
+    tasks = [harness.come(str(n)) for n in range(2)]
+    await harness.waiting(2)
+    await until(lambda: harness.value("num_requests_held") == 2, 10.0, "both are held")
+    harness.clock.advance(300.0)
+    harness.fleet.alive = True
     await asyncio.gather(*tasks)
-    assert session_manager.value("num_requests_held") == 0
+    assert harness.value("num_requests_held") == 0
 
 
 async def test_request_behind_a_full_adapter_has_a_worker_all_the_same():
     """It is not tried, and waits for capacity, not for a worker."""
     adapter = ServedAdapter(name="a", digest="aa" * 16, rank=1, root="")
     fleet = Fleet(places=0)
-    session_manager = Desk(fleet)
+    harness = QueueHarness(fleet)
     lane = Lane(adapter=b"\xaa" * 16, ask_apart=lambda _: fleet.ask("apart", 1))
     entries = []
     for name in ("first", "second"):
         answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
         ask = partial(fleet.ask, name, 1)
-        entry = session_manager.binding.entry(ask, answer, tenant=UNKNOWN, priority=0, prompt_tokens=1, lane=lane)
-        assert await session_manager.binding.arrive(entry) is None
+        entry = harness.binding.entry(ask, answer, tenant=UNKNOWN, priority=0, prompt_tokens=1, lane=lane)
+        assert await harness.binding.arrive(entry) is None
         entries.append(entry)
-    assert not await session_manager.binding.turn()
+    assert not await harness.binding.turn()
     assert [entry.verdict for entry in entries] == [Verdict.NO_WORKER] * 2
     fleet.workers = lambda: (make_view("w", adapters={"a": adapter}),)
     fleet.asked.clear()
-    assert not await session_manager.binding.turn()
+    assert not await harness.binding.turn()
     assert [entry.verdict for entry in entries] == [Verdict.NO_ROOM] * 2
     assert fleet.asked == ["first"]
 
@@ -687,71 +685,71 @@ async def test_skipped_request_of_an_adapter_claims_no_place():
     served = {"a": ServedAdapter(name="a", digest="aa" * 16, rank=1, root="")}
     fleet = Fleet(too_long=0)
     fleet.workers = lambda: (make_view("w", adapters=served),)
-    session_manager = Desk(fleet)
+    harness = QueueHarness(fleet)
     answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
     lane = Lane(adapter=b"\xaa" * 16, ask_apart=lambda _: fleet.ask("apart", 1))
     ask = partial(fleet.ask, "first", 1)
-    entry = session_manager.binding.entry(ask, answer, tenant=UNKNOWN, priority=0, prompt_tokens=1, lane=lane)
-    assert await session_manager.binding.arrive(entry) is None
+    entry = harness.binding.entry(ask, answer, tenant=UNKNOWN, priority=0, prompt_tokens=1, lane=lane)
+    assert await harness.binding.arrive(entry) is None
     for _ in range(2):
-        assert not await session_manager.binding.turn()
+        assert not await harness.binding.turn()
         assert entry.verdict is Verdict.NO_WORKER
     assert fleet.asked == ["first"] * 2
-    assert session_manager.value("num_requests_held") == 1
+    assert harness.value("num_requests_held") == 1
 
 
 async def test_expected_wait_is_that_of_the_prompts_before_it():
     fleet = Fleet(places=0)
-    session_manager = Desk(fleet)
+    harness = QueueHarness(fleet)
     tenant = Tenant(name="b", sha256=())
 
     def expected(priority: int = 0) -> float:
-        return session_manager.binding.expected_wait_s(tenant=tenant, priority=priority, prompt_tokens=100)
+        return harness.binding.expected_wait_s(tenant=tenant, priority=priority, prompt_tokens=100)
 
     assert expected() == 0.0
-    tasks = [session_manager.come("first", "b", prompt=100), session_manager.come("second", "b", prompt=300)]
-    await session_manager.waiting(2)
+    tasks = [harness.come("first", "b", prompt=100), harness.come("second", "b", prompt=300)]
+    await harness.waiting(2)
     assert expected() == 0.0  # no rate is known
-    session_manager.binding.prefill_rate = lambda: 200.0
+    harness.binding.prefill_rate = lambda: 200.0
     assert expected() == 2.0
     assert expected(priority=1) == 0.0
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
-    await session_manager.admission.close()
+    await harness.admission.close()
 
 
 async def test_time_without_a_queue_is_no_pace():
     fleet = Fleet(places=0)
-    session_manager = Desk(fleet)
-    early = [session_manager.come(name) for name in ("a", "b", "c")]
-    await session_manager.waiting(3)
+    harness = QueueHarness(fleet)
+    early = [harness.come(name) for name in ("a", "b", "c")]
+    await harness.waiting(3)
     fleet.places = 9
-    session_manager.admission.freed()
+    harness.admission.freed()
     for task in early:
         await task
-    session_manager.clock.advance(3_600.0)
+    harness.clock.advance(3_600.0)
     fleet.places = 0
-    late = session_manager.come("late")
-    await session_manager.waiting(1)
-    assert session_manager.binding.expected_wait_s(tenant=UNKNOWN, priority=0, prompt_tokens=100) == 0.0
+    late = harness.come("late")
+    await harness.waiting(1)
+    assert harness.binding.expected_wait_s(tenant=UNKNOWN, priority=0, prompt_tokens=100) == 0.0
     late.cancel()
     await asyncio.gather(late, return_exceptions=True)
-    await session_manager.admission.close()
+    await harness.admission.close()
 
 
 async def test_lengths_and_gaps_of_arrivals_are_counted():
-    session_manager = Desk(Fleet(places=3))
+    harness = QueueHarness(Fleet(places=3))
     for name, gap_s in (("a", 0.0), ("b", 2.0), ("c", 3.0)):
-        session_manager.clock.advance(gap_s)
-        await session_manager.come(name, prompt=1000)
-    assert session_manager.value("arrival_gap_square_seconds_total") == 2.0**2 + 3.0**2
-    assert session_manager.value("uncached_prompt_tokens_sum") == 3000
-    assert session_manager.value("uncached_prompt_tokens_bucket", le="1024.0") == 3
+        harness.clock.advance(gap_s)
+        await harness.come(name, prompt=1000)
+    assert harness.value("arrival_gap_square_seconds_total") == 2.0**2 + 3.0**2
+    assert harness.value("uncached_prompt_tokens_sum") == 3000
+    assert harness.value("uncached_prompt_tokens_bucket", le="1024.0") == 3
 
 
 async def test_request_rejected_before_the_queue_is_demand():
-    session_manager = Desk(Fleet())
-    session_manager.binding.note_rejected(700)
-    assert session_manager.value("asked_prompt_tokens_total") == 700
-    assert session_manager.value("uncached_prompt_tokens_count") == 0
+    harness = QueueHarness(Fleet())
+    harness.binding.note_rejected(700)
+    assert harness.value("asked_prompt_tokens_total") == 700
+    assert harness.value("uncached_prompt_tokens_count") == 0
