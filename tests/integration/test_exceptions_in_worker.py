@@ -55,8 +55,8 @@ def server() -> Iterator[RedisServer]:
 
 async def serve(worker: Running, number: int) -> None:
     """What a worker does: probes, statistics, events."""
-    worker.remote.notify(store=[each.hex() for each in chain_of(tuple(range(number, number + 4 * PAGE)))])
-    worker.remote.notify(stats={"running": number % 7, "waiting_tokens": number})
+    worker.remote.send(store=[each.hex() for each in chain_of(tuple(range(number, number + 4 * PAGE)))])
+    worker.remote.send(stats={"running": number % 7, "waiting_tokens": number})
     for path in ("/live", "/ready", "/metrics", "/audit"):
         try:
             await worker.get(path)

@@ -157,22 +157,22 @@ async def test_worker_registers_when_its_engine_is_ready(fleet, worker):
 
 
 async def test_kv_events_reach_the_index_in_order(fleet, worker):
-    worker.remote.notify(store=texts(*CHAIN))
-    worker.remote.notify(remove=texts(*CHAIN[5:]))
+    worker.remote.send(store=texts(*CHAIN))
+    worker.remote.send(remove=texts(*CHAIN[5:]))
     await until(indexed(fleet, 5))
 
 
 async def test_missing_event_is_noticed_and_the_cache_replayed(fleet, worker):
-    worker.remote.notify(store=texts(*CHAIN[:3]))
+    worker.remote.send(store=texts(*CHAIN[:3]))
     await until(indexed(fleet, 3))
-    worker.remote.notify(skip=True)
-    worker.remote.notify(store=texts(*CHAIN[3:6]))
+    worker.remote.send(skip=True)
+    worker.remote.send(store=texts(*CHAIN[3:6]))
     await until(indexed(fleet, 6))
     assert len(worker.remote.orders_of("replay")) == 1
 
 
 async def test_after_a_wipe_the_worker_registers_again_and_replays(server, fleet, worker):  # [redis-is-optional]
-    worker.remote.notify(store=texts(*CHAIN))
+    worker.remote.send(store=texts(*CHAIN))
     await until(indexed(fleet, 8))
     server.wipe()
     await until(indexed(fleet, 8))
@@ -182,7 +182,7 @@ async def test_after_a_wipe_the_worker_registers_again_and_replays(server, fleet
 async def test_worker_survives_redis_restart_without_data(server, fleet, worker):
     await until(worker.ready)
     server.kill()
-    worker.remote.notify(store=texts(*CHAIN))
+    worker.remote.send(store=texts(*CHAIN))
     assert (await worker.get("/ready")).status_code == 200
     server.restart()
     await until(indexed(fleet, 8))
@@ -190,7 +190,7 @@ async def test_worker_survives_redis_restart_without_data(server, fleet, worker)
 
 
 async def test_load_and_progress_are_reported(fleet, worker):
-    worker.remote.notify(stats={"waiting_tokens": 500, "running": 3, "free_pages": 10, "decode_step_s": 0.02})
+    worker.remote.send(stats={"waiting_tokens": 500, "running": 3, "free_pages": 10, "decode_step_s": 0.02})
 
     async def reported() -> Load | None:
         record = await find(fleet)
@@ -201,7 +201,7 @@ async def test_load_and_progress_are_reported(fleet, worker):
 
 
 async def test_busy_engine_without_progress_is_not_offered(fleet, worker):  # [loop-progress]
-    worker.remote.notify(stats={"running": 1}, freeze=True)
+    worker.remote.send(stats={"running": 1}, freeze=True)
 
     async def in_state(state: WorkerState) -> bool:
         record = await find(fleet)
@@ -210,7 +210,7 @@ async def test_busy_engine_without_progress_is_not_offered(fleet, worker):  # [l
     await until(lambda: in_state(WorkerState.STALLED))
     assert (await worker.get("/ready")).status_code == 503
     assert (await worker.get("/live")).status_code == 200
-    worker.remote.notify(freeze=False)
+    worker.remote.send(freeze=False)
     await until(lambda: in_state(WorkerState.READY))
 
 
@@ -253,7 +253,7 @@ async def test_engine_is_notified_when_fenced_writer_exits(worker):  # [late-wri
     with socket.create_server(("127.0.0.1", 0)) as stopped:
         endpoint = f"tcp://127.0.0.1:{stopped.getsockname()[1]}"
         writer = Peer(worker_id="p1", incarnation="p1@1", endpoint=endpoint, compat_hash="h")
-        worker.remote.notify(stats={"fenced_writers": [msgspec.to_builtins(writer)]})
+        worker.remote.send(stats={"fenced_writers": [msgspec.to_builtins(writer)]})
         stopped.settimeout(PATIENCE_S)
         line, _ = await asyncio.to_thread(stopped.accept)
         assert worker.remote.orders_of("peer_ended") == []
@@ -266,7 +266,7 @@ async def test_engine_is_notified_when_fenced_writer_exits(worker):  # [late-wri
 
 
 async def test_worker_drain_finishes_requests_and_exits_0(fleet, worker, caplog):  # [drain-loses-nothing]
-    worker.remote.notify(stats={"running": 2})
+    worker.remote.send(stats={"running": 2})
 
     async def busy() -> bool:
         record = await find(fleet)
@@ -290,7 +290,7 @@ async def test_worker_drain_finishes_requests_and_exits_0(fleet, worker, caplog)
     # The engine's own process hears of it after Redis does.
     await until(told)
     assert not worker.exit.done()
-    worker.remote.notify(stats={"running": 0})
+    worker.remote.send(stats={"running": 0})
     assert await asyncio.wait_for(worker.exit, 60) == 0
     assert await find(fleet) is None
     assert worker.remote.orders_of("shutdown")
@@ -302,7 +302,7 @@ async def test_engine_that_is_to_lose_a_node_is_drained(fleet, worker):
         return await find(fleet) is not None
 
     await until(ready)
-    worker.remote.notify(drain_wanted="node 1 is to leave")
+    worker.remote.send(drain_wanted="node 1 is to leave")
     assert await asyncio.wait_for(worker.exit, 60) == 0
     assert worker.remote.orders_of("drain")
 
@@ -376,7 +376,7 @@ async def test_role_flip_without_transport_or_during_drain_is_rejected(worker, f
     refused = await post_role(worker, "prefill")
     assert (refused.status_code, refused.json()["code"]) == (400, "config_error")
     assert "--transport nixl" in refused.json()["message"]
-    worker.remote.notify(stats={"running": 1})
+    worker.remote.send(stats={"running": 1})
 
     async def busy() -> bool:
         record = await find(fleet)
@@ -392,7 +392,7 @@ async def test_drain_has_a_time_limit(server, remote, tmp_path, fleet):
     config = config_for(server, remote, drain_timeout_s=1.5)
     async with running(config, remote, tmp_path) as worker:
         await until(lambda: find(fleet))
-        remote.notify(stats={"running": 2})
+        remote.send(stats={"running": 2})
         worker.service.drain()
         assert await asyncio.wait_for(worker.exit, 60) == 0
 
@@ -401,7 +401,7 @@ async def test_worker_ends_though_its_engine_takes_no_order_any_more(server, rem
     """The engine was on its way out when the worker was told to end: `Shutdown` could not be sent, for ever."""
     async with running(config_for(server, remote), remote, tmp_path) as worker:
         await until(lambda: find(fleet))
-        remote.notify(hang_up=True)
+        remote.send(hang_up=True)
 
         async def hung_up() -> bool:
             return bool(remote.orders_of("hung_up"))
@@ -414,20 +414,20 @@ async def test_worker_ends_though_its_engine_takes_no_order_any_more(server, rem
             return await find(fleet) is None
 
         await until(deregistered)
-        remote.notify(exit=0)
+        remote.send(exit=0)
         assert await asyncio.wait_for(worker.exit, 60) == 0
 
 
 async def test_audit_is_answered_by_the_engine(worker, fleet):
     await until(lambda: find(fleet))
-    worker.remote.notify(store=texts(*CHAIN))
+    worker.remote.send(store=texts(*CHAIN))
     await until(indexed(fleet, 8))
     body = (await worker.get("/audit")).json()
     assert (body["problems"], body["tree_pages"], body["free_pages"]) == ([], 8, 91)
 
 
 async def test_metrics_carry_the_engines_numbers(worker, fleet):
-    worker.remote.notify(stats={"running": 4, "output_tokens_total": 77})
+    worker.remote.send(stats={"running": 4, "output_tokens_total": 77})
 
     async def scraped() -> bool:
         return "tandem_worker_num_requests_running 4.0" in (await worker.get("/metrics")).text

@@ -185,7 +185,7 @@ class EngineRemote:
         self.pid = int(json.loads(self._connection.recv(1 << 20))["pid"])
         self._connection.setblocking(False)
 
-    def tell(self, **instruction: Any) -> None:
+    def send(self, **instruction: Any) -> None:
         assert self._connection is not None, "accept() first"
         self._connection.send(json.dumps(instruction).encode())
 

@@ -31,7 +31,7 @@ from tandem_testing.waiting import wait_for
 
 PACKAGES = tuple(f"{Path(package.__file__ or '').parent.parent}/" for package in (tandem_engine, tandem_services))
 POLL_S = 0.05
-LEARN_S = 10.0
+LEARN_S = 30.0
 
 
 @dataclass(kw_only=True, slots=True)

@@ -12,10 +12,10 @@ with benchmarks_importable():
 
 def test_ratio_is_the_median_of_the_rounds_and_has_a_target(capsys):
     rounds = [{"bare": 1.0, "unused": 1.0, "mixed": mixed} for mixed in (1.25, 1.0, 2.0)]
-    assert adapters.report(rounds, rank=16) == 1
+    assert adapters.report(rounds, rank=16, streams=8, sizes=(100, 25)) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["case"], row["ratio"], row["target"]) for row in rows] == [("unused", 1.0, 0.99), ("mixed", 0.8, 0.85)]
-    assert adapters.report([{"bare": 1.0, "unused": 1.005, "mixed": 1.1}], rank=16) == 0
+    assert adapters.report([{"bare": 1.0, "unused": 1.005, "mixed": 1.1}], rank=16, streams=8, sizes=(100, 25)) == 0
 
 
 class Engine:
@@ -37,7 +37,7 @@ def test_outputs_are_compared_before_anything_is_measured(monkeypatch, unused, m
 
     monkeypatch.setattr(adapters, "run", run)
     if message is None:
-        assert len(adapters.measure(bare, full, 3)) == 3
+        assert len(adapters.measure(bare, full, 3, streams=8)) == 3
         return
     with pytest.raises(SystemExit, match=message):
-        adapters.measure(bare, full, 3)
+        adapters.measure(bare, full, 3, streams=8)

@@ -34,7 +34,7 @@ class Door:
 def door(monkeypatch) -> Door:
     monkeypatch.delenv(NAME, raising=False)
     made = Door()
-    monkeypatch.setattr(environment, "_lending", made)
+    monkeypatch.setattr(environment, "_lock", made)
     return made
 
 

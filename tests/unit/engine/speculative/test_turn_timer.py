@@ -22,7 +22,7 @@ class Turns:
         if settled is not None:
             self.timer.settled(settled)
         if propose_s is not None:
-            self.timer.asked(propose_s)
+            self.timer.count_proposal(propose_s)
         self.clock.time += seconds
         timed = self.timer.begin_turn()
         assert timed is None or timed.step == settled

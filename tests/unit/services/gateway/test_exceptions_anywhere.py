@@ -64,8 +64,8 @@ LAST_EVENTS = {
 OUTERMOST = {
     "connection:GatewayConnection.data_received",
     "middleware:RequestBoundary.__call__",
-    "prompts:TokenizerThreads._next_iteration",
-    "prompts:_deliver",
+    "tokenizer_threads:TokenizerThreads._next_iteration",
+    "tokenizer_threads:_deliver",
 }
 """Boundaries themselves: what the event loop or the HTTP server calls. They do nothing but catch."""
 
@@ -80,7 +80,7 @@ ONCE_BROKEN = {
     "middleware:_header",
     "tracing:client_context",
     "tracing:pass_on",
-    "prompts:_Job.deliver",
+    "tokenizer_threads:_Job.deliver",
     "engine_client:EngineConnection._read",
     "engine_client:EngineConnection._deliver",
     "attempt:Side.on_output",
