@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
 ]
 
-FEW = Scale(exceptions=3)
+FEW = Scale(exceptions=2)
 SMALL = Shape(prefill=0, decode=0, both=2, gateways=1, raising=True)
 PATIENCE_S = 5.0
 """As in the other tests here. `make chaos` measures without it."""

@@ -17,7 +17,7 @@ from tandem_testing.waiting import until
 pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 SEEDED = Sampling(temperature=1.0, seed=7)
-LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=600, spread=0.4), 16, rate=None, seed=23)
+LONG_ANSWERS = fixed_workload(Lengths(prompt=60, output=900, spread=0.4), 16, rate=None, seed=23)
 
 SOME = 8
 """Of them speak when something happens: what others have left to say takes seconds."""
