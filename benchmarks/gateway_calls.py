@@ -80,8 +80,8 @@ def run_gateway(case: mock.Case, top: int) -> None:
 def count(case: mock.Case, checkout: Path | None, top: int) -> object:
     environment = {**os.environ, mock.CHECKOUT: str(checkout or mock.ROOT)}
     command = [sys.executable, __file__, "--case", json.dumps(asdict(case)), "--top", str(top)]
-    told = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
-    return json.loads(told.stdout.splitlines()[-1])
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, check=True)
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def run_all(bases: Sequence[str], top: int) -> dict[str, object]:

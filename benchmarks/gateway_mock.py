@@ -109,7 +109,7 @@ def run_engine(step_s: float) -> None:
 
 
 async def serve_gateway(view: str, listens: Callable[[int], object]) -> None:
-    """Until it is ended. `listens` is told the port."""
+    """Until it is ended. Called with the port once it listens: `listens`."""
     # The engine is of this checkout: another one may know fewer fields.
     known = {each.name for each in fields(WorkerView)}
     worker = {name: value for name, value in json.loads(view).items() if name in known}

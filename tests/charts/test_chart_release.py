@@ -1,8 +1,6 @@
 """Charts as released artefacts: archives that are equal for equal trees, with what Artifact Hub shows."""
 
-import importlib.util
 import shutil
-import sys
 import tarfile
 import tomllib
 from pathlib import Path
@@ -13,23 +11,14 @@ import yaml
 
 from tandem_testing.api_schemas import ROOT
 from tandem_testing.helm_library import CHARTS, NEEDS_HELM
+from tandem_testing.tool_modules import load_tool
 
 NAMES = sorted(path.parent.name for path in CHARTS.glob("*/Chart.yaml"))
 VERSION = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
 CATEGORIES = {"ai-machine-learning"}
 
 
-def load_tool() -> Any:
-    specification = importlib.util.spec_from_file_location("release_charts", ROOT / "tools/release/charts.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-charts = load_tool()
+charts = load_tool(ROOT / "tools/release/charts.py")
 
 
 @pytest.fixture(scope="module")

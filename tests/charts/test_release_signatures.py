@@ -1,19 +1,17 @@
 """Signatures of a release: made with a generated key, verified, and refused for whatever was changed."""
 
 import hashlib
-import importlib.util
 import io
 import shutil
-import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
 
 from tandem_testing.api_schemas import ROOT
 from tandem_testing.signing_keys import signing_key
+from tandem_testing.tool_modules import load_tool
 
 pytestmark = pytest.mark.skipif(shutil.which("gpg") is None, reason="gpg is not installed")
 
@@ -21,17 +19,7 @@ CHART = "demo-0.1.0.tgz"
 FILES = (CHART, "SHA256SUMS", "images.txt", "services.cdx.json")
 
 
-def load_tool() -> Any:
-    specification = importlib.util.spec_from_file_location("release_sign", ROOT / "tools/release/sign.py")
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    sys.modules[specification.name] = module
-    specification.loader.exec_module(module)
-    return module
-
-
-tool = load_tool()
+tool = load_tool(ROOT / "tools/release/sign.py")
 
 
 @pytest.fixture(scope="module")

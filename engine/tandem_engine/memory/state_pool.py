@@ -82,7 +82,7 @@ class StateSpec:
 
     @property
     def head_blocks(self) -> tuple[int, ...]:
-        """Bytes of one key head in each run of heads of a slot, in order; empty where they cannot be told apart.
+        """Bytes of one key head in each run of heads of a slot, in order; empty where they cannot be distinguished.
 
         A run has all heads, one after the other: one of matrices per layer, then of inputs per layer and token three,
         of q, k and v.

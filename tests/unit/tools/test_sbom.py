@@ -1,6 +1,5 @@
 """Bills of materials of images: complete, valid CycloneDX, and equal for equal images."""
 
-import importlib.util
 import json
 import os
 import subprocess
@@ -12,6 +11,8 @@ from typing import Any
 import pytest
 from cyclonedx.schema import SchemaVersion
 from cyclonedx.validation.json import JsonStrictValidator
+
+from tandem_testing.tool_modules import load_tool
 
 ROOT = Path(__file__).resolve().parents[3]
 TOOL = ROOT / "tools/release/sbom.py"
@@ -36,16 +37,7 @@ Version: 2024a-0+deb12u1
 """
 
 
-def load_tool() -> Any:
-    specification = importlib.util.spec_from_file_location("sbom", TOOL)
-    assert specification is not None
-    assert specification.loader is not None
-    module = importlib.util.module_from_spec(specification)
-    specification.loader.exec_module(module)
-    return module
-
-
-sbom = load_tool()
+sbom = load_tool(TOOL)
 
 
 def write_distribution(root: Path, name: str, version: str, more: str = "") -> None:

@@ -125,19 +125,26 @@ class Gemma4Parser(StepParser):
     # Each of the following reads from one position on and returns the next. It changes nothing when it takes more text
     # to decide what stands there.
 
-    def _read_member(self, text: str, at: int, pieces: list[str]) -> int:
-        """What begins a key, or ends the object."""
+    def _begin_entry(self, text: str, at: int, pieces: list[str]) -> tuple[int, str | None]:
+        """The position and marker of the next member or item; no marker where more text is needed, or none follows."""
         at = _end(_SEPARATORS, text, at)
         marker = _marker(text, at)
         if marker is None:
-            return at
+            return at, None
         if marker in (BEGIN, END):
-            return self._leave_all(at, pieces)
+            return self._leave_all(at, pieces), None
         if text[at] in "}]":
-            return self._leave(at + 1, pieces)
+            return self._leave(at + 1, pieces), None
         if self._filled[-1]:
             pieces.append(", ")
         self._filled[-1] = True
+        return at, marker
+
+    def _read_member(self, text: str, at: int, pieces: list[str]) -> int:
+        """What begins a key, or ends the object."""
+        at, marker = self._begin_entry(text, at, pieces)
+        if marker is None:
+            return at
         if text[at] == '"':
             self._span, self._inside = JsonSpan(), "json key"
             return at
@@ -195,17 +202,9 @@ class Gemma4Parser(StepParser):
 
     def _read_item(self, text: str, at: int, pieces: list[str]) -> int:
         """What begins an item, or ends the list."""
-        at = _end(_SEPARATORS, text, at)
-        marker = _marker(text, at)
+        at, marker = self._begin_entry(text, at, pieces)
         if marker is None:
             return at
-        if marker in (BEGIN, END):
-            return self._leave_all(at, pieces)
-        if text[at] in "}]":
-            return self._leave(at + 1, pieces)
-        if self._filled[-1]:
-            pieces.append(", ")
-        self._filled[-1] = True
         return self._begin_value(marker, text, at, pieces)
 
     def _begin_value(self, marker: str, text: str, at: int, pieces: list[str]) -> int:
