@@ -123,7 +123,8 @@ def test_start_shows_phases_in_a_pipe_and_exits_when_ready(tmp_path):
     assert end == "tandem: everything is ready; stopping"
     assert "\x1b" not in result.stderr
     assert not [line for line in progress if not PROGRESS.match(line)]
-    assert re.search(r"^both-0 \(both\): weights", result.stderr, re.MULTILINE)
+    # Phases are polled: a fast machine passes some of them between two polls.
+    assert re.search(r"^both-0 \(both\): (imports|memory|weights|self-test)", result.stderr, re.MULTILINE)
     assert {line.split()[1] for line in progress if line.startswith("ready ")} == {"both-0", "gateway"}
     assert (run_dir / "run.json").is_file()
     assert read_run(run_dir) is None

@@ -12,6 +12,7 @@ are read (`kernels.interface`). Scales are not part of a page: both sides of a t
 The pool does not track owners of pages.
 """
 
+import mmap
 from collections.abc import Sequence
 from copy import copy
 from math import prod
@@ -28,8 +29,8 @@ from tandem_engine.memory.cache_groups import CacheGroup, KvRow
 
 GIB = 1 << 30
 
-ALIGNMENT = 4096
-"""Of the pool in main memory: that of the machine's pages, which is what registering it for transfers rounds to."""
+HUGE_PAGES_FROM = 4 << 20
+"""Bytes of a pool in main memory. Below that huge pages save less than they take."""
 
 
 class PageLayout(NamedTuple):
@@ -259,13 +260,15 @@ def zeroed(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 def untouched_zeros(size: int) -> torch.Tensor:
-    """uint8 [size] in the memory of this machine. A page of it costs memory when it is first used.
+    """uint8 [size] in the memory of this machine, from the beginning of a page of the machine. A page of it costs
+    memory when it is first used.
 
-    torch writes its zeros; numpy has them from calloc.
+    torch writes its zeros. calloc may take memory that the heap holds already, and writes zeros there too.
     """
-    memory = np.zeros(size + ALIGNMENT, dtype=np.uint8)
-    start = -memory.ctypes.data % ALIGNMENT
-    return torch.from_numpy(memory[start : start + size])
+    memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if size >= HUGE_PAGES_FROM:
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)[:size])
 
 
 DTYPES = {

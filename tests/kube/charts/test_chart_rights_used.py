@@ -126,7 +126,7 @@ def test_operator_rights_equal_its_requests(control_plane, namespace, running):
     live(Services(control_plane, namespace))
     assert running.stop() == 0, running.log()
     requests = asked(control_plane, namespace)
-    assert [one for one in requests if one.status == 403] == []
+    assert [one for one in requests if one.forbidden] == []
     used = {(one.resource, verb) for one in requests for verb in verbs_of(one)}
     assert used <= granted()
     assert granted() - used == NOT_ASKED_HERE

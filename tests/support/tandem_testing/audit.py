@@ -17,6 +17,8 @@ class Asked:
     namespace: str
     name: str
     status: int
+    forbidden: bool
+    """By the account's rights. A namespace that is being deleted answers 403 too."""
 
 
 def asked_by(account: str, run: Path) -> list[Asked]:
@@ -29,6 +31,7 @@ def asked_by(account: str, run: Path) -> list[Asked]:
             namespace=event["objectRef"].get("namespace", ""),
             name=event["objectRef"].get("name", ""),
             status=event["responseStatus"]["code"],
+            forbidden=event["annotations"]["authorization.k8s.io/decision"] == "forbid",
         )
         for event in events
         if event["user"]["username"] == account and "resource" in event.get("objectRef", {})
