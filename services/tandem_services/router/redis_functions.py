@@ -7,6 +7,7 @@
    A Redis user without FUNCTION LOAD needs an administrator to load it: `library_source()` returns the source.
 """
 
+import functools
 import re
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -157,11 +158,11 @@ def library_source(constants: Mapping[str, float] = CONSTANTS, *, clock: str | N
 
     `clock` takes the place of scripts/clock.lua, where time is not Redis's own.
     """
-    folder = files("tandem_services.router") / "scripts"
-    scripts = {name: (folder / f"{name}.lua").read_text("utf-8") for name in SCRIPTS}
+    scripts = {name: _script(name) for name in SCRIPTS}
     if clock is not None:
         scripts["clock"] = clock
-    users = {each: [name for name in SCRIPTS if re.search(rf"\b{each}\b", scripts[name])] for each in constants}
+    words = {name: _words(script) for name, script in scripts.items()}
+    users = {each: [name for name in SCRIPTS if each in words[name]] for each in constants}
     alone = {each: names[0] for each, names in users.items() if len(names) == 1 and names[0] in SCOPED}
     parts = [_constants(constants, constants.keys() - alone.keys())]
     for name, script in scripts.items():
@@ -170,6 +171,16 @@ def library_source(constants: Mapping[str, float] = CONSTANTS, *, clock: str | N
     body = "\n".join(parts)
     name = "tandem_" + blake2b(body.encode(), digest_size=4).hexdigest()
     return LibrarySource(name, f"#!lua name={name}\nlocal VERSION = '{name}'\n{body}")
+
+
+@functools.cache
+def _script(name: str) -> str:
+    return (files("tandem_services.router") / "scripts" / f"{name}.lua").read_text("utf-8")
+
+
+@functools.lru_cache(2 * len(SCRIPTS))
+def _words(script: str) -> frozenset[str]:
+    return frozenset(re.findall(r"\w+", script))
 
 
 def _constants(values: Mapping[str, float], names: Collection[str]) -> str:
