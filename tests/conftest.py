@@ -1,5 +1,6 @@
-"""What holds for every test: one compute thread per process, compiled modules that are kept, the same examples in every
-run and no bound on their time, ports of this worker's own, servers that end soon, and signals and logging as they were.
+"""What holds for every test: one compute thread per process, compiled modules that are kept, children that import the
+same tree, the same examples in every run and no bound on their time, ports of this worker's own, servers that
+end soon, and signals and logging as they were.
 
 Tests run side by side, each with engines of its own; OpenMP threads that spin for work they do not get turn
 milliseconds into minutes. Must happen before torch is imported anywhere; child processes inherit it.
@@ -64,6 +65,12 @@ sockets.PORTS = sockets.PORTS[int(_worker.removeprefix("gw")) % _workers :: _wor
 
 give_children_default_signals()
 make_http_quick()
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Child processes import what this process imports, whether or not PYTHONPATH is set in the shell."""
+    folders = [*map(str, config.getini("pythonpath")), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, dict.fromkeys(folders)))
 
 
 @pytest.hookimpl(wrapper=True)
