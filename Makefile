@@ -112,7 +112,7 @@ skew: setup ## Roll a fleet from older releases, taken from git, to this one und
 fuzz: setup ## Ask a gateway a hundred thousand random requests (ARGS="--requests N --seed N --first N")
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.request_fuzz $(ARGS)
 
-mutate: setup ## Change config.json of tiny checkpoints field by field and compare with transformers (ARGS="--model NAME --only N")
+mutate: setup ## Change config.json of tiny checkpoints and compare with transformers (ARGS="--model NAME --only N", --seed N, --json FILE)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.mutated_configs $(ARGS)
 
 console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)

@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from tandem_testing.mutated_configs.comparison import Outcome, compare
-from tandem_testing.mutated_configs.mutations import ABSENT, FULL, SLIDING, Mutation
+from tandem_testing.mutated_configs.mutations import ABSENT, FULL, SLIDING, Mutation, drawn_pairs, mutations
 from tandem_testing.mutated_configs.run import run
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -116,6 +116,14 @@ def test_mutated_configs_are_equal_or_refused(name, tmp_path):
     faults = [(number, str(mutation), result) for number, mutation, result in results if result.outcome.is_fault]
     assert not faults
     assert len(results) >= 5
+
+
+def test_pairs_of_mutations_follow_from_seed_and_number():
+    config = {"hidden_size": 64, "model_type": "llama", "rope_theta": 300.0}
+    pairs = [str(each) for each in drawn_pairs(config, 5, 8)]
+    assert pairs == [str(each) for each in drawn_pairs(config, 5, 20)][:8]
+    assert pairs != [str(each) for each in drawn_pairs(config, 6, 8)]
+    assert not set(pairs) <= {str(each) for each in mutations(config)}
 
 
 def test_stored_head_that_is_not_the_embedding_is_served(tmp_path):

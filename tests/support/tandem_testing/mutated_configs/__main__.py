@@ -1,8 +1,10 @@
 """config.json field by field against transformers: a mutated checkpoint gives equal tokens, or is refused.
 
     python -m tandem_testing.mutated_configs [--model mistral] [--only 12] [--every 1] [--json FILE]
+    python -m tandem_testing.mutated_configs --seed 3 [--count 20]
 
-Prints each fault and how many mutations ended how; exits 1 on a fault. A mutation is named MODEL#NUMBER.
+With --seed, pairs of mutations that the seed draws. Prints each fault and how many mutations ended how; exits 1 on a
+fault. A mutation is named MODEL#NUMBER, of a seed or of the list.
 """
 
 import argparse
@@ -10,33 +12,53 @@ import json
 import sys
 import tempfile
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from tandem_testing.mutated_configs.run import MODELS, run
 
 
 def main(arguments: argparse.Namespace) -> int:
-    names = [arguments.model] if arguments.model else list(MODELS)
     counts: dict[str, Counter[str]] = {}
-    faults = 0
+    faults: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        for name in names:
+        for name in arguments.model or MODELS:
             counts[name] = Counter()
-            for number, mutation, result in run(name, Path(folder) / name, every=arguments.every, only=arguments.only):
+            chosen = {key: getattr(arguments, key) for key in ("every", "only", "seed", "count")}
+            for number, mutation, result in run(name, Path(folder) / name, **chosen):
                 label = result.outcome if result.impl is None else f"{result.outcome} ({result.impl})"
                 counts[name][label] += 1
-                faults += result.outcome.is_fault
+                if result.outcome.is_fault:
+                    outcome = {"outcome": result.outcome, "detail": result.detail}
+                    faults.append({"model": name, "number": number, "changes": dict(mutation.changes), **outcome})
                 if result.outcome.is_fault or arguments.verbose:
-                    sys.stdout.write(f"{name}#{number} {mutation}: {result.outcome}: {result.detail[:300]}\n")
-                    sys.stdout.flush()
-    sys.stdout.write(json.dumps(counts, indent=1, sort_keys=True) + "\n")
+                    say(f"{name}#{number} {mutation}: {result.outcome}: {result.detail[:300]}")
+    say(json.dumps(counts, indent=1, sort_keys=True))
+    if arguments.json is not None:
+        document = {"seed": arguments.seed, "counts": counts, "faults": faults}
+        arguments.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
     return 1 if faults else 0
 
 
-if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=MODELS, help="one checkpoint instead of all")
+def say(text: str) -> None:
+    sys.stdout.write(text + "\n")
+    sys.stdout.flush()
+
+
+def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="make mutate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", choices=MODELS, action="append", help="a checkpoint instead of all; repeatable")
     parser.add_argument("--only", type=int, help="number of one mutation")
     parser.add_argument("--every", type=int, default=1, help="take every N-th mutation")
+    parser.add_argument("--seed", type=int, help="draw pairs of mutations")
+    parser.add_argument("--count", type=int, default=20, help="pairs of each checkpoint (default: %(default)s)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write counts and faults to it")
     parser.add_argument("--verbose", action="store_true", help="print every mutation")
-    sys.exit(main(parser.parse_args()))
+    return parser.parse_args(argv)
+
+
+if __name__ == "__main__":
+    sys.exit(main(parsed()))

@@ -1,13 +1,15 @@
 """Changes of a config.json, one field at a time: values of every type for each field that is there, and fields that are
 not there with values that mean something to some model.
 
-The list of a config is always the same, so a mutation is named by its checkpoint and its number.
+The list of a config is always the same, so a mutation is named by its checkpoint and its number. Pairs of mutations are
+drawn from it by a seed.
 """
 
 import copy
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from random import Random
 from typing import Any
 
 ABSENT = "<absent>"
@@ -203,6 +205,16 @@ def mutations(config: Mapping[str, Any]) -> list[Mutation]:
     """All of them for `config`, those that change nothing left out."""
     found = {str(mutation): mutation for mutation in map(_mutation, _changes(config))}
     return [mutation for mutation in found.values() if mutation.of(config) != config]
+
+
+def drawn_pairs(config: Mapping[str, Any], seed: int, count: int) -> list[Mutation]:
+    """Two mutations at once, `count` times. A pair follows from `config`, `seed` and its number alone."""
+    alone = mutations(config)
+    return [_both(*Random(f"{seed} {number}").sample(alone, 2)) for number in range(count)]
+
+
+def _both(first: Mutation, second: Mutation) -> Mutation:
+    return Mutation(changes={**first.changes, **second.changes})
 
 
 def _mutation(changes: Mapping[str, Any]) -> Mutation:

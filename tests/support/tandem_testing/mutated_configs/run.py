@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tandem_testing.mutated_configs.comparison import Comparison, compare
-from tandem_testing.mutated_configs.mutations import Mutation, mutations
+from tandem_testing.mutated_configs.mutations import Mutation, drawn_pairs, mutations
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 NATIVE = (
@@ -50,13 +50,24 @@ MODELS = (*NATIVE, *FALLBACK)
 
 
 def run(
-    name: str, directory: Path, *, every: int = 1, first: int = 0, only: int | None = None
+    name: str,
+    directory: Path,
+    *,
+    every: int = 1,
+    first: int = 0,
+    only: int | None = None,
+    seed: int | None = None,
+    count: int = 0,
 ) -> Iterator[tuple[int, Mutation, Comparison]]:
-    """Mutations of the tiny checkpoint `name`, which is written into `directory`: every N-th, or `only` that number."""
+    """Mutations of the tiny checkpoint `name`, which is written into `directory`: every N-th, or `only` that number.
+
+    With a `seed`, pairs of mutations instead, of which there are `count`.
+    """
     write_tiny_checkpoint(name, directory)
     path = directory / "config.json"
     config = json.loads(path.read_text())
-    for number, mutation in enumerate(mutations(config)):
+    numbered = mutations(config) if seed is None else drawn_pairs(config, seed, count)
+    for number, mutation in enumerate(numbered):
         if number == only or (only is None and number % every == first):
             path.write_text(json.dumps(mutation.of(config)))
             yield number, mutation, compare(directory)
