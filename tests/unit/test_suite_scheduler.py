@@ -130,6 +130,17 @@ def test_units_begin_with_those_of_a_cluster_then_slow_ones(config, sorts):
     assert items == ([cluster, slow, beside, plain] if sorts else [plain, slow, beside, cluster])
 
 
+def test_slow_units_that_wait_alternate_with_those_that_compute():
+    names = ["chaos/a", "chaos/b", "integration/a", "numerics/a", "numerics/b", "unit/a"]
+    slow: list[Any] = [Item(f"tests/{name}.py::t", ("slow",)) for name in names]
+    grouped: Any = Item("tests/integration/b.py::t@system", ("slow",))
+    items = [*slow, grouped, Item("tests/unit/b.py::t"), Item("tests/chaos/c.py::t")]
+    suite_scheduler.pytest_collection_modifyitems(SimpleNamespace(workerinput={}), items)
+    begun = [unit_of(item.nodeid).removeprefix("tests/").removesuffix(".py") for item in items]
+    assert begun[:7] == ["chaos/a", "numerics/a", "chaos/b", "numerics/b", "integration/a", "unit/a", "system"]
+    assert begun[7:] == ["unit/b", "chaos/c"]
+
+
 CRASHING = """
 import os, signal
 import pytest

@@ -6,16 +6,20 @@ scheduler gives work to a replacement that has not collected yet. Here
 
 - a unit is a group (`xdist_group`), or else a file;
 - the tests against a Kubernetes control plane begin first: they are one unit of ten minutes, and mostly wait. Then
-  units with a test marked `slow`, so that no long unit is left for the end;
+  units with a test marked `slow`, so that no long unit is left for the end. Those that start processes, and wait for
+  them, alternate with those that compute: else cores are idle in the first half of a run and short in the second;
 - the test during which a worker crashed has failed and does not run again; the rest of the worker's units goes to the
   others.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 from xdist.workermanage import WorkerController
+
+from tandem_testing.second_attempts import FOLDERS as WAITING
 
 FIRST = ("kube", "slow")
 """Marks of units that begin before others."""
@@ -74,10 +78,23 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> SuiteSchedul
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """On workers of xdist, which hand out units in the order in which they were collected."""
     if hasattr(config, "workerinput"):
-        marked = {name: {unit_of(item.nodeid) for item in items if item.get_closest_marker(name)} for name in FIRST}
+        places = {unit: place for place, unit in enumerate(_begun_in_order(items))}
+        items.sort(key=lambda item: places[unit_of(item.nodeid)])
 
-        def place(item: pytest.Item) -> int:
-            unit = unit_of(item.nodeid)
-            return next((place for place, name in enumerate(FIRST) if unit in marked[name]), len(FIRST))
 
-        items.sort(key=place)
+def _begun_in_order(items: Sequence[pytest.Item]) -> list[str]:
+    """All units: of each mark of `FIRST`, then the others as they were collected."""
+    collected = {unit_of(item.nodeid): item.nodeid.startswith(WAITING) for item in items}
+    ordered: dict[str, None] = {}
+    for name in FIRST:
+        marked = {unit_of(item.nodeid) for item in items if item.get_closest_marker(name)}
+        units = [unit for unit in collected if unit in marked and unit not in ordered]
+        wait, compute = [u for u in units if collected[u]], [u for u in units if not collected[u]]
+        ordered |= dict.fromkeys(_mixed(wait, compute))
+    return [*(ordered | dict.fromkeys(collected))]
+
+
+def _mixed(some: Sequence[str], others: Sequence[str]) -> list[str]:
+    """Both in their order, each spread evenly over the whole."""
+    placed = [((index + 0.5) / len(part), unit) for part in (some, others) for index, unit in enumerate(part)]
+    return [unit for _, unit in sorted(placed, key=lambda pair: pair[0])]
