@@ -40,7 +40,7 @@ def with_adapters(x: Floats, sums: Floats, adapters: Sequence[AdapterWeights], l
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype) -> None:
-    add = calling(add_to_panel)
+    shrink_rows, add = calling(shrink), calling(add_to_panel)
     config = small_config()
     adapters = [
         random_adapter(config, seed=1, rank=8, dtype=dtype),
@@ -58,7 +58,7 @@ def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype) -> None:
         before = torch.randn((TOKENS, outputs), generator=dice).to(dtype).float()
         sums, delta = np.zeros((TOKENS, OUTPUTS), np.float32), np.empty(OUTPUTS, np.float32)
         place, phase = layer * PROJECTIONS + PRODUCTS[site], np.zeros(PHASE_BYTES, np.uint8)
-        shrink(phase.ctypes.data, place, given, as_numbers(x))
+        shrink_rows(phase.ctypes.data, place, given, as_numbers(x))
         found = np.empty((TOKENS, outputs))
         for first in range(0, outputs, OUTPUTS):
             panel = slice(first, min(first + OUTPUTS, outputs))
