@@ -208,13 +208,17 @@ def mutations(config: Mapping[str, Any]) -> list[Mutation]:
 
 
 def drawn_pairs(config: Mapping[str, Any], seed: int, count: int) -> list[Mutation]:
-    """Two mutations at once, `count` times. A pair follows from `config`, `seed` and its number alone."""
-    alone = mutations(config)
-    return [_both(*Random(f"{seed} {number}").sample(alone, 2)) for number in range(count)]
+    """Two changes at once that some model might mean, `count` times; every second pair has rotary parameters.
 
-
-def _both(first: Mutation, second: Mutation) -> Mutation:
-    return Mutation(changes={**first.changes, **second.changes})
+    A pair follows from `config`, `seed` and its number alone.
+    """
+    fields, rotary = [*_near(config), *_of_other_models()], [*_sets()]
+    pairs = []
+    for number in range(count):
+        dice = Random(f"{seed} {number}")
+        first, second = dice.sample(fields, 2)
+        pairs.append(_mutation({**first, **(dice.choice(rotary) if number % 2 else second)}))
+    return pairs
 
 
 def _mutation(changes: Mapping[str, Any]) -> Mutation:
@@ -225,15 +229,28 @@ def _changes(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     for name, value in config.items():
         for other in _others(value):
             yield {name: other}
-    for name, values in EXTRA.items():
-        for value in values:
-            yield {name: value}
-    yield from PAIRS
+    yield from _of_other_models()
     for model_type, architecture in MODELS:
         yield {"model_type": model_type}
         yield {"architectures": [architecture] if architecture not in (ABSENT, None, []) else architecture}
         yield {"model_type": model_type, "architectures": [architecture]}
     yield from _sets()
+
+
+def _of_other_models() -> Iterator[dict[str, Any]]:
+    for name, values in EXTRA.items():
+        for value in values:
+            yield {name: value}
+    yield from PAIRS
+
+
+def _near(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """Numbers near those of `config`."""
+    for name, value in config.items():
+        if isinstance(value, int) and not isinstance(value, bool):
+            yield from ({name: value + 1}, {name: value * 2}, {name: max(value // 2, 1)})
+        elif isinstance(value, float):
+            yield from ({name: value * 10}, {name: value / 10})
 
 
 def _others(value: Any) -> Iterator[Any]:
