@@ -16,7 +16,7 @@ _OPTIONS: dict[str, Any] = {
     "fastmath": {"reassoc", "contract", "nsz", "arcp"},
     "error_model": "numpy",
 }
-# Compiled code calls pieces. What would let Python and C call them as well takes a third of the time to compile; a call
+# Compiled code calls pieces. To let Python and C call them as well takes a quarter of the time to compile; a call
 # from Python ends the process.
 _PIECE: dict[str, Any] = {**_OPTIONS, "nogil": True, "no_cpython_wrapper": True, "no_cfunc_wrapper": True}
 
