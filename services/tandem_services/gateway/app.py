@@ -55,6 +55,7 @@ from tandem_services.gateway.api.tokenize import Tokenization
 from tandem_services.gateway.config import GatewayConfig
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.dispatch.engine_client import LivenessTiming
+from tandem_services.gateway.dispatch.reading_pace import ReadingPace
 from tandem_services.gateway.http.authentication import Access, Authentication
 from tandem_services.gateway.http.middleware import RequestBoundary, identity_of
 from tandem_services.gateway.http.monitoring_routes import (
@@ -160,6 +161,7 @@ def build_gateway(
         families=families,
         tokenizing=tokenizing,
         timing=LivenessTiming(ping_interval_s=config.ping_interval_s, unanswered_pings=config.unanswered_pings),
+        pace=ReadingPace(lambda: tokenizing.waiting_turns),
         turn_s=config.request_timeout_s,
     )
     known = fleets if config.api_keys is not None else [_unshared(fleet) for fleet in fleets]

@@ -43,6 +43,7 @@ from tandem_engine.ipc.channels import MAX_PER_RECEIVE, IpcContext
 from tandem_engine.messages.outputs import EngineReply, OutputBatch, Pong, Taken, TokenOutput
 from tandem_engine.messages.requests import AbortRequest, CloseSession, EngineRequest, GenerateRequest, Ping
 from tandem_services.common.engine_ping import ASK_EVERY_S, answers
+from tandem_services.gateway.dispatch.reading_pace import ReadingPace
 from tandem_services.router.decision import WorkerView
 
 logger = logging.getLogger(__name__)
@@ -134,6 +135,9 @@ PROOF_S = 10.0
 MAX_DELIVERED = 256
 """Outputs, about two milliseconds' worth, after which the reader of a connection lets the event loop serve others."""
 
+MAX_TOGETHER = 4096
+"""The same while many requests wait to start: it reads seldom then, and tokens that are read together cost less."""
+
 
 class Pouring(Protocol):
     """Keeps tokens that come together, so that they leave together."""
@@ -176,9 +180,10 @@ class EngineConnection:
         trusted: bool = False,
         silent: bool = False,
         on_silence: Callable[["EngineConnection"], None] | None = None,
+        pace: ReadingPace | None = None,
     ) -> None:
         """`trusted`: the incarnation has answered over another connection a moment ago. `silent`: as the field, until
-        it answers. `on_silence`: called whenever that has changed."""
+        it answers. `on_silence`: called whenever that has changed. `pace`: None where nothing else needs the loop."""
         self.worker = worker
         self.watched = False
         """It is pinged without open requests, too."""
@@ -197,6 +202,7 @@ class EngineConnection:
         self._proven_until = clock.now() + self._proof_s if trusted else float("-inf")
         self._on_silence = on_silence
         self._timing = timing
+        self._pace = pace or ReadingPace()
         self._on_dead = on_dead
         self._listeners: dict[str, Listener] = {}
         self._unanswered = 0
@@ -318,22 +324,28 @@ class EngineConnection:
             self._die(FAILED)
 
     async def _read(self) -> None:
+        now = asyncio.get_running_loop().time
         try:
             while not self._closed:
-                if self._hear_waiting():
+                crowded, began = self._pace.is_crowded, now()
+                all_read = self._hear_waiting(MAX_TOGETHER if crowded else MAX_DELIVERED)
+                if crowded and self._delivered:
+                    await self._pace.rest(now() - began)
+                elif all_read:
                     await self._channel.readable()
                 else:
                     await asyncio.sleep(0)
         except WireError as error:
             self._die_of(error)
 
-    def _hear_waiting(self) -> bool:
-        """Hear what has come. False: not all of it; others must have their turn, or the connection is closed."""
+    def _hear_waiting(self, most: int = MAX_DELIVERED) -> bool:
+        """Hear what has come, until there were `most` outputs. False: not all of it; others must have their turn, or
+        the connection is closed."""
         self._delivered = 0
         try:
             for number, reply in enumerate(self._channel.waiting(), 1):
                 self._on_reply(reply)
-                if self._closed or self._delivered >= MAX_DELIVERED or number >= MAX_PER_RECEIVE:
+                if self._closed or self._delivered >= most or number >= MAX_PER_RECEIVE:
                     return False
         finally:
             self._pour()

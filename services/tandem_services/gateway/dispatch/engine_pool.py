@@ -26,6 +26,7 @@ from tandem_services.gateway.dispatch.engine_client import (
     LivenessTiming,
     Revival,
 )
+from tandem_services.gateway.dispatch.reading_pace import ReadingPace
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
 
@@ -54,6 +55,8 @@ class EnginePool:
     revival: Revival
     clock: Clock
     random: Random = field(default_factory=Random)
+    pace: ReadingPace = field(default_factory=ReadingPace)
+    """Of the readers of all connections."""
     _connections: dict[str, EngineConnection] = field(default_factory=dict)
     _ahead: set[str] = field(default_factory=set)
     _silent: frozenset[str] = frozenset()
@@ -155,6 +158,7 @@ class EnginePool:
             trusted=trusted,
             silent=silent and not trusted,
             on_silence=self._note_silence,
+            pace=self.pace,
         )
         self._connections[worker.incarnation] = connection
         self._note_silence(connection)

@@ -24,6 +24,7 @@ from tandem_services.gateway.dispatch.placement import PairChooser, Placing, Ret
 from tandem_services.gateway.dispatch.plan import RetryPolicy
 from tandem_services.gateway.dispatch.quarantine import Board as QuarantineBoard
 from tandem_services.gateway.dispatch.quarantine import EndReports, Quarantine
+from tandem_services.gateway.dispatch.reading_pace import ReadingPace
 from tandem_services.gateway.dispatch.sessions import SessionDirectory, SessionManager
 from tandem_services.gateway.models.adapter_updates import AdapterUpdates
 from tandem_services.gateway.models.model import ServedModel, checkpoint_length
@@ -97,6 +98,7 @@ class Shared:
     families: MetricFamilies
     tokenizing: TokenizerThreads
     timing: LivenessTiming
+    pace: ReadingPace
     turn_s: float
     """Longest life of a request."""
 
@@ -251,6 +253,7 @@ def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePoo
         on_dead=fleet.chooser.mark_dead,
         revival=Revival(context=fleet.context, clock=shared.clock, on_alive=answers_again),
         clock=shared.clock,
+        pace=shared.pace,
     )
     fleet.chooser.rely_on(pool)
     return pool

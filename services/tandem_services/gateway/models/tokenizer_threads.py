@@ -151,6 +151,11 @@ class TokenizerThreads:
         self._short = _Line(1, at_once=MAX_AT_ONCE, name="tokenizer")
         self._long = _Line(self.long_threads, at_once=1, name="tokenizer-long")
 
+    @property
+    def waiting_turns(self) -> int:
+        """Brief texts that wait for a later iteration."""
+        return len(self._brief)
+
     async def run(self, work: Callable[[], T], *, characters: int, refusable: bool = True, brief: bool = False) -> T:
         """What `work` returns, or raises. `characters`: about how many it reads. `brief`: a few take it no time.
 

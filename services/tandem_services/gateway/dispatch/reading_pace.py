@@ -1,0 +1,45 @@
+"""How much time of the event loop the outputs of running requests get while many requests wait to start.
+
+An iteration of the loop starts a bounded number of requests, and handles whole messages of the engines. The more
+streams run, the longer these take: the last requests of a burst would start when the first have ended. While more than
+`CROWD` requests wait, outputs therefore get a quarter of the time. Those that come meanwhile wait in the sockets, and
+the tokens of a stream that are then read together are one event, so that they also cost less.
+"""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass
+
+CROWD = 16
+"""Requests whose starts take an event loop about 6 ms."""
+
+OTHERS = 3.0
+"""Time for other work per time of outputs."""
+
+LONGEST_S = 0.25
+"""That outputs wait for other work, once."""
+
+
+def _none() -> int:
+    return 0
+
+
+@dataclass(slots=True)
+class ReadingPace:
+    """Shared by all connections of one event loop, whose readers rest until the same time."""
+
+    starting: Callable[[], int] = _none
+    """How many requests wait to start."""
+    _due: float = 0.0
+    """Event loop time at which outputs are read again."""
+
+    @property
+    def is_crowded(self) -> bool:
+        return self.starting() > CROWD
+
+    async def rest(self, took_s: float) -> None:
+        """After outputs have taken the event loop `took_s`: until others have had their time, or none wait."""
+        clock = asyncio.get_running_loop().time
+        self._due = min(max(self._due, clock()) + OTHERS * took_s, clock() + LONGEST_S)
+        while self.is_crowded and clock() < self._due:  # noqa: ASYNC110  # what waits is counted, not announced
+            await asyncio.sleep(min(0.01, self._due - clock()))

@@ -1,0 +1,106 @@
+"""Outputs of running requests leave time of the event loop to the starts of others."""
+
+import asyncio
+
+import pytest
+
+from tandem_engine.messages.outputs import TokenOutput
+from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_services.gateway.dispatch.engine_client import LivenessTiming, Revival
+from tandem_services.gateway.dispatch.engine_pool import EnginePool
+from tandem_services.gateway.dispatch.reading_pace import CROWD, LONGEST_S, OTHERS, ReadingPace
+from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.service_clock import ServiceClock
+
+PATIENCE_S = 60.0
+
+
+async def rested_s(pace: ReadingPace, took_s: float) -> float:
+    clock = asyncio.get_running_loop().time
+    began = clock()
+    await pace.rest(took_s)
+    return clock() - began
+
+
+async def test_crowd_gets_a_multiple_of_the_outputs_time():
+    pace = ReadingPace(lambda: CROWD + 1)
+    assert await rested_s(pace, 0.02) >= OTHERS * 0.02 - 0.002  # a tick of the loop's timers
+
+
+async def test_readers_of_several_workers_share_one_pace():
+    pace = ReadingPace(lambda: CROWD + 1)
+    first, second = await asyncio.gather(rested_s(pace, 0.02), rested_s(pace, 0.02))
+    assert max(first, second) >= 2 * OTHERS * 0.02 - 0.002
+
+
+async def test_long_outputs_wait_for_a_bounded_time():
+    pace = ReadingPace(lambda: CROWD + 1)
+    clock = asyncio.get_running_loop().time
+    await asyncio.gather(*(pace.rest(60.0) for _ in range(4)))
+    assert pace._due - clock() <= LONGEST_S
+
+
+async def test_rest_ends_with_the_crowd():
+    waiting = CROWD + 1
+    pace = ReadingPace(lambda: waiting)
+    resting = asyncio.create_task(pace.rest(0.05))
+    await asyncio.sleep(0.01)
+    waiting = CROWD
+    async with asyncio.timeout(OTHERS * 0.05 - 0.05):
+        await resting
+
+
+async def test_without_a_crowd_nothing_rests():
+    pace = ReadingPace(lambda: CROWD)
+    resting = pace.rest(60.0)
+    with pytest.raises(StopIteration):
+        resting.send(None)
+
+
+class Kept:
+    """A listener that keeps the tokens of one request."""
+
+    def __init__(self) -> None:
+        self.tokens: list[int] = []
+        self.ended = asyncio.Event()
+
+    def on_taken(self) -> None:
+        pass
+
+    def on_output(self, output: TokenOutput) -> "Kept":
+        self.tokens += output.token_ids
+        if output.finish is not None:
+            self.ended.set()
+        return self
+
+    def on_lost(self) -> None:
+        raise AssertionError("the worker is there")
+
+    def pour(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize("starting", [0, CROWD + 1])
+async def test_all_outputs_of_a_worker_arrive_once(rack, starting):
+    script = range(5, 205)
+    engine = rack.add("w", MockBehaviour(token=scripted_tokens(script), step_s=0.001))
+    clock, kept = ServiceClock(), Kept()
+    pool = EnginePool(
+        context=rack.context,
+        timing=LivenessTiming(),
+        on_dead=lambda _: None,
+        revival=Revival(context=rack.context, clock=clock, on_alive=lambda _: None),
+        clock=clock,
+        pace=ReadingPace(lambda: starting),
+    )
+    request = GenerateRequest(
+        rid="a", input_ids=(3, 4), sampling=SamplingParams(max_tokens=len(script), ignore_eos=True)
+    )
+    try:
+        assert pool.connect(engine.view).submit(request, kept)
+        async with asyncio.timeout(PATIENCE_S):
+            await kept.ended.wait()
+    finally:
+        pool.close()
+    assert kept.tokens == [*script]
