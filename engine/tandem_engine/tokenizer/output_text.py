@@ -12,37 +12,43 @@ does not depend on how the text is cut into pieces: of all occurrences the one t
 end together the longest. An early match inside a long piece is not missed [stop-window].
 """
 
-from codecs import getincrementaldecoder
+from codecs import utf_8_decode
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 
-_new_utf8_decoder = getincrementaldecoder("utf-8")
-
 
 class Detokenizer:
     """Text of one growing output. Not shared between outputs."""
 
-    __slots__ = ("_pending", "_skipped", "_vocabulary")
+    __slots__ = ("_bytes", "_pending", "_skipped")
 
     def __init__(
         self, vocabulary: Vocabulary, *, skip_special_tokens: bool = True, visible: frozenset[int] = frozenset()
     ) -> None:
         """`visible`: special tokens whose text is wanted although special tokens are skipped."""
-        self._vocabulary = vocabulary
+        self._bytes = vocabulary.token_bytes
         self._skipped = vocabulary.special_ids - visible if skip_special_tokens else frozenset[int]()
-        self._pending = _new_utf8_decoder("replace")
+        self._pending = b""
+        """Of a character that is not complete."""
 
-    def push(self, token_id: int) -> str:
-        """The characters that `token_id` completes; often none or several."""
-        if token_id in self._skipped:
-            return ""
-        return self._pending.decode(self._vocabulary.bytes_of(token_id))
+    def push(self, *token_ids: int) -> str:
+        """The characters that `token_ids` complete; often none or several."""
+        table, data = self._bytes, self._pending
+        for token_id in token_ids:
+            # A model's head may be padded beyond its tokenizer: such ids stand for nothing.
+            if 0 <= token_id < len(table) and token_id not in self._skipped:
+                data += table[token_id]
+        text, used = utf_8_decode(data, "replace", False)  # the function names no parameters
+        self._pending = data[used:]
+        return text
 
     def flush(self) -> str:
         """U+FFFD for a character that never was completed, else nothing. Ends the output."""
-        return self._pending.decode(b"", final=True)
+        data, self._pending = self._pending, b""
+        return data.decode("utf-8", "replace")
 
 
 class Cut(NamedTuple):
@@ -125,6 +131,13 @@ class OutputText:
         if not self._stops:
             return Cut(piece, None)
         return self._window.push(piece, armed=self._count > self._min_tokens)
+
+    def push_plain(self, token_ids: Sequence[int]) -> str:
+        """As `push` of each, of an output without stop strings: all text that can be shown now."""
+        self._count += len(token_ids)
+        text = self._detokenizer.push(*token_ids)
+        self.characters += len(text)
+        return text
 
     def flush(self) -> Cut:
         """The rest, when the output ends without a stop string. An unfinished character may complete one."""

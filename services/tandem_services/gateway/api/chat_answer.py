@@ -48,7 +48,7 @@ class ChatFormat:
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
         self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)
         self._tells_ids = plan.returns_ids
-        self._text_events = TextEvents(self._text_event)
+        self.text_events = TextEvents(self._text_event) if self._is_plain and not self._tells_ids else None
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         del first  # a chat does not begin with its prompt
@@ -56,9 +56,9 @@ class ChatFormat:
         return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage, self._prompt_ids())
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        ordinary = usage is None and piece.finish is None and not piece.scored and not self._tells_ids
-        if ordinary and self._is_plain and piece.text:
-            return self._text_events.of(piece.index, piece.text)
+        ordinary = usage is None and piece.finish is None and not piece.scored and piece.text
+        if ordinary and self.text_events is not None:
+            return self.text_events.of(piece.index, piece.text)
         deltas = [ChatDelta(content=piece.text or UNSET)] if self._is_plain else self._deltas(piece)
         last = len(deltas) - 1
         return b"".join(

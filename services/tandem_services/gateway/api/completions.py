@@ -231,7 +231,7 @@ class CompletionFormat:
         self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)
         self._owes_prompt: set[int] = set()
         """Choices whose next chunk is their first, so that the ids of their prompts go with it."""
-        self._text_events = TextEvents(self._text_event)
+        self.text_events = None if plan.returns_ids else TextEvents(self._text_event)
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         if self._plan.returns_ids:
@@ -248,8 +248,8 @@ class CompletionFormat:
         return self._chunk(echoed, usage)
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:
-        if usage is None and piece.finish is None and not piece.scored and not self._plan.returns_ids:
-            return self._text_events.of(piece.index, piece.text)
+        if usage is None and piece.finish is None and not piece.scored and self.text_events is not None:
+            return self.text_events.of(piece.index, piece.text)
         choice = CompletionChoice(
             index=piece.index,
             text=piece.text,

@@ -13,6 +13,7 @@ from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway.api.openai_schemas import CompletionTokensDetails, PromptTokensDetails, Usage
 from tandem_services.gateway.dispatch.plan import PlannedChoice
 from tandem_services.gateway.dispatch.sessions import SessionManager
+from tandem_services.gateway.http.sse import TextEvents
 from tandem_services.gateway.models.model import ServedModel
 from tandem_services.gateway.models.prompts import PromptEncoder
 from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoicePiece, ScoredToken
@@ -55,6 +56,12 @@ class AnswerFormat(Protocol):
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         """The events before the first piece of a choice, if there are any. They are written before those of `first`."""
+        ...
+
+    @property
+    def text_events(self) -> TextEvents | None:
+        """Makes the events of pieces that are nothing but text, and not a choice's first or last; None where they are
+        made of `chunk` alone."""
         ...
 
     def chunk(self, piece: ChoicePiece, usage: Usage | None) -> bytes:

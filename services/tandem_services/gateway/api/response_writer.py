@@ -48,7 +48,7 @@ from tandem_services.gateway.http.middleware import (
     identify_request,
     identity_of,
 )
-from tandem_services.gateway.http.sse import EventStream, send_json
+from tandem_services.gateway.http.sse import EventStream, TextEvents, encode_json, send_json
 from tandem_services.gateway.models.catalog import ModelCatalog
 from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
@@ -316,6 +316,8 @@ class _DirectWriter:
 
     events: EventStream
     encode: Callable[[ChoicePiece], bytes]
+    text_events: TextEvents | None
+    """Of all pieces between the first and the last; None where these are more than text."""
 
     @property
     def is_ready(self) -> Callable[[], bool]:
@@ -323,6 +325,21 @@ class _DirectWriter:
 
     def write(self, piece: ChoicePiece) -> None:
         self.events.write_now(self.encode(piece))
+
+    def plain(self, choice: int) -> Callable[[str], None] | None:
+        return None if self.text_events is None else _TextWriter(self.events, *self.text_events.around(choice)).write
+
+
+@dataclass(frozen=True, slots=True)
+class _TextWriter:
+    """Writes texts of one choice, each as an event."""
+
+    events: EventStream
+    before: bytes
+    after: bytes
+
+    def write(self, text: str) -> None:
+        self.events.write_now(self.before + encode_json(text) + self.after)
 
 
 class Answer:
@@ -379,7 +396,8 @@ class Answer:
 
     async def _write_events(self, events: EventStream) -> bytes:
         """Returns those with which the last choice ends: they leave with the end of the stream."""
-        writer = _DirectWriter(events, self._piece_events)
+        text_events = None if self._job.plan.continuous_usage else self._format.text_events
+        writer = _DirectWriter(events, self._piece_events, text_events)
         unfinished, last = len(self._job.plan.choices), b""
         try:
             async with aclosing(self._generator.pieces(self._job, writer)) as batches:

@@ -81,8 +81,9 @@ class TokenSink(Protocol):
         """Whether `take` can pass tokens on now."""
         ...
 
-    def take(self, accepted: Accepted) -> bool:
-        """New tokens. False when the choice has to look at what has become of them. What it raises is raised there."""
+    def take(self, token_ids: list[int], at: float) -> bool:
+        """New tokens, the last of which came at `at`, on the gateway's clock. False when the choice has to look at what
+        has become of them. What it raises is raised there."""
         ...
 
 
@@ -146,13 +147,13 @@ class Attempt:
             first = not self._kept
             self._kept += output.token_ids
             return self if first else None
-        self.pour()
+        self.pour(side.connection.heard_at)
         self._arrivals.append((side, output))
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(False)
         return None
 
-    def pour(self) -> None:
+    def pour(self, at: float) -> None:
         """Into the sink, what was kept for it."""
         if not self._kept:
             return
@@ -164,7 +165,7 @@ class Attempt:
             # A later output has failed, and so does the choice.
             return
         try:
-            if not sink.take(Accepted(tokens, [], None)):
+            if not sink.take(tokens, at):
                 wake.set_result(True)
         except Exception as error:  # noqa: BLE001  # raised where the choice waits
             wake.set_exception(error)
@@ -214,11 +215,24 @@ class Attempt:
 
     def _is_for_sink(self, output: TokenOutput) -> bool:
         """Whether the choice waits for nothing but the next tokens, and these are they. They then count as accepted."""
+        # Once per token: conditions of its own function would cost as much again.
         sink, wake = self._sink, self._wake
         if sink is None or wake is None or wake.done():
             return False
         try:
-            return _is_ordinary(output) and sink.is_ready() and self._sequence.accept_next(output)
+            return (
+                bool(output.token_ids)
+                and output.finish is None
+                and output.logprobs is None
+                and output.cached_tokens is None
+                and output.prefill_s is None
+                and output.transfer is None
+                and output.prompt_logprobs is None
+                and output.embedding is None
+                and not output.leaving
+                and sink.is_ready()
+                and self._sequence.accept_next(output)
+            )
         except Exception as error:  # noqa: BLE001  # raised where the choice waits
             wake.set_exception(error)
             return False
@@ -267,21 +281,6 @@ class Attempt:
 
     def _output_lost(self) -> AttemptFailedError:
         return AttemptFailedError(FailureCause.OUTPUT_LOST, self._sides[-1].connection.worker.incarnation)
-
-
-def _is_ordinary(output: TokenOutput) -> bool:
-    """New tokens, and nothing else that the choice has to know."""
-    return (
-        bool(output.token_ids)
-        and output.finish is None
-        and output.logprobs is None
-        and output.cached_tokens is None
-        and output.prefill_s is None
-        and output.transfer is None
-        and output.prompt_logprobs is None
-        and output.embedding is None
-        and not output.leaving
-    )
 
 
 def _failure(output: TokenOutput | None, side: Side) -> Exception | None:

@@ -42,8 +42,9 @@ from tandem_services.gateway.dispatch.quarantine import Quarantine, Suspects, qu
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.observe.predictions import Predictions
-from tandem_services.gateway.observe.tracing import AttemptStart, AttemptTrace
+from tandem_services.gateway.observe.tracing import UNTRACED, AttemptStart, AttemptTrace
 from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.gateway.queueing.admission import Admission, OutputCharge
 from tandem_services.router.calibration import Prediction
 from tandem_services.router.decision import Choice, Placement, PlannedFetch, WorkerView
 
@@ -116,27 +117,46 @@ class _Receipt:
     progress: Progress
     decode: WorkerView
     trace: AttemptTrace
-    placing: Placing
+    admission: Admission
     tenant: Tenant
 
     def note(self, accepted: Accepted) -> None:
         self.progress.receive(accepted, by=self.decode)
         self.trace.received(len(accepted.token_ids))
-        self.placing.admission.binding.charge_output(self.tenant, len(accepted.token_ids))
+        self.admission.binding.charge_output(self.tenant, len(accepted.token_ids))
+
+    def sink_of(self, choice: TokenSink) -> "_Pouring":
+        """Notes tokens on their way to the sink of the choice."""
+        return _Pouring(
+            progress=self.progress,
+            decode=self.decode,
+            traced=None if self.trace is UNTRACED else self.trace.received,
+            charge=self.admission.output_charge(self.tenant),
+            is_ready=choice.is_ready,
+            pass_on=choice.take,
+        )
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True)
 class _Pouring:
     """The sink of one attempt. Implements `TokenSink`."""
 
-    receipt: _Receipt
+    progress: Progress
+    decode: WorkerView
+    traced: Callable[[int], None] | None
+    charge: OutputCharge
     is_ready: Callable[[], bool]
     """Of the choice's sink, as is `pass_on`."""
-    pass_on: Callable[[Accepted], bool]
+    pass_on: Callable[[list[int], float], bool]
 
-    def take(self, accepted: Accepted) -> bool:
-        self.receipt.note(accepted)
-        return self.pass_on(accepted)
+    def take(self, token_ids: list[int], at: float) -> bool:
+        self.progress.receive_tokens(token_ids, by=self.decode)
+        if self.traced is not None:
+            self.traced(len(token_ids))
+        if not self.charge.tokens:
+            self.charge.begin()
+        self.charge.tokens += len(token_ids)
+        return self.pass_on(token_ids, at)
 
 
 logger = logging.getLogger(__name__)
@@ -200,8 +220,8 @@ class Dispatcher:
                     await request.turn.bind(workers.decode.incarnation, about=request.about)
                 await self._enter(attempt, request, workers, progress)
                 self._send(attempt, request, workers, progress, trace, moving=place is not None)
-                received = _Receipt(progress, workers.decode, trace, self.placing, request.caller.tenant)
-                pouring = None if sink is None else _Pouring(received, sink.is_ready, sink.take)
+                received = _Receipt(progress, workers.decode, trace, self.placing.admission, request.caller.tenant)
+                pouring = None if sink is None else received.sink_of(sink)
                 while True:
                     waiting = attempt.next(pouring) if progress.silent_since is None else self._next(attempt, progress)
                     accepted = await waiting

@@ -142,8 +142,9 @@ MAX_TOGETHER = 4096
 class Pouring(Protocol):
     """Keeps tokens that come together, so that they leave together."""
 
-    def pour(self) -> None:
-        """Pass on what is kept. Idempotent; must not block or raise."""
+    def pour(self, at: float) -> None:
+        """Pass on what is kept; the last of it came at `at`, on the gateway's clock. Idempotent; must not block or
+        raise."""
         ...
 
 
@@ -354,7 +355,7 @@ class EngineConnection:
     def _pour(self) -> None:
         pouring, self._pouring = self._pouring, []
         for each in pouring:
-            each.pour()
+            each.pour(self.heard_at)
 
     def _on_reply(self, reply: EngineReply) -> None:
         self._unanswered = 0

@@ -52,6 +52,10 @@ class PieceWriter(Protocol):
 
     def write(self, piece: ChoicePiece) -> None: ...
 
+    def plain(self, choice: int) -> Callable[[str], None] | None:
+        """Writes pieces of this choice, which has begun, that are nothing but text. None: all go to `write`."""
+        ...
+
 
 @dataclass(slots=True)
 class _Merging:
@@ -66,6 +70,9 @@ class _Merging:
 
     def write(self, piece: ChoicePiece) -> None:
         self.arrived.put_nowait(piece)
+
+    def plain(self, choice: int) -> None:
+        """Others of the same request are merged with it."""
 
 
 def _always() -> bool:
@@ -191,6 +198,8 @@ class _ChoiceOutput:
         self._first_token_at = 0.0
         self._last_token_at: float | None = None
         self._scores: tuple[TokenLogprob | None, ...] | None = None
+        self._plain: Callable[[str], None] | None = None
+        """Writes pieces that are nothing but text, once that is known to be all that comes before the end."""
         self._last_piece: ChoicePiece | None = None
         """What a stop string has completed on the way to `writer`: it ends the generator."""
 
@@ -204,25 +213,39 @@ class _ChoiceOutput:
         assert self._writer is not None, "it may write"
         return self._writer.is_ready
 
-    def take(self, accepted: Accepted) -> bool:
+    def take(self, token_ids: list[int], at: float) -> bool:
         """False: the output has ended."""
+        if self._plain is None:
+            return self._take_piece(token_ids, at)
+        self._time_tokens(len(token_ids), at)
+        text = self._text.absorb_plain(token_ids)
+        self._record.output_tokens = self._text.tokens
+        if text:
+            self._plain(text)
+        return True
+
+    def _take_piece(self, token_ids: list[int], at: float) -> bool:
         assert self._writer is not None, "it may write"
-        piece = self._absorb(accepted)
+        piece = self._absorb(Accepted(token_ids, [], None), at)
         if piece is None:
             return True
         if piece.finish is not None:
             self._last_piece = piece
             return False
         self._writer.write(piece)
+        if self._text.is_plain:
+            self._plain = self._writer.plain(self._choice.index)
         return True
 
     def next_piece(self, accepted: Accepted) -> ChoicePiece | None:
         """What the generator yields next; None while all new text is held back."""
-        return self._absorb(accepted) if self._last_piece is None else self._last_piece
+        if self._last_piece is not None:
+            return self._last_piece
+        return self._absorb(accepted, self._generator.clock.now())
 
-    def _absorb(self, accepted: Accepted) -> ChoicePiece | None:
+    def _absorb(self, accepted: Accepted, at: float) -> ChoicePiece | None:
         if accepted.token_ids:
-            self._time_tokens(len(accepted.token_ids))
+            self._time_tokens(len(accepted.token_ids), at)
         self._scores = accepted.prompt_logprobs or self._scores
         if self._job.plan.generate:
             piece = self._text.absorb(accepted)
@@ -236,13 +259,12 @@ class _ChoiceOutput:
                 self._record.itl_s = (self._last_token_at - self._first_token_at) / (self._text.tokens - 1)
         return piece
 
-    def _time_tokens(self, count: int) -> None:
-        now, last = self._generator.clock.now(), self._last_token_at
-        if last is None:
-            self._record.ttft_s, self._first_token_at = now - self._job.arrived, now
+    def _time_tokens(self, count: int, at: float) -> None:
+        if self._last_token_at is None:
+            self._record.ttft_s, self._first_token_at = at - self._job.arrived, at
         else:
-            self._generator.metrics.itl.observe((now - last) / count)
-        self._last_token_at = now
+            self._generator.metrics.itl.observe((at - self._last_token_at) / count)
+        self._last_token_at = at
 
 
 def _note_failure(arrived: "asyncio.Queue[ChoicePiece | BaseException]", task: "asyncio.Task[None]") -> None:

@@ -79,10 +79,14 @@ class Progress:
 
     def receive(self, accepted: Accepted, *, by: WorkerView) -> None:
         """`by`: the decode worker of the attempt under way."""
-        self.received += accepted.token_ids
+        self.scored = self.scored or accepted.prompt_logprobs is not None
+        self.receive_tokens(accepted.token_ids, by=by)
+
+    def receive_tokens(self, token_ids: list[int], *, by: WorkerView) -> None:
+        """The same of tokens alone."""
+        self.received += token_ids
         if self.received:
             self.written_by = by
-        self.scored = self.scored or accepted.prompt_logprobs is not None
         if (self.trial is not None or self.suspicion.lost) and self.gained >= PROOF_TOKENS:
             self.suspicion.proved()
             self.end_trial()

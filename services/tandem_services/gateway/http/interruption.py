@@ -79,7 +79,7 @@ class BodyWriter(Protocol):
         ...
 
     def write(self, data: bytes) -> None:
-        """Some more of the body, which is not the end."""
+        """Some more of the body, which is not the end, and not empty."""
         ...
 
 

@@ -55,16 +55,19 @@ class ResponseBytes:
         return True
 
     def is_ready(self) -> bool:
+        # Once per token.
         cycle = self._cycle
         return (
             cycle.response_started
             and cycle.chunked_encoding is True
             and not cycle.response_complete
-            and not self._is_blocked()
+            and not cycle.disconnected
+            and not cycle.flow.write_paused
+            and not cycle.transport.is_closing()
         )
 
     def write(self, data: bytes) -> None:
-        self._cycle.transport.write(_chunk(data))
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
     def _is_blocked(self) -> bool:
         cycle = self._cycle

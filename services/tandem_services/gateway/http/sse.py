@@ -162,7 +162,9 @@ async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tupl
 _PLACE = "\0"
 
 
-class _Around(NamedTuple):
+class Around(NamedTuple):
+    """An event without its text."""
+
     before: bytes
     after: bytes
 
@@ -175,16 +177,21 @@ class TextEvents:
     def __init__(self, encode: Callable[[int, str], bytes]) -> None:
         """`encode` makes the event of a choice's text. After the text it contains nothing that clients have chosen."""
         self._encode = encode
-        self._around: dict[int, _Around] = {}
+        self._around: dict[int, Around] = {}
 
     def of(self, choice: int, text: str) -> bytes:
         """The bytes that `encode` would make."""
+        around = self.around(choice)
+        return around.before + encode_json(text) + around.after
+
+    def around(self, choice: int) -> Around:
+        """What is around the JSON of a text in the bytes that `encode` would make."""
         around = self._around.get(choice)
         if around is None:
             around = self._around[choice] = self._learn(choice)
-        return around.before + encode_json(text) + around.after
+        return around
 
-    def _learn(self, choice: int) -> _Around:
+    def _learn(self, choice: int) -> Around:
         before, place, after = self._encode(choice, _PLACE).rpartition(encode_json(_PLACE))
         assert place, "the event does not have its text"
-        return _Around(before, after)
+        return Around(before, after)

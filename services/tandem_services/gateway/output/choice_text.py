@@ -87,6 +87,14 @@ class ChoiceText:
             visible=reading.visible,
         )
         self._reader = None if reading.is_plain else reading.new_reader()
+        self.is_plain = (
+            reading.is_plain
+            and interval == 1
+            and not (returns_ids or sampling.stop)
+            and sampling.logprobs is None
+            and sampling.prompt_logprobs is None
+        )
+        """All pieces before the last are nothing but the text of their tokens."""
         self._parts: list[Part] = []
         self._called = False
         self._reasoning_tokens = 0
@@ -122,6 +130,12 @@ class ChoiceText:
             return self._piece(text, None)
         self._held = text
         return None
+
+    def absorb_plain(self, token_ids: Sequence[int]) -> str:
+        """As `absorb` of tokens alone, of a plain choice: the text of the next piece, "" without one."""
+        self.tokens += len(token_ids)
+        self._written = self.tokens
+        return self._output.push_plain(token_ids)
 
     def _hidden_tokens(self, finish: Finish) -> int:
         """A stop token ends the output and is not part of its text; it counts all the same."""

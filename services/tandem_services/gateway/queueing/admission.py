@@ -19,12 +19,31 @@ from tandem_services.gateway.queueing.queue_entry import Ask, QueueEntry
 from tandem_services.router.decision import Choice
 
 
+@dataclass(slots=True)
+class OutputCharge:
+    """Output tokens of one tenant that have come in this iteration of the event loop: charged together after it."""
+
+    tenant: Tenant
+    charge: Callable[[Tenant, int], None]
+    tokens: int = 0
+
+    def begin(self) -> None:
+        """Call before the first tokens of an iteration."""
+        asyncio.get_running_loop().call_soon(self._end)
+
+    def _end(self) -> None:
+        tokens, self.tokens = self.tokens, 0
+        self.charge(self.tenant, tokens)
+
+
 @dataclass(kw_only=True, slots=True)
 class Admission:
     """One per model service; belongs to its event loop."""
 
     binding: LateBinding
     """Receives charges. The end of a request is reported to `Admission` instead: a queued request may wait for it."""
+    _charges: dict[str, OutputCharge] = field(default_factory=dict)
+    """By tenant, as many as there are in the key file."""
     _pump: "asyncio.Task[None] | None" = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -60,6 +79,13 @@ class Admission:
         self.binding.freed(worker)
         if self.binding.queue:
             self._changed.set()
+
+    def output_charge(self, tenant: Tenant) -> OutputCharge:
+        """What its attempts share."""
+        charge = self._charges.get(tenant.name)
+        if charge is None or charge.tenant is not tenant:
+            charge = self._charges[tenant.name] = OutputCharge(tenant, self.binding.charge_output)
+        return charge
 
     async def close(self) -> None:
         """At shutdown: no request waits any more."""

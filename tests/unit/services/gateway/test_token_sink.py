@@ -97,6 +97,9 @@ class Client:
         self.pieces.append(piece)
         self.written += 1
 
+    def plain(self, choice: int) -> Callable[[str], None]:
+        return lambda text: self.write(ChoicePiece(choice, text, 0, [], None))
+
     @property
     def text(self) -> str:
         return "".join(piece.text for piece in self.pieces)
@@ -105,7 +108,8 @@ class Client:
 class Stream:
     """Choices of one prompt being streamed."""
 
-    def __init__(self, tokenizer, sampling: SamplingParams, *, choices: int = 1) -> None:
+    def __init__(self, tokenizer, sampling: SamplingParams, *, choices: int = 1, returns_ids: bool = True) -> None:
+        """Without ids, texts between the first and the last piece are written as they are."""
         self.engines, self.client = [Engine() for _ in range(choices)], Client()
         self.engine = self.engines[0]
         self.pouring: list[Pouring] = []
@@ -119,7 +123,7 @@ class Stream:
             stream=True,
             include_usage=False,
             continuous_usage=False,
-            returns_ids=True,
+            returns_ids=returns_ids,
         )
         records = [ChoiceRecord(index=n) for n in range(choices)]
         self.record = records[0]
@@ -166,7 +170,7 @@ class Stream:
 
     def pour(self) -> None:
         for each in self.pouring:
-            each.pour()
+            each.pour(0.0)
         self.pouring.clear()
 
 
@@ -207,14 +211,15 @@ def cuts(ids: list[int], lengths: list[int]) -> Iterator[TokenOutput]:
         max_size=40,
     ),
     stop=st.sampled_from(STOPS),
+    returns_ids=st.booleans(),
 )
-def test_sink_and_generator_write_each_token_once(tokenizer, text, lengths, before, stop):
+def test_sink_and_generator_write_each_token_once(tokenizer, text, lengths, before, stop, returns_ids):
     ids = [*tokenizer.encode(text, add_special_tokens=False)]
     sampling = SamplingParams(max_tokens=len(ids), stop=stop)
     outputs = [*cuts(ids, lengths)]
 
     async def run() -> Stream:
-        stream = Stream(tokenizer, sampling)
+        stream = Stream(tokenizer, sampling, returns_ids=returns_ids)
         await turns()
         held: list[TokenOutput] = []
         for number, output in enumerate(outputs):
@@ -248,7 +253,7 @@ def test_sink_and_generator_write_each_token_once(tokenizer, text, lengths, befo
     last = stream.client.pieces[-1]
     assert (last.finish, last.tokens) == (whole.finish, whole.tokens)
     sent = [token for piece in stream.client.pieces for token in piece.token_ids]
-    assert sent == [*whole.token_ids]
+    assert sent == ([*whole.token_ids] if returns_ids else [])
     assert all(piece.finish is None for piece in stream.client.pieces[:-1])
     assert stream.record.output_tokens == whole.tokens
 

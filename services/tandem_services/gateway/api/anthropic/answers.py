@@ -144,6 +144,8 @@ _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool
 class MessagesFormat:
     """Implements `AnswerFormat`. Its plan requires usage with every piece, so that a stream can begin with it."""
 
+    text_events = None
+
     def __init__(self, request_id: str, plan: GenerationPlan) -> None:
         self._request_id = request_id
         self._id = f"msg_{request_id}"

@@ -156,6 +156,8 @@ class OutputItems:
 class ResponsesFormat:
     """Implements `AnswerFormat`."""
 
+    text_events = None
+
     def __init__(self, answer_id: str, created: int, plan: GenerationPlan) -> None:
         self._id = answer_id
         self._created = created
