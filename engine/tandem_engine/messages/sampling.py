@@ -154,7 +154,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
-        self._check_logprob_ids(vocab_size)
+        if self.logprob_token_ids:
+            self._check_logprob_ids(vocab_size)
         if self.prompt_logprobs is not None:
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
         _within("logprob_start", self.logprob_start, 0, 2**31 - 1)
@@ -167,8 +168,10 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 f"repetition_penalty must be above 0 and at most 2, got {self.repetition_penalty}",
                 param="repetition_penalty",
             )
-        self._check_stops(vocab_size)
-        self._check_token_lists(vocab_size)
+        if self.stop or self.stop_token_ids:
+            self._check_stops(vocab_size)
+        if self.logit_bias or self.allowed_token_ids or self.bad_words:
+            self._check_token_lists(vocab_size)
         if self.grammar is not None:
             self.grammar.check()
         if self.reasoning_budget is not None:
@@ -196,7 +199,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def _check_logprob_ids(self, vocab_size: int) -> None:
         _at_most("logprob_token_ids", self.logprob_token_ids, MAX_LOGPROB_TOKEN_IDS)
         _check_ids("logprob_token_ids", self.logprob_token_ids, vocab_size)
-        if self.logprob_token_ids and self.logprobs is None:
+        if self.logprobs is None:
             raise InvalidRequestError("logprob_token_ids is only allowed with logprobs", param="logprob_token_ids")
 
     def _check_stops(self, vocab_size: int) -> None:

@@ -79,6 +79,8 @@ class ChatTemplate:
             )
         try:
             self._template = _environment().from_string(template)
+            # Each rendering copies them, from a chain of dictionaries one by one.
+            self._template.globals = dict(self._template.globals)
         except jinja2.TemplateSyntaxError as error:
             raise CheckpointError(f"{source}: the chat template is broken: {error}") from error
         self.special_tokens: Mapping[str, str] = dict(special_tokens)
@@ -224,12 +226,17 @@ class ControlLiterals:
 
     def may_begin_in(self, value: Any) -> bool:
         """Whether any string in a JSON-like value, keys included, has the first or last character of a literal."""
-        if isinstance(value, str):
-            return self._edge.search(value) is not None
-        if isinstance(value, Mapping):
-            return any(self.may_begin_in(key) or self.may_begin_in(item) for key, item in value.items())
-        if isinstance(value, (list, tuple)):
-            return any(map(self.may_begin_in, value))
+        parts = [value]
+        while parts:
+            part = parts.pop()
+            if isinstance(part, str):
+                if self._edge.search(part) is not None:
+                    return True
+            elif isinstance(part, (dict, Mapping)):
+                parts += part.keys()
+                parts += part.values()
+            elif isinstance(part, (list, tuple)):
+                parts += part
         return False
 
     def pieced_together(self, constants: Iterable[str]) -> bool:

@@ -231,7 +231,7 @@ class TextTokenizer:
 
         Raises `InvalidRequestError` without a chat template and when the template refuses the messages.
         """
-        mark = f"{_draw_mark()} "
+        mark = f"{_draw_mark()} " if continue_final else ""
         if continue_final:
             *before, last = messages
             messages = [*before, {**last, "content": last["content"] + mark}]

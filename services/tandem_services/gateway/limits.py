@@ -218,7 +218,7 @@ class BodyBudget:
 
     def check(self, client: str, size: int) -> None:
         """Raises `ApiError` 429 when `size` more bytes of `client` do not fit now."""
-        if self.held_by(client) + size > self.most_per_client:
+        if self._by_client.get(client, 0) + size > self.most_per_client:
             raise _too_many("Your requests have too many bytes of bodies in flight. Try again later.")
         if self.held + size > self.most:
             raise _too_many("The gateway holds as many bytes of request bodies as it may. Try again later.")
@@ -226,7 +226,7 @@ class BodyBudget:
     def change(self, client: str, size: int) -> None:
         """Charge, or give back where `size` is below 0."""
         self.held += size
-        left = self.held_by(client) + size
+        left = self._by_client.get(client, 0) + size
         if left:
             self._by_client[client] = left
         else:
@@ -256,8 +256,9 @@ class BodyCharge:
 
     def release(self) -> None:
         """The body is not needed any more. Idempotent."""
-        self.budget.change(self._client, -self._bytes)
-        self._bytes = 0
+        if self._bytes:
+            self.budget.change(self._client, -self._bytes)
+            self._bytes = 0
 
     def _check_length(self, size: int) -> None:
         longest = self.budget.longest

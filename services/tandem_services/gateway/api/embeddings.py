@@ -16,7 +16,6 @@ from sys import byteorder
 from typing import Any, Literal
 
 import msgspec
-from starlette.requests import Request
 from starlette.types import Receive, Scope, Send
 
 from tandem_engine.base.logs import quoted
@@ -30,7 +29,7 @@ from tandem_services.gateway.api.request_fields import requested_truncation
 from tandem_services.gateway.api.response_writer import Answering, new_record
 from tandem_services.gateway.dispatch.generation import Generator
 from tandem_services.gateway.dispatch.plan import ChoiceRequest
-from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
+from tandem_services.gateway.http.body import BodyDecoder, body_of, decode_body
 from tandem_services.gateway.http.interruption import Limit, client_of
 from tandem_services.gateway.http.middleware import RequestIdentity, identify_request, identity_of
 from tandem_services.gateway.http.sse import encode_json, send_json
@@ -205,7 +204,7 @@ class EmbeddingEndpoint:
         self._shared = shared
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(Request(scope, receive))
+        body = await body_of(scope, receive)
         with client_of(scope):
             request = await decode_body(self._planner.decode, body)
             del body  # as in `GenerationEndpoint`

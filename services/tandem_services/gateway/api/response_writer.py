@@ -38,7 +38,7 @@ from tandem_services.gateway.api.interface import (
 from tandem_services.gateway.api.openai_schemas import Usage
 from tandem_services.gateway.dispatch.generation import Generator, Job
 from tandem_services.gateway.dispatch.plan import GenerationPlan
-from tandem_services.gateway.http.body import decode_body, read_body
+from tandem_services.gateway.http.body import body_of, decode_body
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error
 from tandem_services.gateway.http.interruption import Client, Closing, Limit, client_of
 from tandem_services.gateway.http.middleware import (
@@ -250,7 +250,7 @@ class GenerationEndpoint(Generic[R]):
         self._shared = answering
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        body = await read_body(Request(scope, receive))
+        body = await body_of(scope, receive)
         with client_of(scope) as client:
             request = await decode_body(self._planner.decode, body)
             del body  # a request may run for minutes

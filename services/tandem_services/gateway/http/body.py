@@ -19,7 +19,8 @@ from typing import Any, Generic, TypeVar
 
 import msgspec
 from msgspec import Struct, inspect
-from starlette.requests import ClientDisconnect, Request
+from starlette.requests import Request
+from starlette.types import Receive, Scope
 
 from tandem_engine.base.logs import quoted
 from tandem_engine.base.thread_pools import started_pool
@@ -27,7 +28,7 @@ from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.common.tokens import is_json
 from tandem_services.gateway.http.interruption import ClientGoneError, client_of
 from tandem_services.gateway.http.known_fields import Refusals, nested_refusal
-from tandem_services.gateway.http.middleware import identity_of
+from tandem_services.gateway.http.middleware import RequestIdentity, identity_of
 from tandem_services.gateway.limits import BODY_TIMEOUT_S, PARSED_HERE_BYTES, BodyCharge
 
 _STEP = re.compile(r"\w+|\[[^]]*\]")
@@ -146,20 +147,23 @@ R = TypeVar("R")
 
 
 async def read_body(request: Request) -> bytes:
+    """As `body_of`, of a route of the framework."""
+    return await body_of(request.scope, request.receive)
+
+
+async def body_of(scope: Scope, receive: Receive) -> bytes:
     """The whole body. Raises `ApiError` 400, 408, 413, 415 or 429; `ClientGoneError` when the client leaves.
 
     It is charged until `identity_of(scope).body` is released, at the end of the request at the latest.
     """
-    _check_content_headers(request)
-    charge = identity_of(request.scope).body
-    charge.announce(_client_of(request), _announced(request))
+    identity = identity_of(scope)
+    _check_content_headers(identity)
+    identity.body.announce(_client_of(identity, scope), _announced(identity))
+    if client_of(scope).has_sent_all:
+        return await _counted_body(receive, identity.body)
     try:
-        if client_of(request.scope).has_sent_all:
-            return await _counted_body(request, charge)
         async with asyncio.timeout(BODY_TIMEOUT_S):
-            return await _counted_body(request, charge)
-    except ClientDisconnect as error:
-        raise ClientGoneError from error
+            return await _counted_body(receive, identity.body)
     except TimeoutError as error:
         message = f"request body did not arrive within {BODY_TIMEOUT_S:g} s"
         raise ApiError(408, message, kind="RequestTimeoutError") from error
@@ -178,25 +182,31 @@ def body_parser() -> ThreadPoolExecutor:
     return started_pool(1, name="request-body")
 
 
-async def _counted_body(request: Request, charge: BodyCharge) -> bytes:
+async def _counted_body(receive: Receive, charge: BodyCharge) -> bytes:
+    """Raises `ClientGoneError`."""
     chunks: list[bytes] = []
-    async for chunk in request.stream():
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientGoneError
+        chunk = message.get("body", b"")
         charge.add(len(chunk))
         chunks.append(chunk)
-    return b"".join(chunks)
+        if not message.get("more_body", False):
+            return b"".join(chunks)
 
 
-def _client_of(request: Request) -> str:
+def _client_of(identity: RequestIdentity, scope: Scope) -> str:
     """Tenants and addresses cannot be taken for each other: no tenant's name has a colon."""
-    caller = identity_of(request.scope).caller
-    if caller.known:
-        return f"tenant:{caller.tenant.name}"
-    return "" if request.client is None else f"address:{request.client.host}"
+    if identity.caller.known:
+        return f"tenant:{identity.caller.tenant.name}"
+    address = scope.get("client")
+    return f"address:{address[0]}" if address else ""
 
 
-def _announced(request: Request) -> int:
+def _announced(identity: RequestIdentity) -> int:
     """Content-Length of the head; 0 without one."""
-    length = request.headers.get("content-length", "")
+    length = identity.header(b"content-length") or ""
     return int(length[:20]) if length.isdecimal() else 0
 
 
@@ -261,11 +271,14 @@ class BodyDecoder(Generic[T]):
         raise bad_request(f"unknown fields: {names}{more}", quoted(unknown[0]))
 
 
-def _check_content_headers(request: Request) -> None:
-    encoding = request.headers.get("content-encoding", "identity").strip().lower()
-    if encoding != "identity":
-        raise _unsupported_type(f"Content-Encoding {quoted(encoding)} is not supported, send the body as it is")
-    content_type = request.headers.get("content-type")
+def _check_content_headers(identity: RequestIdentity) -> None:
+    encoding = identity.header(b"content-encoding")
+    if encoding is not None and encoding.strip().lower() != "identity":
+        named = quoted(encoding.strip().lower())
+        raise _unsupported_type(f"Content-Encoding {named} is not supported, send the body as it is")
+    content_type = identity.header(b"content-type")
+    if content_type == "application/json":
+        return
     media, _, parameters = (content_type or "").partition(";")
     # Without one a page of another site may send it without asking: browsers ask first for JSON alone.
     if not is_json(content_type):

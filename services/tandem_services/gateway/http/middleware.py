@@ -20,9 +20,9 @@ import asyncio
 import logging
 import random
 import re
-from collections.abc import Awaitable, Callable, Collection, Mapping
-from contextlib import ExitStack
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
@@ -56,6 +56,8 @@ _ids = random.Random()
 """Begins with entropy of the system: a system call for each request lets another thread take the GIL."""
 
 TIMEOUT_HEADER = "X-Request-Timeout"
+_TIMEOUT_NAME = TIMEOUT_HEADER.lower().encode("ascii")
+_TICKET_NAME = TICKET_HEADER.lower().encode("ascii")
 _SANE_ID = re.compile(rf"[\x21-\x7e]{{1,{MAX_REQUEST_ID_CHARACTERS}}}")
 
 _SANE_HOST = re.compile(rb"[\w.~%:\[\]-]{0,261}")
@@ -85,6 +87,8 @@ class RequestIdentity:
     model: str = ""
     """Name of the model service that answers; "" until one is known to."""
     trace: RequestTrace = UNTRACED
+    headers: Mapping[bytes, bytes] = field(default_factory=dict)
+    """By lower-case names, of each the first."""
     on_end: list[Callable[[], None]] = field(default_factory=list)
     """Called after the last byte, or when there will be none."""
 
@@ -92,6 +96,10 @@ class RequestIdentity:
     def public_id(self) -> str:
         """The request id for the client: its own, if it sent one."""
         return self.client_request_id or self.request_id
+
+    def header(self, name: bytes) -> str | None:
+        value = self.headers.get(name)
+        return None if value is None else value.decode("latin-1")
 
 
 def identity_of(scope: Scope) -> RequestIdentity:
@@ -211,27 +219,34 @@ class RequestBoundary:
         """Each part whatever happens to the others: what is held must be given back."""
         identity = identity_of(scope)
         endpoint = bounded_label(scope["path"], self._endpoints)
-        with ExitStack() as parts:
-            for ended in identity.on_end:
-                parts.callback(ended)
-            if self._refused is not None and _is_refusal(scope, endpoint, answer.status):
-                parts.callback(self._refused, identity, endpoint, answer.status, answer.refusal)
-            parts.callback(identity.trace.answered, answer.status)
-            parts.callback(self._metrics.answered, endpoint, answer.status, model=identity.model)
-            parts.callback(identity.body.release)
+        parts = [
+            identity.body.release,
+            partial(self._metrics.answered, endpoint, answer.status, model=identity.model),
+            partial(identity.trace.answered, answer.status),
+            *identity.on_end,
+        ]
+        if self._refused is not None and _is_refusal(scope, endpoint, answer.status):
+            parts.append(partial(self._refused, identity, endpoint, answer.status, answer.refusal))
+        _call_each(parts)
 
     def _identify(self, scope: Scope, now: float) -> RequestIdentity:
-        given = _header(scope, b"x-request-id") or ""
         request_id = f"{_ids.getrandbits(128):032x}"
-        return RequestIdentity(
+        identity = RequestIdentity(
             request_id=request_id,
-            client_request_id=given if _SANE_ID.fullmatch(given) else None,
+            client_request_id=None,
             arrived=now,
-            timeout=_header(scope, TIMEOUT_HEADER.lower().encode("ascii")),
-            ticket=RouteTicket(_header(scope, TICKET_HEADER.encode("ascii"))),
             body=BodyCharge(budget=self._bodies),
             trace=self._traces(scope, request_id, now),
+            headers=dict(reversed(scope["headers"])),
         )
+        given = identity.header(b"x-request-id")
+        if given is not None and _SANE_ID.fullmatch(given):
+            identity.client_request_id = given
+        identity.timeout = identity.header(_TIMEOUT_NAME)
+        ticket = identity.header(_TICKET_NAME)
+        if ticket is not None:
+            identity.ticket = RouteTicket(ticket)
+        return identity
 
     async def _refuse(self, answer: "_Answer", scope: Scope, error: Exception) -> None:
         identity = identity_of(scope)
@@ -317,19 +332,30 @@ async def _nothing() -> None:
     pass
 
 
-def _header(scope: Scope, wanted: bytes) -> str | None:
-    return next((value.decode("latin-1") for name, value in scope["headers"] if name == wanted), None)
+def _call_each(parts: Sequence[Callable[[], None]]) -> None:
+    """Whatever happens to those before it. Raises what the last failing one has raised."""
+    for number, part in enumerate(parts, 1):
+        try:
+            part()
+        except BaseException:
+            _call_each(parts[number:])
+            raise
 
 
 def _check_head(scope: Scope, allowed: AllowedHosts) -> None:
     headers = scope["headers"]
-    if len(headers) > MAX_HEADER_FIELDS or sum(len(name) + len(value) for name, value in headers) > MAX_HEADER_BYTES:
+    size, hosts = 0, []
+    for name, value in headers:
+        size += len(name) + len(value)
+        if name == b"host":
+            hosts.append(value)
+    if len(headers) > MAX_HEADER_FIELDS or size > MAX_HEADER_BYTES:
         raise ApiError(
             431,
             f"request headers are limited to {MAX_HEADER_FIELDS} fields and {MAX_HEADER_BYTES} bytes",
             kind="RequestHeaderFieldsTooLargeError",
         )
-    _check_host(scope, [value for name, value in headers if name == b"host"], allowed)
+    _check_host(scope, hosts, allowed)
     if len(scope["raw_path"]) + len(scope["query_string"]) > MAX_URL_BYTES:
         raise url_too_long()
 

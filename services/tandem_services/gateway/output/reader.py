@@ -73,6 +73,7 @@ class OutputReading:
 
 
 PLAIN = OutputReading()
+_PLAIN_WITHOUT_REASONING = OutputReading(shows_reasoning=False)
 
 
 class OutputReader:
@@ -203,17 +204,21 @@ class OutputDialect:
         if self.channels is not None and not constrained:
             return self._of_channels(tools, shows_reasoning=shows_reasoning)
         reasoning = None if constrained else self.reasoning
-        end = self.vocabulary.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
+        if reasoning is None and tools is None:
+            return PLAIN if shows_reasoning else _PLAIN_WITHOUT_REASONING
         return OutputReading(
             reasoning=reasoning,
-            opened=reasoning is not None and reasoning.opened(end),
+            opened=reasoning is not None and reasoning.opened(self._end_of(prompt)),
             shows_reasoning=shows_reasoning,
             tool_parser=None if tools is None else tools.parser,
             schemas={} if tools is None else tools.schemas,
             parallel=tools is None or tools.parallel,
-            visible=self.visible if reasoning is not None or tools is not None else frozenset(),
+            visible=self.visible,
             call_id_characters=None if tools is None else tools.family.id_characters,
         )
+
+    def _end_of(self, prompt: Sequence[int]) -> str:
+        return self.vocabulary.decode(prompt[-_PROMPT_END_TOKENS:], skip_special_tokens=False)
 
     def _of_channels(self, tools: ToolUse | None, *, shows_reasoning: bool) -> OutputReading:
         return OutputReading(

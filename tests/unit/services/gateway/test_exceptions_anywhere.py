@@ -77,7 +77,7 @@ ONCE_BROKEN = {
     "middleware:_Answer.__init__",
     "interruption:Client.__enter__",
     "interruption:Limit.__exit__",
-    "middleware:_header",
+    "middleware:RequestIdentity.header",
     "tracing:client_context",
     "tracing:pass_on",
     "tokenizer_threads:_Job.deliver",
