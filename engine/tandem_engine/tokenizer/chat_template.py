@@ -229,7 +229,8 @@ class ControlLiterals:
         parts = [value]
         while parts:
             part = parts.pop()
-            if isinstance(part, str):
+            # Most are plain strings, which need no look at their base classes.
+            if type(part) is str or isinstance(part, str):
                 if self._edge.search(part) is not None:
                     return True
             elif isinstance(part, (dict, Mapping)):

@@ -12,6 +12,7 @@ from typing import NamedTuple, Protocol
 
 import msgspec
 
+from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.base.release import RELEASE
 from tandem_engine.config import Role
 from tandem_engine.messages.control import AdapterMemory, ServedAdapter
@@ -162,7 +163,7 @@ class Absence(NamedTuple):
     """Seconds to load again what makes way for it; 0 where there is room."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class RouteQuery:
     """One attempt that needs a worker."""
 
@@ -236,7 +237,7 @@ class PlannedFetch:
     """It is not worth waiting for longer."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
     """Where one attempt goes."""
 

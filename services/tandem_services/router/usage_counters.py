@@ -184,7 +184,9 @@ CACHED_WEIGHT = 0.1
 
 def prompt_cost(prompt_tokens: int, cached_tokens: int) -> float:
     """Virtual tokens of a prompt of which so many tokens are cached."""
-    cached = min(max(cached_tokens, 0), prompt_tokens)
+    if cached_tokens <= 0:
+        return UNCACHED_WEIGHT * prompt_tokens
+    cached = min(cached_tokens, prompt_tokens)
     return UNCACHED_WEIGHT * (prompt_tokens - cached) + CACHED_WEIGHT * cached
 
 

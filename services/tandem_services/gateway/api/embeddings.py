@@ -242,10 +242,13 @@ class EmbeddingEndpoint:
             choices=len(plan.inputs),
             adapter=plan.adapter,
         )
-        async with self._shared.accepted(record, identity, served, tokens=plan.prompt_tokens):
+
+        async def answer() -> None:
             job = EmbeddingJob(plan=plan, record=record, deadline=deadline, identity=identity)
             vectors = await self._vectors(job, served.generator, limit)
             await send_json(send, 200, _response(plan, vectors))
+
+        await self._shared.accepted(record, identity, served, answer, tokens=plan.prompt_tokens)
 
     async def _vectors(self, job: EmbeddingJob, generator: Generator, limit: Limit) -> list[bytes]:
         """One per input, in their order. The first failure ends all of them."""

@@ -14,8 +14,8 @@ is an event, which ends the stream.
 import asyncio
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import aclosing, asynccontextmanager
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -98,15 +98,19 @@ class Answering:
         """Raises `ApiError` in its blocks: 504 at the deadline, 503 when the gateway ends what still runs."""
         return Limit(self.closing, self.remaining(deadline))
 
-    @asynccontextmanager
     async def accepted(
-        self, record: RequestRecord, identity: RequestIdentity, served: ModelService, *, tokens: int
-    ) -> AsyncIterator[None]:
-        """The block answers the request, which is accounted for however the block ends.
+        self,
+        record: RequestRecord,
+        identity: RequestIdentity,
+        served: ModelService,
+        answering: Callable[[], Awaitable[None]],
+        *,
+        tokens: int,
+    ) -> None:
+        """`answering` answers the request, which is accounted for however that ends.
 
-        `served` answers it; `tokens` are those that it is expected to use. A block that has written an
-        error into its stream has noted it in `record`. Raises `ApiError` 429 beyond the tenant's limits, before the
-        block.
+        `served` answers it; `tokens` are those that it is expected to use. Where an error was written into the stream,
+        `record` has it. Raises `ApiError` 429 beyond the tenant's limits, before anything is answered.
         """
         caller = identity.caller
         await caller.reserve(tokens, choices=len(record.choices))
@@ -114,7 +118,7 @@ class Answering:
         served.metrics.running.inc()
         self.running += 1
         try:
-            yield
+            await answering()
             record.status = 200 if record.error is None else record.status
         except asyncio.CancelledError:
             record.status = CLIENT_CLOSED_REQUEST
@@ -295,19 +299,22 @@ class GenerationEndpoint(Generic[R]):
             adapter=plan.adapter,
         )
         record.objectives = objectives or None
-        async with self._shared.accepted(record, identity, served, tokens=plan.expected_tokens):
-            job = Job(
-                plan=plan,
-                record=record,
-                arrived=identity.arrived,
-                deadline=deadline,
-                caller=identity.caller,
-                ticket=identity.ticket,
-                trace=identity.trace,
-            )
+        job = Job(
+            plan=plan,
+            record=record,
+            arrived=identity.arrived,
+            deadline=deadline,
+            caller=identity.caller,
+            ticket=identity.ticket,
+            trace=identity.trace,
+        )
+
+        async def answer() -> None:
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
-            answer = Answer(job, answer_format, served.generator, limit, client, send, served.prompts.threads)
-            await (answer.stream() if plan.stream else answer.whole())
+            written = Answer(job, answer_format, served.generator, limit, client, send, served.prompts.threads)
+            await (written.stream() if plan.stream else written.whole())
+
+        await self._shared.accepted(record, identity, served, answer, tokens=plan.expected_tokens)
 
 
 @dataclass(slots=True)
@@ -389,10 +396,13 @@ class Answer:
                 await self._write_failure(events, error)
 
     async def _gather(self, choices: list[WholeChoice]) -> None:
-        async with aclosing(self._generator.pieces(self._job)) as batches:
+        batches = self._generator.pieces(self._job)
+        try:
             async for batch in batches:
                 for piece in batch:
                     choices[piece.index].add(piece)
+        finally:
+            await batches.aclose()
 
     async def _write_events(self, events: EventStream) -> bytes:
         """Returns those with which the last choice ends: they leave with the end of the stream."""

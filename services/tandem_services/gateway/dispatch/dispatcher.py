@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 import msgspec
 
+from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import WireError
 from tandem_engine.base.release import RELEASE
@@ -137,7 +138,7 @@ class _Receipt:
         )
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class _Pouring:
     """The sink of one attempt. Implements `TokenSink`."""
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.base.clock import Clock
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.tokenizer.vocabulary import Vocabulary
@@ -29,7 +30,7 @@ from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.tickets import RouteTicket
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class Job:
     """One accepted request: what to do, where to note it, and by when. Times are the gateway's clock."""
 
@@ -153,8 +154,9 @@ class Generator:
     ) -> AsyncGenerator[list[ChoicePiece], None]:
         """One piece at a time. A refused grammar is called by the name that the client used."""
         output = _ChoiceOutput(self, job, choice, writer)
+        outputs = self._outputs(job, request, output)
         try:
-            async with aclosing(self._outputs(job, request, output)) as outputs:
+            try:
                 async for accepted in outputs:
                     piece = output.next_piece(accepted)
                     if piece is None:
@@ -162,6 +164,8 @@ class Generator:
                     yield [piece]
                     if piece.finish is not None:
                         return
+            finally:
+                await outputs.aclose()
         except ApiError as error:
             name_grammar_field(error, job.plan.grammar_field)
             raise

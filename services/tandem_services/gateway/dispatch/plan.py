@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.base.logs import about_request
 from tandem_engine.messages.requests import AdapterRef, PoolingParams, attempt_id
 from tandem_engine.messages.sampling import SamplingParams
@@ -23,7 +24,7 @@ EXPECTED_OUTPUT = 512
 of a choice before they are there."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class PlannedChoice:
     """One choice of the answer."""
 
@@ -35,7 +36,7 @@ class PlannedChoice:
     empty, for example when it consists of special tokens alone."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationPlan:
     """One request of a client."""
 
@@ -125,7 +126,7 @@ class RetryPolicy:
     """Without prefill workers decode workers compute prompts, instead of failing them [decode-computes-prompts]."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class ChoiceRequest:
     """One choice of one client request, ready to be sent."""
 

@@ -16,6 +16,7 @@ from typing import Protocol, TypeAlias
 
 from starlette.types import Scope
 
+from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.messages.requests import MAX_TRACESTATE_CHARACTERS, TraceContext
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.recording import estimating, recording
@@ -61,7 +62,7 @@ def _tracestate(headers: list[bytes]) -> str:
     return state if len(keys) == len(members) and all(map(_MEMBER.fullmatch, members)) else ""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class AttemptStart:
     """What is known of an attempt when it is sent. Moments are the gateway's clock."""
 

@@ -16,6 +16,7 @@ blocks the workers that generate; one that waits for other prompts blocks those 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 
+from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.config import Role
 from tandem_services.router.decision import Choice, WorkerView
 from tandem_services.router.scoring import has_to_wait
@@ -24,7 +25,7 @@ GENERATING = frozenset({Role.DECODE, Role.BOTH})
 PREFILLING = frozenset({Role.PREFILL, Role.BOTH})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
 class Lane:
     """What a request needs to pass others."""
 

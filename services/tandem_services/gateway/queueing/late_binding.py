@@ -192,8 +192,11 @@ class LateBinding:
         entry.is_behind = self._precedence.is_behind(entry, self.queue)
         choice = None
         if self._precedence.starts_at_once(entry, self.queue) and not self._yields(entry):
-            with self._precedence.at_once(entry.tenant):
+            self._precedence.begin_at_once(entry.tenant)
+            try:
                 choice = await self._try(entry, BlockedLanes())
+            finally:
+                self._precedence.end_at_once(entry.tenant)
         if choice is None:
             self._seat(entry)
             return None

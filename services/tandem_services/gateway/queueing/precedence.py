@@ -12,9 +12,7 @@ gets now takes nothing from the others' shares.
 One request of a tenant goes at once at a time. The next ones come after those of it that wait.
 """
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections import OrderedDict
 from dataclasses import dataclass, field
 
 from tandem_engine.base.clock import Clock
@@ -37,7 +35,7 @@ class Precedence:
     clock: Clock
     _seen: OrderedDict[str, float] = field(default_factory=OrderedDict)
     """When a request of it last came, the last one last."""
-    _at_once: Counter[str] = field(default_factory=Counter)
+    _at_once: dict[str, int] = field(default_factory=dict)
     """Requests that query the router without a turn of the queue, by tenant."""
     _early: int = 0
     """Choices that were sent early, less the places freed since."""
@@ -59,20 +57,20 @@ class Precedence:
         """Whether this new request queries the router without a turn of the queue."""
         if not queue:
             return True
-        if not newcomer.is_behind or self._at_once[newcomer.tenant] or newcomer.tenant in queue.lengths:
+        if not newcomer.is_behind or newcomer.tenant in self._at_once or newcomer.tenant in queue.lengths:
             return False
         head = queue.next(self.clock.now())
         return head is None or head.priority <= newcomer.priority
 
-    @contextmanager
-    def at_once(self, tenant: str) -> Iterator[None]:
-        """While a request of it queries the router without a turn."""
-        self._at_once[tenant] += 1
-        try:
-            yield
-        finally:
-            self._at_once[tenant] -= 1
-            self._at_once += Counter()  # drops what is 0
+    def begin_at_once(self, tenant: str) -> None:
+        """A request of it queries the router without a turn."""
+        self._at_once[tenant] = self._at_once.get(tenant, 0) + 1
+
+    def end_at_once(self, tenant: str) -> None:
+        """It has its answer. Call once for each that began."""
+        self._at_once[tenant] -= 1
+        if not self._at_once[tenant]:
+            del self._at_once[tenant]
 
     def longest_wait_s(self, waiting: W, usual_s: float) -> float:
         """For other prompts at a worker that counts as having capacity."""
