@@ -18,6 +18,7 @@ import asyncio
 from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 from fastapi import FastAPI
@@ -27,7 +28,7 @@ from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.logs import quoted
@@ -285,12 +286,12 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
 
     access = gateway.access if console is None else console.admit(gateway.access)
     generation = generation_routes(gateway)
-    app = FastAPI(
+    app = UserApp(
         title="Tandem",
         version=VERSION,
         lifespan=lifespan,
         middleware=[
-            boundary_of(gateway, direct=_direct(generation, access)),
+            boundary_of(gateway),
             Middleware(Authentication, access=access),
         ],
         # A redirect would answer `/v1/models/` differently from what access rules see.
@@ -299,6 +300,7 @@ def api_app(gateway: Gateway, *, metrics: bool, console: Console | None = None) 
         # Newer FastAPI traces by itself wherever a provider is set: a second time, and with bodies at hand.
         telemetry={"tracing": False, "metrics": False, "logs": False, "auto_configure": False},
     )
+    app.direct = _direct(gateway, generation, access)
     app.add_exception_handler(HTTPException, http_error)
     app.router.routes.extend(generation)
     app.router.routes.extend(_tokenizer_routes(gateway))
@@ -319,29 +321,44 @@ def description_route(gateway: Gateway, *, metrics: bool) -> Route:
     return document_route(traits)
 
 
-def _direct(routes: Sequence[Route], access: Access | None) -> dict[str, ASGIApp]:
-    """Generation endpoints by path, without the framework between them and the two layers that all routes have."""
+class UserApp(FastAPI):
+    """With applications of POST requests by path that the framework's own layers are not called for: these cost such a
+    request more than all layers of the gateway."""
+
+    direct: Mapping[str, ASGIApp] = MappingProxyType({})
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        direct = self.direct.get(scope["path"]) if scope["type"] == "http" and scope["method"] == "POST" else None
+        await (super().__call__ if direct is None else direct)(scope, receive, send)
+
+
+def _direct(gateway: Gateway, routes: Sequence[Route], access: Access | None) -> dict[str, ASGIApp]:
+    """Generation endpoints by path, within the two layers that all routes have."""
     return {
-        route.path: Authentication(route.endpoint, access=access)
+        route.path: RequestBoundary(
+            Authentication(route.endpoint, access=access), **_boundary_fields(gateway), sends_body_after_head=True
+        )
         for route in routes
         if isinstance(route.endpoint, GenerationEndpoint)
     }
 
 
-def boundary_of(gateway: Gateway, direct: Mapping[str, ASGIApp] | None = None) -> Middleware:
+def boundary_of(gateway: Gateway) -> Middleware:
     """The outermost layer of each of its applications."""
-    return Middleware(
-        RequestBoundary,
-        clock=gateway.clock,
-        metrics=gateway.metrics,
-        health=gateway.health,
-        endpoints=LABELLED_PATHS,
-        traces=gateway.traces,
-        hosts=gateway.hosts,
-        bodies=gateway.bodies,
-        refused=gateway.answering.refused,
-        direct=direct or {},
-    )
+    return Middleware(RequestBoundary, **_boundary_fields(gateway))
+
+
+def _boundary_fields(gateway: Gateway) -> dict[str, Any]:
+    return {
+        "clock": gateway.clock,
+        "metrics": gateway.metrics,
+        "health": gateway.health,
+        "endpoints": LABELLED_PATHS,
+        "traces": gateway.traces,
+        "hosts": gateway.hosts,
+        "bodies": gateway.bodies,
+        "refused": gateway.answering.refused,
+    }
 
 
 def generation_routes(gateway: Gateway) -> list[Route]:

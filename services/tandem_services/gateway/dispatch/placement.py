@@ -14,7 +14,7 @@ was accepted before.
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol
@@ -254,16 +254,13 @@ class Placing:
         except ApiError:
             self.admission.binding.note_rejected(len(query.token_ids))
             raise
-        alone = partial(self._choose_suitable, query, request.ticket)
 
         async def apart(avoided: frozenset[str]) -> Choice:
             """Without the workers that requests before it wait for; a ticket may be for one of them."""
-            without = replace(query, exclude=query.exclude | avoided)
-            together = partial(self._together, request, without, partial(self._choose_suitable, without))
-            return await self._judged(request, query, progress, together)
+            return await self._judged(request, replace(query, exclude=query.exclude | avoided), progress, None)
 
         return await self.admission.admit(
-            partial(self._judged, request, query, progress, partial(self._together, request, query, alone)),
+            partial(self._judged, request, query, progress, request.ticket),
             tenant=request.caller.tenant,
             priority=request.priority,
             prompt_tokens=len(query.token_ids),
@@ -272,10 +269,15 @@ class Placing:
         )
 
     async def _judged(
-        self, request: ChoiceRequest, query: RouteQuery, progress: Progress, ask: Callable[[], Awaitable[Choice]]
+        self, request: ChoiceRequest, query: RouteQuery, progress: Progress, ticket: RouteTicket | None
     ) -> Choice:
-        """What `ask` returns. Raises `ApiError` 429 where that cannot meet the objectives of the request."""
-        choice = await ask()
+        """Where the other choices of its prompt are, if there are any and it fits. Raises `ApiError` 429 where that
+        cannot meet the objectives of the request."""
+        if request.route is None:
+            choice = await self._choose_suitable(query, ticket)
+        else:
+            alone = partial(self._choose_suitable, query, ticket)
+            choice = await request.route.choose(self.chooser, query, self._choose_suitable, alone)
         rejection = self.objectives.judge(
             choice,
             request.objectives,
@@ -293,14 +295,6 @@ class Placing:
         """What the prompt takes of the whole fleet."""
         rate = self.chooser.prefill_rate(query.model)
         return len(query.token_ids) / rate if rate > 0.0 else 0.0
-
-    async def _together(
-        self, request: ChoiceRequest, query: RouteQuery, alone: Callable[[], Awaitable[Choice]]
-    ) -> Choice:
-        """Where the other choices of its prompt are, if there are any and it fits."""
-        if request.route is None:
-            return await alone()
-        return await request.route.choose(self.chooser, query, self._choose_suitable, alone)
 
     def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
         return RouteQuery(

@@ -23,7 +23,6 @@ import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Protocol, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -142,8 +141,7 @@ Refused: TypeAlias = Callable[[RequestIdentity, str, int, ApiError | None], None
 class RequestBoundary:
     """ASGI middleware. `endpoints` are the paths that may become metric labels.
 
-    `direct` are applications of POST requests by path, which are called in place of `app`: the framework between costs
-    a request more than all layers of the gateway.
+    `sends_body_after_head`: `app` sends the beginning of the body right after the head, so that both are one write.
     """
 
     def __init__(
@@ -158,7 +156,7 @@ class RequestBoundary:
         hosts: AllowedHosts,
         bodies: BodyBudget | None = None,
         refused: Refused | None = None,
-        direct: Mapping[str, ASGIApp] = MappingProxyType({}),
+        sends_body_after_head: bool = False,
     ) -> None:
         self._app = app
         self._clock = clock
@@ -169,7 +167,7 @@ class RequestBoundary:
         self._hosts = hosts
         self._bodies = bodies or BodyBudget()
         self._refused = refused
-        self._direct = direct
+        self._joins = sends_body_after_head
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The last boundary: what fails in the one below is answered with bytes that were made before."""
@@ -195,11 +193,10 @@ class RequestBoundary:
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = self._identify(scope, self._clock.now())
         scope[_SCOPE_KEY] = identity
-        direct = self._direct.get(scope["path"]) if scope["method"] == "POST" else None
-        answer = _Answer(send, scope, self._health, None if direct is None else client_of(scope).body)
+        answer = _Answer(send, scope, self._health, client_of(scope).body if self._joins else None)
         try:
             _check_head(scope, self._hosts)
-            await (direct or self._app)(scope, receive, answer.send)
+            await self._app(scope, receive, answer.send)
         except ClientGoneError:
             answer.status = CLIENT_CLOSED_REQUEST
             self._metrics.disconnected(model=identity_of(scope).model)

@@ -62,12 +62,13 @@ LAST_EVENTS = {
     ),
 }
 OUTERMOST = {
+    "app:UserApp.__call__",
     "connection:GatewayConnection.data_received",
     "middleware:RequestBoundary.__call__",
     "tokenizer_threads:TokenizerThreads._next_iteration",
     "tokenizer_threads:_deliver",
 }
-"""Boundaries themselves: what the event loop or the HTTP server calls. They do nothing but catch."""
+"""Boundaries themselves: what the event loop or the HTTP server calls. They do nothing but choose and catch."""
 
 ONCE_BROKEN = {
     "connection:GatewayConnection._receive",
