@@ -142,11 +142,30 @@ class Attempt:
 
     def arrived(self, side: Side, output: TokenOutput | None) -> "Attempt | None":
         """Called by a connection's reader; None means that the worker is lost. Returns itself to be told to `pour`."""
-        if output is not None and self._is_for_sink(output):
-            side.spoke = True
-            first = not self._kept
-            self._kept += output.token_ids
-            return self if first else None
+        # Once per token: what follows is spelled out, since each function of its own would cost as much again.
+        sink, wake = self._sink, self._wake
+        if output is not None and sink is not None and wake is not None and not wake.done():
+            try:
+                # The choice waits for nothing but the next tokens, and these are they. They then count as accepted.
+                if (
+                    output.token_ids
+                    and output.finish is None
+                    and output.logprobs is None
+                    and output.cached_tokens is None
+                    and output.prefill_s is None
+                    and output.transfer is None
+                    and output.prompt_logprobs is None
+                    and output.embedding is None
+                    and not output.leaving
+                    and sink.is_ready()
+                    and self._sequence.accept_next(output)
+                ):
+                    side.spoke = True
+                    first = not self._kept
+                    self._kept += output.token_ids
+                    return self if first else None
+            except Exception as error:  # noqa: BLE001  # raised where the choice waits
+                wake.set_exception(error)
         self.pour(side.connection.heard_at)
         self._arrivals.append((side, output))
         if self._wake is not None and not self._wake.done():
@@ -212,30 +231,6 @@ class Attempt:
             return await self._wake
         finally:
             self._sink = None
-
-    def _is_for_sink(self, output: TokenOutput) -> bool:
-        """Whether the choice waits for nothing but the next tokens, and these are they. They then count as accepted."""
-        # Once per token: conditions of its own function would cost as much again.
-        sink, wake = self._sink, self._wake
-        if sink is None or wake is None or wake.done():
-            return False
-        try:
-            return (
-                bool(output.token_ids)
-                and output.finish is None
-                and output.logprobs is None
-                and output.cached_tokens is None
-                and output.prefill_s is None
-                and output.transfer is None
-                and output.prompt_logprobs is None
-                and output.embedding is None
-                and not output.leaving
-                and sink.is_ready()
-                and self._sequence.accept_next(output)
-            )
-        except Exception as error:  # noqa: BLE001  # raised where the choice waits
-            wake.set_exception(error)
-            return False
 
     async def _within_gap(self, wake: "asyncio.Future[bool]") -> bool:
         try:

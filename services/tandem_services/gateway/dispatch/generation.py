@@ -201,6 +201,7 @@ class _ChoiceOutput:
         )
         self._first_token_at = 0.0
         self._last_token_at: float | None = None
+        self._observe_gap = generator.metrics.itl.observe
         self._scores: tuple[TokenLogprob | None, ...] | None = None
         self._plain: Callable[[str], None] | None = None
         """Writes pieces that are nothing but text, once that is known to be all that comes before the end."""
@@ -221,7 +222,9 @@ class _ChoiceOutput:
         """False: the output has ended."""
         if self._plain is None:
             return self._take_piece(token_ids, at)
-        self._time_tokens(len(token_ids), at)
+        assert self._last_token_at is not None, "a first piece was written"
+        self._observe_gap((at - self._last_token_at) / len(token_ids))
+        self._last_token_at = at
         text = self._text.absorb_plain(token_ids)
         self._record.output_tokens = self._text.tokens
         if text:
@@ -267,7 +270,7 @@ class _ChoiceOutput:
         if self._last_token_at is None:
             self._record.ttft_s, self._first_token_at = at - self._job.arrived, at
         else:
-            self._generator.metrics.itl.observe((at - self._last_token_at) / count)
+            self._observe_gap((at - self._last_token_at) / count)
         self._last_token_at = at
 
 

@@ -222,21 +222,34 @@ class RequestRecord(msgspec.Struct, kw_only=True, gc=False):
     @property
     def used_tokens(self) -> int:
         """What counts against its tenant's token limit: nothing, when no worker was used."""
-        asked = any(choice.attempts for choice in self.choices)
-        return self.prompt_tokens + self.output_tokens if asked else 0
+        for choice in self.choices:
+            if choice.attempts:
+                return self.prompt_tokens + self.output_tokens
+        return 0
+
+    # Generators would cost the many requests of one choice more than what they add.
 
     @property
     def output_tokens(self) -> int:
-        return sum(choice.output_tokens for choice in self.choices)
+        total = 0
+        for choice in self.choices:
+            total += choice.output_tokens
+        return total
 
     @property
     def reasoning_tokens(self) -> int:
-        return sum(choice.reasoning_tokens for choice in self.choices)
+        total = 0
+        for choice in self.choices:
+            total += choice.reasoning_tokens
+        return total
 
     @property
     def cached_tokens(self) -> int:
         """Of the first choice of each prompt: the other choices find what the first has computed."""
-        return sum(choice.cached_tokens or 0 for choice in self.choices[:: self.n])
+        total = 0
+        for choice in self.choices[:: self.n]:
+            total += choice.cached_tokens or 0
+        return total
 
     @property
     def cache_hits(self) -> CacheHits:
