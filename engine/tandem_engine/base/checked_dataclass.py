@@ -7,6 +7,8 @@ A frozen dataclass sets each field by a call, so that making one takes twice as 
 from collections.abc import Callable
 from typing import TYPE_CHECKING, TypeVar
 
+__all__ = ["checked_dataclass"]
+
 T = TypeVar("T")
 
 if TYPE_CHECKING:

@@ -216,7 +216,7 @@ class RequestBoundary:
         """Each part whatever happens to the others: what is held must be given back."""
         identity = identity_of(scope)
         endpoint = bounded_label(scope["path"], self._endpoints)
-        parts = [
+        parts: list[Callable[[], None]] = [
             identity.body.release,
             partial(self._metrics.answered, endpoint, answer.status, model=identity.model),
             partial(identity.trace.answered, answer.status),
