@@ -77,7 +77,7 @@ class Kept:
     def on_lost(self) -> None:
         raise AssertionError("the worker is there")
 
-    def pour(self) -> None:
+    def pour(self, at: float) -> None:
         pass
 
 
