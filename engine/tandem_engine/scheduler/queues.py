@@ -29,8 +29,9 @@ have their prompts computed in turns (start-time fair queueing, Goyal et al., SI
     now        the furthest point that any prompt has been computed to
 
 So a tenant without requests in the queue goes next, whatever others have queued (of equal turns, that of a tenant that
-is behind is first), and two that have are computed token for token. Prompts that end before they are computed cost nothing once their tenant has no other left. Time plays no
-part but in `shared`: whether several tenants had something to do within `TENANT_WINDOW_S`.
+is behind is first), and two that have are computed token for token. Prompts that end before they are computed cost
+nothing once their tenant has no other left. Time plays no part but in `shared`: whether several tenants had something
+to do within `TENANT_WINDOW_S`.
 """
 
 from collections import OrderedDict, deque
