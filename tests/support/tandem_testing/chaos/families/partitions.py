@@ -1,5 +1,5 @@
 """Lines on which bytes vanish, in both directions or in one: to Redis, between gateways and workers, between peers (60
-to 63, 66, 74).
+to 63, 66, 75).
 
 Members are the workers that answer. So no request fails, no process ends, and Redis is asked again afterwards.
 """
@@ -101,7 +101,7 @@ async def workers_lose_redis_and_gateways_keep_it(run: Run) -> None:
         await partitioned(run, f"{name} without Redis", [run.fleet.redis_lines[user] for user in users], SILENT)
 
 
-@scenario(74, shape=UNCONNECTED)
+@scenario(75, shape=UNCONNECTED)
 async def workers_that_were_never_asked_lose_redis(run: Run) -> None:
     """Redis forgets all of them before the first request, so that no gateway has had an answer of any."""
     fleet, starts = run.fleet, starts_of(run)
