@@ -289,12 +289,12 @@ class Planner:
         return bool(self.config.shared_prefill_tokens) and self.queues.tenants.shared(self.clock.now())
 
     def _budget(self, decodes: int) -> PromptBudget:
-        budget = PromptBudget(
-            left=self.config.prefill_budget(decodes=decodes), chunk=self.config.chunk_limit(decodes=decodes)
+        left = self.config.prefill_budget(decodes=decodes)
+        return PromptBudget(
+            left=left,
+            chunk=self.config.chunk_limit(decodes=decodes),
+            shared=min(left, self.config.shared_prefill_tokens) if self._is_shared() else None,
         )
-        if self._is_shared():
-            budget.shared = min(budget.left, self.config.shared_prefill_tokens)
-        return budget
 
     def _adder(self, decodes: Sequence[Request], *, admit: bool) -> PrefillAdder:
         admits = admit and len(self.queues.waiting) > 0

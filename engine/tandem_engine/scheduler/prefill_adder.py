@@ -9,7 +9,7 @@ of the prefix that only host memory has is copied to the first of the pages.
 `PromptBudget` has less for all while several tenants have requests (`shared`), because the first token of one waits
 for the step of another. A prompt of a tenant that is behind the others has the usual limits, and all that is left of
 the step where it would have to wait for another's partly computed prompt. That adds up to at most as many tokens as the
-others had before.
+others had before. Its step is short (`beside`): prompts of others would delay its first token, and have the next step.
 
 The page estimate covers the whole rest of the prompt and the expected part of the output, not only the chunk, for this
 request and for all running ones (`reserved`). So a started prompt can be finished, unless outputs grow longer than
@@ -78,6 +78,10 @@ def _needs_memory(req: Request) -> bool:
     return req.kv is None and sends_kv(req) and req.to_finish is None
 
 
+BESIDE_BEHIND = 4
+"""The step that computes a prompt of a tenant that is behind has this part of the shared tokens for all prompts."""
+
+
 @dataclass(kw_only=True, slots=True)
 class PromptBudget:
     """Prompt tokens that one step may still compute."""
@@ -87,6 +91,12 @@ class PromptBudget:
     """Of one request."""
     shared: int | None = None
     """Of `left`, those for prompts of tenants that are not behind; None: there is one tenant."""
+    beside: int = field(init=False)
+    """The most of `shared` once a prompt of a tenant that is behind is in the step: its first token waits for all of
+    it."""
+
+    def __post_init__(self) -> None:
+        self.beside = (self.shared or 0) // BESIDE_BEHIND
 
     def most(self, req: Request, *, may_chunk: bool) -> int:
         """For `req`. `may_chunk`: it may be computed in parts."""
@@ -96,10 +106,11 @@ class PromptBudget:
             return min(self.left, self.chunk) if may_chunk else self.left
         return min(self.left, self.chunk, self.shared)
 
-    def take(self, tokens: int) -> None:
+    def take(self, req: Request, tokens: int) -> None:
         self.left -= tokens
         if self.shared is not None:
-            self.shared = max(0, self.shared - tokens)
+            shared = min(self.shared, self.beside) if req.is_behind else self.shared
+            self.shared = max(0, shared - tokens)
 
     def keep_going(self) -> None:
         """A partly computed prompt gets a token at least, if the step has one left."""
@@ -355,4 +366,4 @@ class PrefillAdder:
 
     def _take(self, req: Request, chunk: int, *, copies: tuple[PageCopy, ...] = ()) -> None:
         self.extends.append(Extend(req=req, start=req.launched_len, stop=req.launched_len + chunk, copies=copies))
-        self.budget.take(chunk)
+        self.budget.take(req, chunk)

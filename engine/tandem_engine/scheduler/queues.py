@@ -28,9 +28,10 @@ have their prompts computed in turns (start-time fair queueing, Goyal et al., SI
     end        turn + all tokens of its prefill
     now        the furthest point that any prompt has been computed to
 
-So a tenant without requests in the queue goes next, whatever others have queued, and two that have are computed token
-for token. Prompts that end before they are computed cost nothing once their tenant has no other left. Time plays no
-part but in `shared`: whether several tenants had something to do within `TENANT_WINDOW_S`.
+So a tenant without requests in the queue goes next, whatever others have queued (of equal turns, that of a tenant that
+is behind is first), and two that have are computed token for token. Prompts that end before they are computed cost
+nothing once their tenant has no other left. Time plays no part but in `shared`: whether several tenants had something
+to do within `TENANT_WINDOW_S`.
 """
 
 from collections import OrderedDict, deque
@@ -288,7 +289,12 @@ def _keeps_its_turn(queued: Request, req: Request) -> bool:
 
 
 def _is_later(queued: Request, req: Request) -> bool:
-    return queued.first_scheduled_at is None and (queued.turn, queued.arrived_at) > (req.turn, req.arrived_at)
+    return queued.first_scheduled_at is None and _place(queued) > _place(req)
+
+
+def _place(req: Request) -> tuple[int, bool, float]:
+    """Of equal turns, that of a tenant that is behind comes first."""
+    return req.turn, not req.is_behind, req.arrived_at
 
 
 @dataclass(kw_only=True, slots=True)

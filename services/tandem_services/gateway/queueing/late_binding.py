@@ -121,6 +121,11 @@ class LateBinding:
     _asked_at: float | None = None
     """When the last request came."""
     _timeouts: QueueTimeouts = field(init=False)
+    _late_from: float = float("-inf")
+    """When requests are looked at for their timeouts again: looking at a thousand in each turn would keep the event
+    loop from others."""
+    _of_adapters: set[QueueEntry] = field(default_factory=set)
+    """Those in the queue that are for an adapter."""
     _blocked: BlockedLanes = field(default_factory=BlockedLanes)
     """Of the last round."""
     _pace: Pace = field(init=False)
@@ -212,9 +217,7 @@ class LateBinding:
 
     def is_next(self, entry: QueueEntry) -> bool:
         """Whether the next turn tries this request: it is worth one now."""
-        now = self.clock.now()
-        passing = self.queue.next(now, held=lambda waiting: self._blocked.hold(waiting.lane))
-        return entry in (passing, self.queue.next(now))
+        return entry in (self._next(self._blocked), self.queue.next(self.clock.now()))
 
     def has_overtaken(self, entry: QueueEntry) -> bool:
         """Whether this new request goes before others, or past them. One that is alone has been tried when it
@@ -262,6 +265,7 @@ class LateBinding:
 
     def leave(self, entry: QueueEntry) -> None:
         """It waits no more. Does nothing when it has no seat."""
+        self._of_adapters.discard(entry)
         if self.queue.remove(entry):
             self.observer.waiting(self.queue.lengths)
             if not self.queue:
@@ -293,6 +297,8 @@ class LateBinding:
         loser = self.queue.add(entry)
         if loser is entry:
             raise self._refusal("pushed_out" if others else "full")
+        if entry.lane is not None and entry.lane.adapter:
+            self._of_adapters.add(entry)
         if loser is not None:
             self._fail(loser, "pushed_out")
         self.observer.waiting(self.queue.lengths)
@@ -301,18 +307,17 @@ class LateBinding:
         """Try the head of line, and those that may pass it. True after an admission."""
         workers, now = self.chooser.workers(), self.clock.now()
         blocked = self._blocked = BlockedLanes(workers=workers)
-        for waiting in self.queue:
-            if self._timeouts.lacking_since is None and waiting.lane is not None and waiting.lane.adapter:
-                # Requests behind a blocked one are not tried, so that they would keep an old verdict.
-                if not blocked.serve(waiting.lane):
-                    waiting.verdict = Verdict.NO_WORKER
-                elif waiting.not_before <= now:  # else it was tried a moment ago
-                    waiting.verdict = Verdict.NO_ROOM
+        for waiting in self._of_adapters if self._timeouts.lacking_since is None else ():
+            # Requests behind a blocked one are not tried, so that they would keep an old verdict.
+            if waiting.lane is not None and not blocked.serve(waiting.lane):
+                waiting.verdict = Verdict.NO_WORKER
+            elif waiting.not_before <= now:  # else it was tried a moment ago
+                waiting.verdict = Verdict.NO_ROOM
         if not workers:
             return False
         skipped = passed = 0
         while skipped < TRIES_PER_ROUND and passed < MAX_PASSED:
-            entry = self.queue.next(self.clock.now(), held=lambda waiting: blocked.hold(waiting.lane))
+            entry = self._next(blocked)
             if entry is None or self._yields(entry):
                 return False
             try:
@@ -330,6 +335,12 @@ class LateBinding:
                 entry.not_before = self.clock.now() + PASSED_OVER_S
                 skipped += 1
         return False
+
+    def _next(self, blocked: BlockedLanes) -> QueueEntry | None:
+        """The next one to try that does not wait behind a blocked one."""
+        if blocked and not self._of_adapters:
+            return None  # all want the same workers; a thousand need no look
+        return self.queue.next(self.clock.now(), held=lambda waiting: blocked.hold(waiting.lane))
 
     def _yields(self, entry: QueueEntry) -> bool:
         """Whether `entry`, the head of line here, leaves its slot to others for now."""
@@ -432,6 +443,9 @@ class LateBinding:
 
     def _give_up_on_late(self) -> None:
         now, starting = self.clock.now(), self._timeouts.awaits_start()
+        if now < self._late_from and self._timeouts.lacking_since is None:
+            return
+        self._late_from = now + self.policy.poll_s
         for entry in [*self.queue]:
             lacks_worker = entry.verdict is Verdict.NO_WORKER
             entry.awaits_start |= starting and lacks_worker

@@ -95,6 +95,8 @@ class Shape:
     """Proxies stand before every worker, and before Redis one for each process."""
     named: bool = False
     """Redis is reached by `REDIS_NAME`, whose address a scenario decides."""
+    unconnected: bool = False
+    """Gateways connect to workers on first use, as those of a large fleet do (`gateway_main`)."""
     rented: Rented | None = None
     wired: bool = False
     """Every worker has a network namespace, and so an address, of its own; KV goes over TCP."""
@@ -232,12 +234,14 @@ class Fleet:
 
     def add_gateway(self, name: str, *, before_exec: Callable[[], None] = die_with_parent) -> Gateway:
         port = free_port(self.host)
-        argv = tandem_command(
-            *("gateway", "--host", self.host, "--port", str(port), "--redis-url", self._redis_url(name)),
+        unconnected = [sys.executable, "-m", "tandem_testing.chaos.gateway_main"]
+        argv = [
+            *(unconnected if self.shape.unconnected else tandem_command("gateway")),
+            *("--host", self.host, "--port", str(port), "--redis-url", self._redis_url(name)),
             *("--cluster", CLUSTER),
             *("--curve-keys", str(self._keys), "--model", str(self.checkpoint), "--served-model-name", self.model),
             *("--local-prefill-tokens", SHORT_REST),
-        )
+        ]
         part = Part(name=name, argv=self._placed(argv), log=self.folder / f"{name}.log", before_exec=before_exec)
         part.start()
         gateway = Gateway(part=part, url=Address(self.host, port).url())

@@ -1,8 +1,8 @@
 """What is in Redis about members is wrong, or is another deployment's (64, 65).
 
 Members are the workers that answer. So no request fails, no worker ends, and what was wrong is right again within
-seconds. `tests/integration/test_redis_poison.py` has every field by itself; here a real system meets all fields of a
-hash at once, and some by themselves.
+seconds. `tests/integration/test_redis_poison.py` has every field by itself; here a real system meets all hashes of one
+kind at once, and some fields by themselves.
 """
 
 import asyncio
@@ -43,6 +43,8 @@ TYPES: dict[str, tuple[str, ...]] = {
 FIELDS_OF_OLD = ("deployment", "deployment_until", "generation")
 """Written into every hash, whether it has them or not: some have stopped fleets once."""
 SINGLE_FIELDS = 40
+MOST_KEYS = 16
+"""Of one kind, drawn by the seed: the index by block alone has up to 4,096 hashes, and each request adds some."""
 PAUSE_S = 0.3
 
 
@@ -64,10 +66,13 @@ class Poison:
         self.run, self.client = run, client
         self.overwritten = 0
 
-    async def keys(self, kind: bytes = b"") -> list[str]:
-        """All keys of the fleet, or those of one type; in order."""
-        found = [key.decode() async for key in self.client.scan_iter(f"{self.run.fleet.keys.prefix}*")]
-        return sorted([key for key in found if not kind or await self.client.type(key) == kind])
+    async def kinds(self, type_name: str | None = None) -> dict[str, list[str]]:
+        """Keys of the fleet, or those of one type, by the part of their name that follows the prefix."""
+        prefix = self.run.fleet.keys.prefix
+        found: dict[str, list[str]] = {}
+        for key in sorted([key.decode() async for key in self.client.scan_iter(f"{prefix}*", _type=type_name)]):
+            found.setdefault(key.removeprefix(prefix).partition(":")[0], []).append(key)
+        return {kind: self.run.random.sample(keys, min(len(keys), MOST_KEYS)) for kind, keys in found.items()}
 
     async def fields(self, key: str) -> list[bytes | str]:
         found = sorted(await self.client.hkeys(key)) if await self.client.type(key) == b"hash" else []
@@ -81,25 +86,28 @@ class Poison:
 
     async def whole_hashes(self, load: Load) -> None:
         for name, value in VALUES.items():
-            for key in await self.keys(b"hash"):
-                await self.write(key, await self.fields(key), value)
-                await a_few(self.run, load, f"{name} in {key}")
+            for kind, keys in (await self.kinds("hash")).items():
+                for key in keys:
+                    await self.write(key, await self.fields(key), value)
+                await a_few(self.run, load, f"{name} in {len(keys)} hashes {kind}")
 
     async def single_fields(self, load: Load) -> None:
         drawn = self.run.random
         for _ in range(SINGLE_FIELDS):
-            key = drawn.choice(await self.keys(b"hash"))
+            kinds = await self.kinds("hash")
+            key = drawn.choice(kinds[drawn.choice([*kinds])])
             field, name = drawn.choice(await self.fields(key)), drawn.choice([*VALUES])
             await self.write(key, [field], VALUES[name])
             await a_few(self.run, load, f"{name} in {field!r} of {key}")
 
     async def other_types(self, load: Load) -> None:
-        for key in await self.keys():
+        for kind, keys in (await self.kinds()).items():
             name = self.run.random.choice([*TYPES])
             command, *arguments = TYPES[name]
-            await self.client.delete(key)
-            await self.client.execute_command(command, key, *arguments)
-            await a_few(self.run, load, f"a {name} at {key}")
+            for key in keys:
+                await self.client.delete(key)
+                await self.client.execute_command(command, key, *arguments)
+            await a_few(self.run, load, f"a {name} at {len(keys)} keys {kind}")
 
 
 @scenario(64, timeout_s=1200.0)

@@ -1,5 +1,5 @@
 """Lines on which bytes vanish, in both directions or in one: to Redis, between gateways and workers, between peers (60
-to 63, 66).
+to 63, 66, 75).
 
 Members are the workers that answer. So no request fails, no process ends, and Redis is asked again afterwards.
 """
@@ -17,6 +17,7 @@ from tandem_testing.tcp_proxy import CALM, TcpProxy, Weather
 from tandem_testing.waiting import until
 
 PROXIED = Shape(proxied=True)
+UNCONNECTED = Shape(proxied=True, unconnected=True)
 SILENT, UNANSWERED, UNHEARD = Weather(silent=True), Weather(unanswered=True), Weather(unheard=True)
 ONE_WAY = {"clients receive nothing": UNANSWERED, "servers receive nothing": UNHEARD}
 PARTITION_S = 15.0
@@ -98,6 +99,31 @@ async def workers_lose_redis_and_gateways_keep_it(run: Run) -> None:
     all_workers, *others = workers_of(run.fleet).items()
     for name, users in (all_workers, *run.random.sample(others, DRAWN)):
         await partitioned(run, f"{name} without Redis", [run.fleet.redis_lines[user] for user in users], SILENT)
+
+
+@scenario(75, shape=UNCONNECTED)
+async def workers_that_were_never_asked_lose_redis(run: Run) -> None:
+    """Redis forgets all of them before the first request, so that no gateway has had an answer of any."""
+    fleet, starts = run.fleet, starts_of(run)
+    lines = [fleet.redis_lines[worker.id] for worker in fleet.workers]
+    held = [line.held for line in lines]
+    rows, _, _ = fleet.keys.shared
+    try:
+        for line in lines:
+            line.weather = SILENT
+        await until(lambda: fleet.redis.command("HLEN", rows).strip() == ":0", PATIENCE_S, "Redis forgets all workers")
+        since = run.now()
+        async with run.load() as load:
+            load.send(endless(run))
+            await waves(run, load, SILENT_S)
+            answers = await load.gathered()
+    finally:
+        for line in lines:
+            line.weather = CALM
+    await run.judge(answers, after=since)
+    run.expect(all(line.held > before for line, before in zip(lines, held, strict=True)), "nothing was lost on a line")
+    run.expect(starts_of(run) == starts, "a process ended because of it")
+    await back_in_use(run)
 
 
 @scenario(61, shape=PROXIED)

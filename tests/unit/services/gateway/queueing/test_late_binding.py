@@ -1,6 +1,7 @@
 """New requests wait at the gateway until a worker has room: order, refusals, clients that leave."""
 
 import asyncio
+from collections import Counter
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -16,11 +17,11 @@ from tandem_services.gateway.access.caller import UNKNOWN
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.queueing.admission import Admission, QueueMetrics
 from tandem_services.gateway.queueing.fair_queue import FairQueue, SharedCounters
-from tandem_services.gateway.queueing.lanes import Lane
+from tandem_services.gateway.queueing.lanes import BlockedLanes, Lane
 from tandem_services.gateway.queueing.late_binding import LateBinding
 from tandem_services.gateway.queueing.precedence import MAX_EARLY, RECENT_S
 from tandem_services.gateway.queueing.queue_entry import Verdict
-from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
+from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy, QueueTimeouts
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
@@ -753,3 +754,52 @@ async def test_request_rejected_before_the_queue_is_demand():
     harness.binding.note_rejected(700)
     assert harness.value("asked_prompt_tokens_total") == 700
     assert harness.value("uncached_prompt_tokens_count") == 0
+
+
+@pytest.mark.parametrize("waiting", [20, 500])
+async def test_turns_and_arrivals_look_at_few_of_a_long_queue(monkeypatch, waiting):
+    """Requests of another tenant share the event loop with a queue of a thousand choices."""
+    looked = Counter()
+
+    def counted(kind: type, name: str) -> None:
+        method = getattr(kind, name)
+
+        def counting(*args: object) -> object:
+            looked[name] += 1
+            return method(*args)
+
+        monkeypatch.setattr(kind, name, counting)
+
+    harness = QueueHarness(Fleet(places=1), seats=1000, poll_s=30.0)
+    first = await harness.come("first", "flood")
+    lane = Lane(adapter=b"", ask_apart=lambda avoided: harness.fleet.ask(str(avoided), 100))
+    tasks = [
+        asyncio.create_task(
+            harness.admission.admit(
+                lambda: harness.fleet.ask("flood", 100),
+                tenant=Tenant(name="flood", sha256=()),
+                priority=0,
+                prompt_tokens=100,
+                lane=lane,
+            )
+        )
+        for _ in range(waiting)
+    ]
+    await harness.waiting(waiting)
+    await until(lambda: len(harness.fleet.asked) > 1, 10.0, "the queue has had a turn")
+    counted(BlockedLanes, "hold")
+    counted(QueueTimeouts, "until_capacity")
+    for _ in range(10):
+        await harness.binding.turn()
+    newcomer = harness.come("newcomer", "flood")
+    await harness.waiting(waiting + 1)
+    assert looked["hold"] <= 20
+    assert looked["until_capacity"] == 0
+    harness.clock.advance(harness.binding.policy.poll_s)
+    await harness.binding.turn()
+    assert looked["until_capacity"] == waiting + 1, "timeouts are looked at after a while"
+    for task in (newcomer, *tasks):
+        task.cancel()
+    await asyncio.gather(newcomer, *tasks, return_exceptions=True)
+    await harness.done(first)
+    await harness.admission.close()
