@@ -17,8 +17,8 @@ from tandem_services.gateway.models.adapters import ref_of
 from tandem_services.gateway.models.model import ServedModel
 
 POLL_S = 0.1
-POLLS_PER_S = 200
-"""Of all requests that wait: each may look at a large fleet."""
+MAX_POLL_RATE = 200
+"""A second, of all requests that wait: each may look at a large fleet."""
 RETRY_AFTER_S = 5.0
 
 
@@ -57,7 +57,7 @@ class ExpectedAdapters:
             if self.clock.now() >= until:
                 message = f"No worker has loaded the adapter '{quoted(name)}' yet. Try again later."
                 raise unavailable(message, retry_after=RETRY_AFTER_S)
-            await asyncio.sleep(max(POLL_S, self._waiting / POLLS_PER_S))
+            await asyncio.sleep(max(POLL_S, self._waiting / MAX_POLL_RATE))
         return ref_of(adapter)
 
     def _note(self, waiting: int) -> None:
