@@ -1,26 +1,19 @@
 """Adapters equal W + s · B A in transformers: base and adapters in one step, every family, whole and decoded."""
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from tandem_engine.config import AdapterConfig
-from tandem_engine.forward.adapter_rows import NO_ADAPTER, AdapterRows, SlotRows
-from tandem_engine.model.adapters.loaded import LoadedAdapters
-from tandem_engine.model.adapters.step import StepAdapters
-from tandem_engine.model.base import CausalLM
-from tandem_engine.model.checkpoint import read_model_config
-from tandem_engine.model.loader import load_model
-from tandem_engine.parallel.group import Parallel, SingleRank
+from tandem_engine.forward.adapter_rows import NO_ADAPTER
+from tandem_engine.parallel.group import Parallel
 from tandem_lab.verify.merged_adapter import merge_adapter
+from tandem_testing.adapted_models import load_adapted
 from tandem_testing.adapters import ATTENTION, SEVEN, STATES, write_adapter
-from tandem_testing.dense_attention import DenseAttend, with_states
+from tandem_testing.dense_attention import DenseAttend
 from tandem_testing.rank_threads import on_ranks
 from tandem_testing.tiny_checkpoints import TINY_MODELS, VOCAB_SIZE, TinyModel, write_tiny_checkpoint
 
@@ -39,56 +32,6 @@ def truth(path: Path, ids: Tensor, adapter: Path | None = None) -> Tensor:
     with torch.inference_mode():
         logits: Tensor = model.eval()(input_ids=ids[None]).logits[0]
     return logits
-
-
-@dataclass
-class Adapted:
-    """A tiny model with adapters in slots."""
-
-    ours: CausalLM
-    adapters: LoadedAdapters
-
-    def logits(self, prompts: Sequence[Tensor], slots: Sequence[int], wanted: Tensor | None = None) -> Tensor:
-        """Of one step."""
-        return step_logits(self.ours, self.adapters, prompts, slots, wanted)
-
-
-def step_logits(
-    model: CausalLM,
-    adapters: LoadedAdapters,
-    prompts: Sequence[Tensor],
-    slots: Sequence[int],
-    wanted: Tensor | None = None,
-) -> Tensor:
-    lens = [len(prompt) for prompt in prompts]
-    every = torch.arange(sum(lens))
-    wanted = every if wanted is None else wanted
-    by_token = np.repeat(np.array(slots), lens)
-    step = StepAdapters(
-        rows=AdapterRows(tokens=rows_of(by_token), wanted=rows_of(by_token[wanted.numpy()])),
-        slots=adapters.weights,
-    )
-    positions = torch.cat([torch.arange(length) for length in lens])
-    attend = with_states(DenseAttend(specs=model.attention, extend_lens=lens), model)
-    with torch.inference_mode():
-        return model.logits(model.forward(torch.cat([*prompts]), positions, attend, wanted, step))
-
-
-def rows_of(slots: "np.ndarray[Any, Any]") -> tuple[SlotRows, ...]:
-    return tuple(
-        SlotRows(int(slot), torch.from_numpy(np.flatnonzero(slots == slot)))
-        for slot in np.unique(slots)
-        if slot != NO_ADAPTER
-    )
-
-
-def load(path: Path, *folders: Path, group: Any = None) -> Adapted:
-    base, group = read_model_config(path), group or SingleRank()
-    config = AdapterConfig.of({folder.name: folder for folder in folders})
-    return Adapted(
-        ours=load_model(path, base, torch.float32, progress=False, group=group),
-        adapters=LoadedAdapters.load(config, base, dtype=torch.float32, device="cpu", group=group),
-    )
 
 
 def prompt(length: int, seed: int) -> Tensor:
@@ -127,7 +70,7 @@ def test_base_and_adapters_share_a_step(family: str, folder: Path) -> None:
     path = write_tiny_checkpoint(family, folder / family)
     one = write_adapter(folder / f"{family}-one", path, seed=1, modules=FAMILIES[family], strength=0.3)
     two = write_adapter(folder / f"{family}-two", path, seed=2, modules=["q_proj"], rank=1, alpha=3)
-    adapted = load(path, one, two)
+    adapted = load_adapted(path, one, two)
     prompts, slots = [prompt(length, length) for length in (5, 7, 9, 4)], (0, NO_ADAPTER, 1, 0)
     got = adapted.logits(prompts, slots).split([len(each) for each in prompts])
     for ids, slot, logits in zip(prompts, slots, got, strict=True):
@@ -150,13 +93,13 @@ def test_scales_and_parts_are_those_of_the_config(case: str, folder: Path) -> No
     path = write_tiny_checkpoint("llama-bias", folder / case / "model")
     one = write_adapter(folder / case / "adapter", path, strength=0.3, **CASES[case])
     ids = prompt(11, 3)
-    require_equal(path, load(path, one).logits([ids], [0]), ids, one)
+    require_equal(path, load_adapted(path, one).logits([ids], [0]), ids, one)
 
 
 def test_last_layer_adds_to_the_wanted_rows_alone(folder: Path) -> None:
     path = write_tiny_checkpoint("qwen3", folder / "wanted-model")
     one = write_adapter(folder / "wanted", path, layers=[2])
-    adapted = load(path, one)
+    adapted = load_adapted(path, one)
     prompts, slots = [prompt(6, 1), prompt(6, 2), prompt(5, 3)], (NO_ADAPTER, 0, 0)
     wanted = torch.tensor([16, 2, 7, 11, 11])
     everything = adapted.logits(prompts, slots)
@@ -166,7 +109,7 @@ def test_last_layer_adds_to_the_wanted_rows_alone(folder: Path) -> None:
 
 def test_base_rows_keep_their_bits_in_a_mixed_step(folder: Path) -> None:
     path = write_tiny_checkpoint("qwen3", folder / "bits-model")
-    adapted = load(path, write_adapter(folder / "bits", path))
+    adapted = load_adapted(path, write_adapter(folder / "bits", path))
     prompts = [prompt(6, 1), prompt(8, 2)]
     lens = [6, 8]
     attend = DenseAttend(specs=adapted.ours.attention, extend_lens=lens)
@@ -188,7 +131,7 @@ def test_two_ranks_equal_one(kv_heads: int, folder: Path, monkeypatch: pytest.Mo
     ids = prompt(9, 4)
 
     def on_rank(parallel: Parallel) -> Tensor:
-        part = load(path, one, group=parallel.forward)
+        part = load_adapted(path, one, group=parallel.forward)
         return part.logits([ids, ids], [0, NO_ADAPTER])
 
     for logits in on_ranks(2, on_rank):
@@ -209,7 +152,7 @@ def test_merged_reference_equals_peft(folder: Path) -> None:
     with torch.inference_mode():
         theirs = peft.PeftModel.from_pretrained(model, one).eval()(input_ids=ids[None]).logits[0]
     assert torch.allclose(theirs, truth(path, ids, one), atol=ATOL)
-    require_equal(path, load(path, one).logits([ids], [0]), ids, one)
+    require_equal(path, load_adapted(path, one).logits([ids], [0]), ids, one)
 
 
 @pytest.mark.parametrize("family", STATES)
@@ -229,6 +172,6 @@ def test_adapter_of_states_that_peft_wrote_equals_peft(family: str, folder: Path
     with torch.inference_mode():
         theirs, base = trained(input_ids=ids[None]).logits[0], truth(path, ids)
     assert (theirs - base).abs().max() > WORTH_SEEING
-    both = load(path, written).logits([ids, ids], [0, NO_ADAPTER])
+    both = load_adapted(path, written).logits([ids, ids], [0, NO_ADAPTER])
     assert torch.allclose(both[:70], theirs, atol=ATOL)
     assert torch.allclose(both[70:], base, atol=ATOL)

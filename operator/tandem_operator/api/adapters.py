@@ -94,4 +94,7 @@ class AdapterStatus(Api, frozen=True, kw_only=True):
     message: Annotated[str, msgspec.Meta(max_length=1024)] = ""
     """Why it is not loaded."""
     failed: Annotated[list[FailedWorker], msgspec.Meta(max_length=8)] = []
-    """Workers that have refused it, have not answered, or could not load it for a request."""
+    """Workers that have refused it, have not answered, or could not load it for a request; some of them where they are
+    many."""
+    failed_workers: int = 0
+    """Number of these workers."""

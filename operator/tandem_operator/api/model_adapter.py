@@ -63,7 +63,10 @@ class ModelAdapterStatus(Api, frozen=True, kw_only=True):
     workers: Annotated[list[LoadedWorker], msgspec.Meta(max_length=64)] = []
     """These workers, at most 64."""
     failed: Annotated[list[FailedWorker], msgspec.Meta(max_length=8)] = []
-    """Workers that have refused it, have not answered, or could not load it for a request."""
+    """Workers that have refused it, have not answered, or could not load it for a request; some of them where they are
+    many."""
+    failed_workers: int = 0
+    """Number of these workers."""
 
 
 class ModelAdapter(Api, frozen=True, kw_only=True):

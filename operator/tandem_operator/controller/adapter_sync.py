@@ -3,13 +3,16 @@
     each poll ─▶ what the gateway has registered ─▶ `next_command` ─▶ a task, one at a time
                                     └─▶ `Reading`, which reconciles write into statuses
 
+Names that the next worker is to load are announced to the gateway before: their requests wait, and start a worker of a
+service at zero.
+
 A command may take minutes, so polls do not wait for it. One that fails is repeated, after a longer pause each time.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import httpx
@@ -27,9 +30,15 @@ from tandem_operator.planning.adapters import (
     WantedAdapter,
     accepted,
     next_command,
+    to_announce,
 )
 from tandem_operator.planning.status import VALID
-from tandem_operator.telemetry.adapter_orders import CommandResult, registered_adapters, send_command
+from tandem_operator.telemetry.adapter_orders import (
+    CommandResult,
+    announce,
+    registered_adapters,
+    send_command,
+)
 from tandem_operator.telemetry.pods import PodSeen
 from tandem_operator.telemetry.worker_control import OrderFailedError
 
@@ -68,7 +77,8 @@ class AdapterSync:
     clock: Callable[[], float] = time.monotonic
     expecting: bool = False
     """The next poll should be soon."""
-    _held: dict[str, HeldAdapter] | None = None
+    _held: Mapping[str, HeldAdapter] | None = None
+    _announced: frozenset[str] = frozenset()
     _tried: dict[str, _Tried] = field(default_factory=dict)
     _pinned_on: dict[str, frozenset[str]] = field(default_factory=dict)
     _sent: "_Sent | None" = None
@@ -87,14 +97,25 @@ class AdapterSync:
             return self._reading("no gateway pod is ready")
         try:
             token = await self.token(subject.gateway or subject.wanted)
-            self._held = await registered_adapters(self.client, gateway, token, model=subject.model)
+            there = await registered_adapters(self.client, gateway, token, model=subject.model)
+            self._held, self._announced = there.held, there.announced or frozenset()
+            self._forget(found, listed)
+            if there.announced is not None and _is_current(subject):
+                await self._announce(subject, found, listed, gateway, token)
         except OrderFailedError as error:
             return self._reading(str(error))
-        self._forget(found, listed)
         if self._sent is None and _is_current(subject):
             self._send(subject, found, listed, gateway, token)
         self.expecting = self._sent is not None or any(one.name not in listed for one in found.wanted)
         return self._reading()
+
+    async def _announce(
+        self, subject: Subject, found: Accepted, listed: Iterable[str], gateway: PodSeen, token: str
+    ) -> None:
+        names = to_announce(found.wanted, listed, self._reading())
+        if names != self._announced:
+            await announce(self.client, gateway, token, names, model=subject.model)
+            self._announced = names
 
     def close(self) -> None:
         """Stop waiting for the command in flight."""
@@ -132,7 +153,7 @@ class AdapterSync:
         wanted: WantedAdapter | None = command.wanted if isinstance(command, Load) else None
         again = before is not None and before.failure.wanted == wanted
         pause_s = min(2 * before.pause_s, MAX_PAUSE_S) if again and before is not None else FIRST_PAUSE_S
-        failure = Failure(wanted=wanted, message=result.message, workers=result.failed)
+        failure = Failure(wanted=wanted, message=result.message, workers=result.failed, failures=result.failures)
         self._tried[name] = _Tried(failure, pause_s, self.clock() + pause_s)
 
     def _forget(self, found: Accepted, listed: dict[str, bool]) -> None:
@@ -143,6 +164,7 @@ class AdapterSync:
     def _reading(self, problem: str = "") -> Reading:
         return Reading(
             held=self._held,
+            announced=self._announced,
             failures={name: tried.failure for name, tried in self._tried.items()},
             pinned_on=dict(self._pinned_on),
             problem=problem,

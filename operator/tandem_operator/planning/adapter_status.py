@@ -86,6 +86,7 @@ def _served(
         loaded=len(has_it),
         workers=[LoadedWorker(name=name) for name in has_it[:MAX_WORKERS]],
         failed=adapter.failed if adapter is not None else [],
+        failed_workers=adapter.failed_workers if adapter is not None else 0,
     )
 
 

@@ -13,6 +13,8 @@ that people have loaded by themselves are left alone.
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+import msgspec
+
 from tandem_operator.api.adapters import AdapterSource, AdapterState, AdapterStatus, FailedWorker
 from tandem_operator.api.model_adapter import ModelAdapterSpec, ModelAdapterStatus
 from tandem_operator.api.types import ROLES, RoleName
@@ -22,8 +24,12 @@ from tandem_operator.planning.adapter_rules import most_in_memory, name_problem
 
 MAX_LISTED = 256
 MAX_FAILED = 8
+MAX_FAILED_IN_ALL = 256
+"""Failed workers that a status names, of all adapters: one of each in any case, and more where few have failed. Less
+than 1.5 MiB of an object fit into etcd, and a fleet may have 256 adapters on 1,000 workers."""
 MAX_MESSAGE = 1024
 MAX_REASON = 512
+"""Bytes of JSON, as `MAX_MESSAGE`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,7 +83,9 @@ class HeldAdapter:
     workers: frozenset[str] = frozenset()
     """Pods that have it in memory."""
     failed: Mapping[str, str] = field(default_factory=dict)
-    """Why pods could not load it for a request, by pod."""
+    """Why pods could not load it for a request, by pod; at most `MAX_FAILED`."""
+    failures: int = 0
+    """Number of these pods."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -88,7 +96,9 @@ class Failure:
     """None: it was to be unloaded."""
     message: str
     workers: Mapping[str, str] = field(default_factory=dict)
-    """Reason by pod."""
+    """Reason by pod; at most `MAX_FAILED`."""
+    failures: int = 0
+    """Number of pods that have failed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -99,6 +109,8 @@ class Reading:
     """Registered adapters by name; None: no gateway has answered yet."""
     failures: Mapping[str, Failure] = field(default_factory=dict)
     """By name."""
+    announced: frozenset[str] = frozenset()
+    """Names whose requests wait at the gateways until they are registered."""
     pinned_on: Mapping[str, frozenset[str]] = field(default_factory=dict)
     """Ready workers at the last successful load of each name; none for one that was not pinned."""
     problem: str = ""
@@ -223,6 +235,16 @@ def next_command(
     return None
 
 
+def to_announce(wanted: Iterable[WantedAdapter], listed: Iterable[str], reading: Reading) -> frozenset[str]:
+    """Names whose requests are to wait, although nothing is registered yet: those that the next worker loads.
+
+    The status has to list them, or nothing would withdraw a name that is removed again. One that could not be loaded
+    is unknown to clients, as before.
+    """
+    names = {one.name for one in wanted if _failure(reading, one.name, one) is None}
+    return frozenset(names & {*listed})
+
+
 def _pin_differs(one: WantedAdapter, held: HeldAdapter, reading: Reading, workers: Workers, *, pinned: bool) -> bool:
     """Whether it has to be pinned on some worker, or is pinned and no longer should be. `pinned`: as the status says.
 
@@ -248,18 +270,25 @@ def statuses_of(
     # What has been listed stays listed, as it may be loaded; others are listed once there is room.
     listed = {one.name for one in before}
     shown = sorted(by_name, key=lambda name: (name not in listed, name))[: MAX_LISTED - len(leaving)]
+    most = max(1, min(MAX_FAILED, MAX_FAILED_IN_ALL // max(1, _failing(reading))))
     return [
-        *(_status(by_name[name], reading, workers, pinned=name in pinned) for name in sorted(shown)),
-        *(_leaving(one, reading, workers) for one in leaving),
+        *(_status(by_name[name], reading, workers, pinned=name in pinned, most_failed=most) for name in sorted(shown)),
+        *(_leaving(one, reading, workers, most_failed=most) for one in leaving),
     ]
 
 
+def _failing(reading: Reading) -> int:
+    """Adapters that some worker has failed to load or to unload."""
+    names = {name for name, failure in reading.failures.items() if failure.workers}
+    return len(names | {name for name, held in (reading.held or {}).items() if held.failed})
+
+
 def _stays(one: AdapterStatus, reading: Reading) -> bool:
-    """Whether a removed adapter is, or may be, still registered."""
-    return reading.held is None or one.name in reading.held
+    """Whether a removed adapter is, or may be, still registered or announced."""
+    return reading.held is None or one.name in reading.held or one.name in reading.announced
 
 
-def _status(one: WantedAdapter, reading: Reading, workers: Workers, *, pinned: bool) -> AdapterStatus:
+def _status(one: WantedAdapter, reading: Reading, workers: Workers, *, pinned: bool, most_failed: int) -> AdapterStatus:
     held = (reading.held or {}).get(one.name)
     failure = _failure(reading, one.name, one)
     state: AdapterState = "Loaded" if _is_held(one, held) else "Pending" if failure is None else "Failed"
@@ -275,12 +304,13 @@ def _status(one: WantedAdapter, reading: Reading, workers: Workers, *, pinned: b
         pinned=bool(reading.pinned_on[one.name]) if one.name in reading.pinned_on else pinned,
         prefill=_count(held, workers, "prefill"),
         decode=_count(held, workers, "decode"),
-        message=message[:MAX_MESSAGE],
-        failed=_failed(failure, held),
+        message=_cut(message, MAX_MESSAGE),
+        failed=_failed(failure, held, most_failed),
+        failed_workers=_failures(failure, held),
     )
 
 
-def _leaving(one: AdapterStatus, reading: Reading, workers: Workers) -> AdapterStatus:
+def _leaving(one: AdapterStatus, reading: Reading, workers: Workers, *, most_failed: int) -> AdapterStatus:
     held, failure = (reading.held or {}).get(one.name), _failure(reading, one.name, None)
     return AdapterStatus(
         name=one.name,
@@ -290,8 +320,9 @@ def _leaving(one: AdapterStatus, reading: Reading, workers: Workers) -> AdapterS
         state="Unloading",
         prefill=_count(held, workers, "prefill"),
         decode=_count(held, workers, "decode"),
-        message=(failure.message if failure is not None else reading.problem)[:MAX_MESSAGE],
-        failed=_failed(failure, None),
+        message=_cut(failure.message if failure is not None else reading.problem, MAX_MESSAGE),
+        failed=_failed(failure, None, most_failed),
+        failed_workers=_failures(failure, None),
     )
 
 
@@ -306,10 +337,24 @@ def _count(held: HeldAdapter | None, workers: Workers, role: RoleName) -> int:
     return 0 if held is None else sum(of == role for name, of in workers.items() if name in held.workers)
 
 
-def _failed(failure: Failure | None, held: HeldAdapter | None) -> list[FailedWorker]:
+def _failures(failure: Failure | None, held: HeldAdapter | None) -> int:
+    """Workers that have failed, named or not: of the last command, or of loads for requests if these are more."""
+    of_command = 0 if failure is None else max(failure.failures, len(failure.workers))
+    return max(of_command, 0 if held is None else max(held.failures, len(held.failed)))
+
+
+def _failed(failure: Failure | None, held: HeldAdapter | None, most: int) -> list[FailedWorker]:
     """Of the last command, then of loads for requests."""
     of_command = failure.workers if failure is not None else {}
     of_requests = held.failed if held is not None else {}
     further = ((name, reason) for name, reason in sorted(of_requests.items()) if name not in of_command)
-    shown = [*sorted(of_command.items()), *further][:MAX_FAILED]
-    return [FailedWorker(name=name, reason=reason[:MAX_REASON]) for name, reason in shown]
+    shown = [*sorted(of_command.items()), *further][:most]
+    return [FailedWorker(name=name, reason=_cut(reason, MAX_REASON)) for name, reason in shown]
+
+
+def _cut(text: str, most: int) -> str:
+    """The beginning of `text`, of at most `most` bytes of JSON: a character takes one to six of them."""
+    cut = text[:most]
+    while (size := len(msgspec.json.encode(cut)) - 2) > most:
+        cut = cut[: len(cut) * most // size]
+    return cut

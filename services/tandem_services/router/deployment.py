@@ -6,7 +6,8 @@ Redis is shared, so its content is untrusted until a signature proves it:
     row        a worker signs its whole description; readers drop rows without a valid signature
     claim      a worker signs its incarnation: "this incarnation exists", by which it holds its worker's name
     start      a worker that is not registered yet signs its incarnation, role and model
-    adapter    a gateway signs what the name of an adapter stands for, with a revision if a command has registered it
+    adapter    a gateway signs what the name of an adapter stands for, with a revision if a command has registered it,
+               and names of adapters that are expected
     tokenizer  a gateway signs which tokenizer the workers of a model had, by digest
     verdict    why an incarnation has ended: the claim of a newer incarnation of the same worker, or a sentence signed
                by a process of the deployment (a peer that found it dead, or the worker itself as it exits, which also
@@ -83,6 +84,14 @@ class Deployment:
     def reported_adapter(self, model: str, content: str, *, proof: str) -> bool:
         """Whether a process of this deployment wrote this."""
         return _equal(proof, self.reported_adapter_proof(model, content))
+
+    def announced_adapters_proof(self, model: str, content: str) -> str:
+        """Proof of the names of adapters that `model` is expected to have."""
+        return self._proof("announced adapters", model, content)
+
+    def announced_adapters(self, model: str, content: str, *, proof: str) -> bool:
+        """Whether a process of this deployment wrote these."""
+        return _equal(proof, self.announced_adapters_proof(model, content))
 
     def tokenizer_proof(self, model: str, digest: str) -> str:
         """Proof that workers of `model` have reported the tokenizer with this digest."""

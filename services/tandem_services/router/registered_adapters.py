@@ -5,6 +5,7 @@
                Of `MAX_NAMES` the oldest makes way for a name that is registered
     sync       every heartbeat: take what is newer in Redis, write what is newer here
     reported   names of workers' flags, beside them: for gateways that start while there are no workers
+    announced  names that are expected, without content yet
 
 Each gateway keeps all entries in memory, so a Redis that is away, or has lost its data, changes nothing: gateways write
 them again. What no process of the deployment has signed is overwritten or removed. An old entry that is written
@@ -12,7 +13,7 @@ again has an old revision; only a gateway without a newer one takes it.
 """
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from typing import Annotated
@@ -38,6 +39,15 @@ MAX_REPORTED = 256
 
 MAX_REPORTED_TEXT = 4096
 """More than a name and a folder of which JSON escapes each character."""
+
+
+MAX_ANNOUNCED = 256
+"""Names that are expected of one model, as many as the status of a service lists."""
+
+MAX_ADAPTER_NAME = 128
+
+MAX_ANNOUNCED_TEXT = 1 << 18
+"""More than so many names of which JSON escapes each character."""
 
 
 class RegisteredAdapter(ServedAdapter, frozen=True, kw_only=True):
@@ -152,6 +162,73 @@ class ReportedAdapters:
         return adapter if adapter.name == name else None
 
 
+class _Announced(msgspec.Struct, frozen=True, kw_only=True):
+    names: Annotated[
+        tuple[Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_ADAPTER_NAME)], ...],
+        msgspec.Meta(max_length=MAX_ANNOUNCED),
+    ] = ()
+    revision: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
+
+    @property
+    def order(self) -> tuple[int, tuple[str, ...]]:
+        """The greater of two holds, at all gateways."""
+        return self.revision, self.names
+
+
+@dataclass(kw_only=True, slots=True)
+class AnnouncedAdapters:
+    """Names that a model is expected to have, although no worker has read these adapters yet, as one gateway has them.
+    Belongs to its event loop.
+
+    The operator announces what the spec of a service lists. A service at zero has no worker that could read an adapter,
+    so the name stands for nothing yet; but a request of it may wait, which starts a worker. Once a worker is ready the
+    name is registered. Gateways share one signed entry, of which the one with the higher revision holds.
+    """
+
+    model: str
+    deployment: Deployment
+    now: Callable[[], float] = time.time
+    _announced: _Announced = field(default_factory=_Announced)
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Sorted."""
+        return self._announced.names
+
+    def replace(self, names: Sequence[str]) -> None:
+        """From now on these, at most `MAX_ANNOUNCED`, are announced, and no others."""
+        revision = max(int(self.now()), self._announced.revision + 1)
+        self._announced = _Announced(names=tuple(sorted(set(names))), revision=revision)
+
+    def merge(self, texts: Mapping[str, str]) -> list[tuple[str, str, str]]:
+        """Take what is newer in Redis; returns what to change there (`AdapterBoard.sync`)."""
+        # No registered name has a colon, so gateways take this field for none of theirs.
+        place = f"{self.model}:\x01:"
+        before = texts.get(place, "")
+        found = self._decoded(before)
+        if found is not None and found.order >= self._announced.order:
+            self._announced = found
+            return []
+        after = self._text() if self._announced.revision else ""
+        return [(place, before, after)] if after != before else []
+
+    def _text(self) -> str:
+        content = msgspec.json.encode(self._announced, order="deterministic").decode()
+        return f"{self.deployment.announced_adapters_proof(self.model, content)} {content}"
+
+    def _decoded(self, text: str) -> _Announced | None:
+        """None for what no process of this deployment has written."""
+        proof, _, content = text.partition(" ")
+        try:
+            if len(text) > MAX_ANNOUNCED_TEXT or not self.deployment.announced_adapters(
+                self.model, content, proof=proof
+            ):
+                return None
+            return msgspec.json.decode(content, type=_Announced)
+        except (msgspec.DecodeError, UnicodeEncodeError):
+            return None
+
+
 @dataclass(kw_only=True, slots=True)
 class RegisteredAdapters:
     """Of one model, as this gateway has them. Belongs to its event loop."""
@@ -165,8 +242,11 @@ class RegisteredAdapters:
     """By name, removed ones included."""
     reported: ReportedAdapters = field(init=False)
     """Names that no command has registered."""
+    announced: AnnouncedAdapters = field(init=False)
+    """Names that are expected."""
 
     def __post_init__(self) -> None:
+        self.announced = AnnouncedAdapters(model=self.model, deployment=self.deployment, now=self.now)
         self.reported = ReportedAdapters(model=self.model, deployment=self.deployment)
 
     def note(self, adapters: Mapping[str, ServedAdapter]) -> None:
@@ -216,6 +296,12 @@ class RegisteredAdapters:
         self._entries[adapter.name] = entry
         await self.sync()
 
+    async def announce(self, names: Sequence[str]) -> None:
+        """These are expected from now on, and no others; in Redis too, as soon as that is there."""
+        if sorted(set(names)) != [*self.announced.names]:
+            self.announced.replace(names)
+            await self.sync()
+
     async def remove(self, name: str) -> bool:
         """The name stands for nothing from now on. False if it was not registered."""
         former = self.find(name)
@@ -233,7 +319,7 @@ class RegisteredAdapters:
             return
         try:
             texts = await self.board.sync()
-            changes = [*self._merge(texts), *self.reported.merge(texts)]
+            changes = [*self._merge(texts), *self.reported.merge(texts), *self.announced.merge(texts)]
             if changes:
                 self._merge(await self.board.sync(changes))
         except RedisUnavailableError:

@@ -187,15 +187,21 @@ def add_to_panel(
         if found[ROWS] == 0:
             continue
         for index in range(MAX_PARTS):
-            part = found[PARTS + index * PART_COLUMNS :]
-            begin = max(first, part[FIRST_OUTPUT])
-            width = min(first + count, part[FIRST_OUTPUT] + part[PART_OUTPUTS]) - begin
-            if part[RANK] == 0 or width <= 0:
+            part = PARTS + index * PART_COLUMNS
+            rank, first_output, outputs = found[part + RANK], found[part + FIRST_OUTPUT], found[part + PART_OUTPUTS]
+            if rank == 0:
+                break
+            begin = max(first, first_output)
+            width = min(first + count, first_output + outputs) - begin
+            if width <= 0:
                 continue
+            shape = (rank, outputs)
             for place_of_token in range(adapter[FIRST], adapter[END]):
                 token = adapters.tokens[place_of_token]
-                expand(adapters.low[token, part[FIRST_ROW] :], part, begin - part[FIRST_OUTPUT], width, delta, like)
-                _add_rounded(sums[token, begin - first :], delta, width, like)
+                low = adapters.low[token, found[part + FIRST_ROW] :]
+                expand(
+                    low, shape, found[part + B], begin - first_output, width, delta, sums[token, begin - first :], like
+                )
 
 
 @inlined
@@ -212,27 +218,25 @@ def _dot(weights: Array, x: Array, size: int) -> float:
     return total  # type: ignore[return-value]
 
 
-@inlined
-def _add_rounded(sums: Array, delta: Array, count: int, like: Array) -> None:
-    for i in range(count):
-        sums[i] = rounded(rounded(sums[i], like) + rounded(delta[i], like), like)
-
-
-def expand(low: Any, part: Any, first: Any, width: Any, delta: Any, like: Any) -> Any:
-    """delta[:width] = low · Bᵀ of `part`, for its outputs from `first` on. For compiled code.
+def expand(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:
+    """sums[:width] += low · Bᵀ for outputs from `first` on, both rounded as numbers of `like` before and after. For
+    compiled code.
 
     Args:
-        low: [at least RANK] float32, dense.
-        delta: [OUTPUTS] float32, dense; all of a whole panel at once.
+        low: [at least rank] float32, dense.
+        shape: rank and outputs of Bᵀ, of which `b` is the address.
+        delta: [OUTPUTS] float32, overwritten.
+        sums: [at least width] float32, dense.
     """
     raise NotImplementedError("expand is for compiled code")
 
 
 def _build_panel(*, halves: bool) -> Callable[[int, int, int, int, int], None]:
-    """A function for compiled code: OUTPUTS outputs in registers."""
+    """A function for compiled code: OUTPUTS outputs in registers, which are added to those at `out`; with `halves` they
+    are put there, to be rounded."""
 
     @intrinsic  # type: ignore[untyped-decorator]
-    def panel(typing_context: Any, low: Any, b: Any, b_row: Any, delta: Any, rank: Any) -> Any:  # noqa: ARG001
+    def panel(typing_context: Any, low: Any, b: Any, b_row: Any, out: Any, rank: Any) -> Any:  # noqa: ARG001
         """Addresses; `b_row` numbers from one row of Bᵀ to the next."""
         signature = types.void(types.uintp, types.uintp, types.intp, types.uintp, types.intp)
 
@@ -245,9 +249,9 @@ def _build_panel(*, halves: bool) -> Callable[[int, int, int, int, int], None]:
     return panel  # type: ignore[no-any-return]
 
 
-def _write_panel(code: Vectors, low: Any, b: Any, b_row: Any, delta: Any, rank: Any, *, halves: bool) -> None:
+def _write_panel(code: Vectors, low: Any, b: Any, b_row: Any, out: Any, rank: Any, *, halves: bool) -> None:
     builder, columns = code.builder, [code.index(column) for column in range(0, OUTPUTS, LANES)]
-    low, delta = code.floats(low), code.floats(delta)
+    low, out = code.floats(low), code.floats(out)
     b = builder.inttoptr(b, (ir.IntType(16) if halves else code.number).as_pointer())
     # Stack slots, which the optimizer turns into registers.
     totals = [cgutils.alloca_once(builder, code.vector) for _ in columns]
@@ -260,7 +264,8 @@ def _write_panel(code: Vectors, low: Any, b: Any, b_row: Any, delta: Any, rank: 
             weights = _widened_vector(code, place) if halves else code.load(place)
             builder.store(code.multiply_add(value, weights, builder.load(total)), total)
     for column, total in zip(columns, totals, strict=True):
-        code.store(builder.load(total), builder.gep(delta, [column]))
+        place, value = builder.gep(out, [column]), builder.load(total)
+        code.store(value if halves else builder.fadd(code.load(place), value), place)
 
 
 def _widened_vector(code: Vectors, place: Any) -> Any:
@@ -271,27 +276,36 @@ def _widened_vector(code: Vectors, place: Any) -> Any:
     return builder.bitcast(builder.shl(words, shift), code.vector)
 
 
-def _expander(number: Any, *, halves: bool) -> Callable[[Any, Any, Any, Any, Any, Any], None]:
-    whole_panel, size = _build_panel(halves=halves), 2 if halves else 4
-
-    # numba requires an equal signature, annotations included, of the stub, the chooser and the choices.
-    def multiply(low: Any, part: Any, first: Any, width: Any, delta: Any, like: Any) -> Any:  # noqa: ARG001
-        if width == OUTPUTS:
-            address = part[B] + first * size
-            whole_panel(low.ctypes.data, address, part[PART_OUTPUTS], delta.ctypes.data, part[RANK])
-            return
-        b = array_at(part[B], (part[RANK], part[PART_OUTPUTS]), number)
-        delta[:width] = np.float32(0.0)
-        for row in range(part[RANK]):
-            for i in range(width):
-                delta[i] += low[row] * widened(b[row, first + i])
-
-    return multiply
+# numba requires an equal signature, annotations included, of the stub, the chooser and the choices.
+def _expand_floats(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:
+    if width == OUTPUTS:
+        _panel_of_floats(low.ctypes.data, b + first * like.itemsize, shape[1], sums.ctypes.data, shape[0])
+        return
+    _sum_outputs(low, array_at(b, shape, types.float32), first, width, delta)
+    for i in range(width):
+        sums[i] += delta[i]
 
 
-_expand_floats, _expand_halves = _expander(types.float32, halves=False), _expander(types.uint16, halves=True)
+def _expand_halves(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:
+    if width == OUTPUTS:
+        _panel_of_halves(low.ctypes.data, b + first * like.itemsize, shape[1], delta.ctypes.data, shape[0])
+    else:
+        _sum_outputs(low, array_at(b, shape, types.uint16), first, width, delta)
+    for i in range(width):
+        sums[i] = rounded(rounded(sums[i], like) + rounded(delta[i], like), like)
+
+
+@inlined
+def _sum_outputs(low: Array, weights: Array, first: int, width: int, delta: Array) -> None:
+    delta[:width] = np.float32(0.0)
+    for row in range(weights.shape[0]):
+        for i in range(width):
+            delta[i] += low[row] * widened(weights[row, first + i])
+
+
+_panel_of_floats, _panel_of_halves = _build_panel(halves=False), _build_panel(halves=True)
 
 
 @overload(expand, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
-def _expand_of_dtype(low: Any, part: Any, first: Any, width: Any, delta: Any, like: Any) -> Any:  # noqa: ARG001
+def _expand_of_dtype(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:  # noqa: ARG001
     return _expand_floats if like.dtype == types.float32 else _expand_halves

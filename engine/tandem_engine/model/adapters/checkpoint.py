@@ -192,7 +192,7 @@ def _require_targets(facts: PeftFacts, matrices: Iterable[Matrix], *, known: Ite
     names = (*known, *NEVER_SUPPORTED)
     for target in facts.target_modules:
         is_known = any(ends_with(name, target) or ends_with(target, name) for name in names)
-        if is_known and not any(ends_with(module, target) for module in modules):
+        if is_known and not facts.excludes(target) and not any(ends_with(module, target) for module in modules):
             raise CheckpointError(
                 f"{facts.path}: target_modules lists {shown(target)}, but {WEIGHTS} has no tensors of it; save the "
                 "adapter again, or remove the entry"

@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Self
 
 import torch
@@ -12,6 +12,7 @@ from tandem_engine.config import AdapterConfig, ModelConfig
 from tandem_engine.messages.control import ServedAdapter
 from tandem_engine.messages.kv_events import DIGEST_BYTES
 from tandem_engine.messages.requests import AdapterRef
+from tandem_engine.model.adapters.arena import together
 from tandem_engine.model.adapters.checkpoint import open_adapter
 from tandem_engine.model.adapters.weights import AdapterWeights, load_adapter
 from tandem_engine.parallel.agreement import Least
@@ -51,6 +52,7 @@ class LoadedAdapters:
             try:
                 checkpoint = open_adapter(config.located(source.path), base, max_rank=config.max_rank)
                 weights = load_adapter(checkpoint, base, dtype=dtype, group=group)
+                weights = replace(weights, sites=together(weights.sites))
             except CheckpointError as error:
                 raise CheckpointError(f"adapter {source.name!r}: {error}") from error
             names[source.name] = AdapterRef(name=source.name, digest=weights.digest)

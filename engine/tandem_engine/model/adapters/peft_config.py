@@ -34,7 +34,6 @@ NO_EFFECT = frozenset(
         "corda_config",
         "ensure_weight_tying",
         "eva_config",
-        "exclude_modules",
         "fan_in_fan_out",
         "inference_mode",
         "layers_pattern",
@@ -73,6 +72,7 @@ READ = frozenset(
     {
         "alpha_pattern",
         "bias",
+        "exclude_modules",
         "init_lora_weights",
         "lora_alpha",
         "peft_type",
@@ -103,6 +103,8 @@ class PeftFacts:
     alpha_pattern: dict[str, float]
     target_modules: tuple[str, ...]
     """Dotted suffixes of modules that the adapter is for; () where the config has a rule instead of a list."""
+    excluded: tuple[str, ...] | None
+    """Dotted suffixes of modules that it is not for all the same; None where the config has a rule instead."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -117,8 +119,15 @@ class PeftFacts:
             rank_stabilized=fields.flag("use_rslora", default=False),
             rank_pattern=_ranks(fields),
             alpha_pattern=_alphas(fields),
-            target_modules=_targets(fields),
+            target_modules=_names(fields, "target_modules") or (),
+            excluded=_names(fields, "exclude_modules"),
         )
+
+    def excludes(self, target: str) -> bool:
+        """Whether the adapter may have nothing of a module that `target_modules` lists."""
+        if self.excluded is None:
+            return True
+        return any(ends_with(name, target) or ends_with(target, name) for name in self.excluded)
 
     def rank_of(self, module: str) -> int:
         """Of the module with this dotted name."""
@@ -187,11 +196,13 @@ def _suffix(pattern: ConfigFields, key: str) -> str:
     return key
 
 
-def _targets(fields: ConfigFields) -> tuple[str, ...]:
-    """A rule in one string is never evaluated: the tensors show what it matched."""
-    value = fields.values.get("target_modules")
-    if value is None or isinstance(value, str):
+def _names(fields: ConfigFields, name: str) -> tuple[str, ...] | None:
+    """None for a rule in one string. It is never evaluated: the tensors show what it matched."""
+    value = fields.values.get(name)
+    if isinstance(value, str):
+        return None
+    if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        fields.refuse("target_modules", "must be a list of names, or one string")
+        fields.refuse(name, "must be a list of names, or one string")
     return tuple(str(item) for item in value)

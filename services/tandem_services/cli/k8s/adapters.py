@@ -55,6 +55,8 @@ def _served(service: Object) -> Iterator[tuple[str, ...]]:
 
 def _note(adapter: dict[str, Any]) -> str:
     failed = [f"{one['name']}: {one['reason']}" for one in adapter.get("failed", ())]
+    if (more := adapter.get("failedWorkers", 0) - len(failed)) > 0:
+        failed.append(f"and {more} more workers")
     return escape("; ".join(failed) or adapter.get("message", ""))
 
 

@@ -212,14 +212,16 @@ class EmbeddingEndpoint:
 
     async def _serve(self, request: EmbeddingRequest, scope: Scope, send: Send) -> None:
         identify_request(scope, request.request_id or request.rid)
-        served, adapter = self._models.of_request(scope, request.model)
+        named = self._models.of_request(scope, request.model)
+        served = named.service
         request.model = request.model or served.model.name
         identity = identity_of(scope)
         deadline = self._shared.deadline(identity, request.timeout)
         limit = self._shared.limit(deadline)
         try:
             with limit:
-                plan = replace(await self._planner.plan(request, served, identity.caller), adapter=adapter)
+                plan = await self._planner.plan(request, served, identity.caller)
+                plan = replace(plan, adapter=await named.resolved())
             identity.body.release()
             await self._answer(plan, served, identity, limit, deadline, send)
         finally:

@@ -262,7 +262,8 @@ class GenerationEndpoint(Generic[R]):
 
     async def _serve(self, request: R, scope: Scope, client: Client, send: Send) -> None:
         identify_request(scope, request.request_id or request.rid)
-        served, adapter = self._models.of_request(scope, request.model)
+        named = self._models.of_request(scope, request.model)
+        served = named.service
         request.model = request.model or served.model.name
         identity = identity_of(scope)
         caller = identity.caller
@@ -271,7 +272,8 @@ class GenerationEndpoint(Generic[R]):
         limit = self._shared.limit(deadline)
         try:
             with limit:
-                plan = (await self._planner.plan(request, served, caller)).owned_by(caller).computed_by(adapter)
+                plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
+                plan = plan.computed_by(await named.resolved())
             identity.body.release()
             await self._answer(plan, served, identity, objectives, limit, deadline, client, send)
         finally:

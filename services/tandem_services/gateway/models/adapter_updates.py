@@ -18,16 +18,17 @@ gateways meet at the workers: each has the digest of what it is about, so none u
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 import msgspec
 
-from tandem_engine.base.errors import CheckpointError
+from tandem_engine.base.errors import CheckpointError, ConfigError
 from tandem_engine.base.logs import quoted
 from tandem_engine.config import Role
+from tandem_engine.config.adapters import check_adapter_name
 from tandem_engine.messages.control import ServedAdapter
 from tandem_services.common.errors import ApiError, bad_request, not_found, unavailable
 from tandem_services.common.tasks import run_periodically
@@ -143,6 +144,15 @@ class AdapterUpdates:
         """Raises `ApiError`: 404 where no worker has it, 503 where workers fail or are busy."""
         async with self._turn():
             return await self._unload(name)
+
+    async def announce(self, names: Sequence[str]) -> None:
+        """These are expected from now on, and no others. Raises `ApiError` 400 for what is no name."""
+        for name in names:
+            try:
+                check_adapter_name(name)
+            except ConfigError as error:
+                raise bad_request(str(error), "lora_names") from error
+        await self.registered.announce(names)
 
     @asynccontextmanager
     async def _turn(self) -> AsyncIterator[None]:

@@ -53,12 +53,19 @@ class Named(NamedTuple):
 
     service: ModelService
     adapter: AdapterRef | None
-    """None: the model alone."""
+    """None: the model alone, unless an adapter is expected."""
+    expected: str = ""
+    """Name of an adapter that is announced, and stands for nothing yet."""
+
+    async def resolved(self) -> AdapterRef | None:
+        """The adapter of the request, awaited where it is expected. Raises `ApiError`, see `ExpectedAdapters.find`."""
+        return await self.service.expected.find(self.expected) if self.expected else self.adapter
 
 
 class _Found(NamedTuple):
     service: ModelService
     adapter: ServedAdapter | None
+    expected: str = ""
 
 
 class ModelCatalog:
@@ -87,10 +94,10 @@ class ModelCatalog:
         """What `name` stands for now; without a name, the only model. The request in `scope` is known from now on to be
         answered by it. Raises `ApiError` 400 for a name of several, or none where there are several models, 404 for
         a name that is not there for the caller, and 503 for a model whose tokenizer is awaited."""
-        served, adapter = self._find(name, identity_of(scope).caller)
+        served, adapter, expected = self._find(name, identity_of(scope).caller)
         served.open_requests.begin()
         identify_model(scope, served.model.name, on_end=served.open_requests.end)
-        return Named(served, None if adapter is None else ref_of(adapter))
+        return Named(served, None if adapter is None else ref_of(adapter), expected)
 
     def of_adapter(self, name: str, *, param: str) -> tuple[ModelService, str]:
         """The model of an adapter, loaded or not, and the adapter's own name, of NAME or MODEL:NAME.
@@ -132,11 +139,14 @@ class ModelCatalog:
             service.model.adapter_card(adapter, name=name)
             for name, (service, adapter) in self._adapters(caller).items()
         ]
+        adapters += [service.model.expected_card(name=name) for name, service in self._expected(caller).items()]
         return ModelList(data=[*models, *adapters])
 
     def card(self, name: str, caller: Caller) -> ModelCard:
         """Raises `ApiError` 404."""
-        service, adapter = self._find(name, caller)
+        service, adapter, expected = self._find(name, caller)
+        if expected:
+            return service.model.expected_card(name=name)
         return service.model.card(name) if adapter is None else service.model.adapter_card(adapter, name=name)
 
     def _find(self, name: str | None, caller: Caller) -> _Found:
@@ -167,6 +177,11 @@ class ModelCatalog:
             for service in services
             if service.model.may_use_adapter(caller, own) and (adapter := service.model.adapters.find(own)) is not None
         ]
+        found += [
+            _Found(service, None, own)
+            for service in services
+            if service.model.may_use_adapter(caller, own) and service.model.expects(own)
+        ]
         if len(found) > 1:
             names = " or ".join(f"'{quoted(each.service.model.name)}:{quoted(own)}'" for each in found[:MAX_NAMED])
             raise bad_request(f"Several models have an adapter '{quoted(own)}': send {names}.", "model")
@@ -182,6 +197,15 @@ class ModelCatalog:
                 adapter,
             )
             for service, name, adapter in each
+        }
+
+    def _expected(self, caller: Caller) -> dict[str, ModelService]:
+        """Announced adapters that stand for nothing yet, by the name that is enough in any case."""
+        each = ((service, name) for service in self._services for name in service.model.expected_for(caller))
+        only = len(self._services) == 1
+        return {
+            name if only and name not in self._by_name else f"{service.model.name}:{name}": service
+            for service, name in each
         }
 
     def _no_such_model(self, name: str, caller: Caller) -> ApiError:

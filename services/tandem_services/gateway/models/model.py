@@ -112,6 +112,20 @@ class ServedModel:
         former = {} if last else self.registered.reported.all()
         return AdapterNames(last, offered=offered, registered=self.registered.all(), former=former)
 
+    @property
+    def announced_adapters(self) -> tuple[str, ...]:
+        """Names that it is expected to have, loaded or not."""
+        return () if self.registered is None else self.registered.announced.names
+
+    def expects(self, name: str) -> bool:
+        """Whether an adapter of this name is announced, and stands for nothing yet."""
+        return name in self.announced_adapters and self.adapters.find(name) is None
+
+    def expected_for(self, caller: Caller) -> tuple[str, ...]:
+        """Those that `caller` may use."""
+        names = (name for name in self.announced_adapters if self.may_use_adapter(caller, name))
+        return tuple(name for name in names if self.expects(name))
+
     def reported_adapters(self) -> Mapping[str, ServedAdapter] | None:
         """What names stand for at its workers. None where there are none."""
         own = tuple(worker for worker in self.workers() if worker.model == self.name)
@@ -137,6 +151,11 @@ class ServedModel:
             max_model_len=self.context_length,
             parent=self.name,
         )
+
+    def expected_card(self, *, name: str) -> ModelCard:
+        """Of an adapter that stands for nothing yet, which clients call `name`."""
+        own = name.rpartition(":")[2]
+        return ModelCard(id=name, created=self.created, root=own, max_model_len=self.context_length, parent=self.name)
 
     def card(self, name: str) -> ModelCard:
         """Of the model under one of its names."""

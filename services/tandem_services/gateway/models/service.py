@@ -27,6 +27,7 @@ from tandem_services.gateway.dispatch.quarantine import EndReports, Quarantine
 from tandem_services.gateway.dispatch.reading_pace import ReadingPace
 from tandem_services.gateway.dispatch.sessions import SessionDirectory, SessionManager
 from tandem_services.gateway.models.adapter_updates import AdapterUpdates
+from tandem_services.gateway.models.expected_adapters import ExpectedAdapters
 from tandem_services.gateway.models.model import ServedModel, checkpoint_length
 from tandem_services.gateway.models.prompts import PromptEncoder
 from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
@@ -116,6 +117,7 @@ class ModelService:
     metrics: GatewayMetrics
     predictions: Predictions
     updates: AdapterUpdates
+    expected: ExpectedAdapters
     objectives: Objectives
     """Of requests that name none."""
     policies: str
@@ -183,6 +185,9 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     )
     engines = _engines(fleet, shared, metrics)
     policy = _retry_policy(config)
+    queue_metrics = QueueMetrics(shared.families, model=config.name)
+    admission = _admission(fleet, shared, queue_metrics)
+    waits = admission.binding.policy
     dispatcher = Dispatcher(
         placing=Placing(
             chooser=fleet.chooser,
@@ -190,7 +195,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
             policy=policy,
             metrics=metrics,
             budget=RetryBudget(clock=shared.clock),
-            admission=_admission(fleet, shared),
+            admission=admission,
             objectives=SloAdmission(
                 shared.families,
                 model=config.name,
@@ -227,6 +232,13 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         ),
         metrics=metrics,
         predictions=predictions,
+        expected=ExpectedAdapters(
+            model=model,
+            clock=shared.clock,
+            changed=queue_metrics.expecting,
+            wait_s=max(waits.worker_s, waits.start_s),
+            seats=config.max_waiting,
+        ),
         updates=AdapterUpdates(model=model, registered=registered, commands=WorkerCommands(keys=fleet.context.keys)),
         objectives=config.objectives,
         policies=str(config.policies),
@@ -259,9 +271,8 @@ def _engines(fleet: Fleet, shared: Shared, metrics: GatewayMetrics) -> EnginePoo
     return pool
 
 
-def _admission(fleet: Fleet, shared: Shared) -> Admission:
+def _admission(fleet: Fleet, shared: Shared, metrics: QueueMetrics) -> Admission:
     config, counters = fleet.config, VirtualCounters()
-    metrics = QueueMetrics(shared.families, model=config.name)
     starts = WorkerStarts(
         fleet=fleet.chooser,
         clock=shared.clock,

@@ -135,7 +135,9 @@ class QueueMetrics:
     def __init__(self, families: MetricFamilies, *, model: str) -> None:
         self._model = model
         self._waiting = families.gauge(
-            "tandem_gateway_num_requests_waiting", "Choices in the queue of this gateway", [MODEL]
+            "tandem_gateway_num_requests_waiting",
+            "Choices in the queue of this gateway, and requests of adapters that no worker has read yet",
+            [MODEL],
         ).labels(model_name=model)
         self._by_tenant = families.gauge(
             "tandem_gateway_tenant_requests_waiting",
@@ -189,16 +191,22 @@ class QueueMetrics:
         ).labels(model_name=model)
         self._held = families.gauge(
             "tandem_gateway_num_requests_held",
-            "Choices in the queue of this gateway because there is no worker",
+            "Choices that wait at this gateway because there is no worker, or none has read their adapter yet",
             [MODEL],
         ).labels(model_name=model)
         self._shown: set[str] = set()
+        self._queued = self._expecting = 0
 
     def watch(self, figures: Callable[[], QueueFigures]) -> None:
         """Collect what each scrape reports."""
         self._tokens.set_function(lambda: figures().prompt_tokens)
         self._oldest.set_function(lambda: figures().oldest_wait_s)
-        self._held.set_function(lambda: figures().held)
+        self._held.set_function(lambda: figures().held + self._expecting)
+
+    def expecting(self, requests: int) -> None:
+        """How many wait for an adapter that no worker has read yet: these are held, and in no queue."""
+        self._expecting = requests
+        self._waiting.set(self._queued + requests)
 
     @recording
     def note_demand(self, prompt_tokens: int, *, gap_s: float) -> None:
@@ -225,7 +233,8 @@ class QueueMetrics:
     @recording
     def waiting(self, lengths: Mapping[str, int]) -> None:
         """How many wait, by tenant."""
-        self._waiting.set(sum(lengths.values()))
+        self._queued = sum(lengths.values())
+        self._waiting.set(self._queued + self._expecting)
         for tenant in self._shown - lengths.keys():
             self._by_tenant.labels(model_name=self._model, tenant=tenant).set(0)
         for tenant, length in lengths.items():

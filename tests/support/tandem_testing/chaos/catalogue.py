@@ -84,6 +84,7 @@ PROMISES: tuple[Promise, ...] = (
     _line(71, "the slot of a cluster moves, then its owner dies", "as 69", 1.0),
     _line(72, "an exception anywhere in an engine", "no wrong answer, no request without an answer", 10.0),
     _line(73, "an exception anywhere in a worker's service", "as 72", 10.0),
+    _line(74, "processes die while adapters load on demand", "nothing wrong, nothing failed; loaded again", 10.0),
     _line(75, "as 60, gateways have no connections", "as 60: workers that were never asked stay members", 1.0),
 )
 

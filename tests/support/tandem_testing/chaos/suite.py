@@ -4,6 +4,7 @@ from types import ModuleType
 
 from tandem_testing.chaos.families import (
     adapters,
+    adapters_on_demand,
     addresses,
     clients,
     crashes,
@@ -39,6 +40,7 @@ FAMILIES: tuple[ModuleType, ...] = (
     drains,
     identities,
     adapters,
+    adapters_on_demand,
     exceptions,
     endurance,
 )

@@ -37,6 +37,8 @@ class Gateway:
         self.may_answer = asyncio.Event()
         self.may_answer.set()
         self.status = 200
+        self.announced: list[str] | None = None
+        """None: a gateway of a former release."""
 
     def has(self, name: str, folder: str, workers: tuple[str, ...] = ("p",)) -> None:
         self.registered[name] = {"name": name, "digest": "a" * 32, "folder": folder, "workers": list(workers)}
@@ -44,7 +46,11 @@ class Gateway:
     async def respond(self, request: httpx.Request) -> httpx.Response:
         assert request.headers["authorization"] == "Bearer token"
         if request.method == "GET":
-            return httpx.Response(self.status, json={"adapters": list(self.registered.values())})
+            announced = {} if self.announced is None else {"announced": self.announced}
+            return httpx.Response(self.status, json={"adapters": list(self.registered.values()), **announced})
+        if request.url.path.endswith("/announce"):
+            self.announced = json.loads(request.content)["lora_names"]
+            return httpx.Response(200, json=DONE)
         self.commands.append((request.url.path.rpartition("/")[2], json.loads(request.content)))
         await self.may_answer.wait()
         return httpx.Response(200, json=self.answer)
@@ -212,7 +218,7 @@ async def test_without_a_gateway_the_last_list_stays(sync, gateway):
     assert (alone.problem, alone.held) == ("no gateway pod is ready", first.held)
     gateway.status = 404
     older = await sync.step(seen(SPEC, "sql"))
-    assert "answered /operator/adapters with 404" in older.problem
+    assert "answered /operator/adapters?workers=table with 404" in older.problem
     assert older.held == first.held
 
 
@@ -240,3 +246,24 @@ async def test_missing_key_file_is_reported(gateway):
     async with httpx.AsyncClient(transport=httpx.MockTransport(gateway.respond)) as client:
         reading = await AdapterSync(client, token).step(seen(SPEC, "sql"))
     assert reading.problem == "Secret 'chat-curve' does not exist yet"
+
+
+async def test_listed_names_are_announced_while_there_is_no_worker(sync, gateway):
+    gateway.announced = []
+    empty = replace(seen(SPEC, "sql"), parts=Parts.of(OWNER, []))
+    reading = await sync.step(empty)
+    assert (gateway.announced, gateway.commands, reading.announced) == (["sql"], [], {"sql"})
+    assert (await sync.step(replace(seen({}, "sql"), parts=Parts.of(OWNER, [])))).announced == frozenset()
+    assert gateway.announced == []
+
+
+async def test_name_is_announced_only_once_the_status_lists_it(sync, gateway):
+    gateway.announced = []
+    await sync.step(seen(SPEC))
+    assert gateway.announced == []
+
+
+async def test_gateway_of_a_former_release_gets_no_announcement(sync, gateway):
+    reading = await sync.step(seen(SPEC, "sql"))
+    await settled(sync)
+    assert (gateway.announced, reading.announced) == (None, frozenset())

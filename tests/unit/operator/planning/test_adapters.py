@@ -22,6 +22,7 @@ from tandem_operator.planning.adapters import (
     accepted,
     next_command,
     statuses_of,
+    to_announce,
 )
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import Plan, make_plan, revision_of
@@ -318,3 +319,52 @@ def test_statuses_of_model_adapters_name_workers_and_reasons():
     assert condition_of(refused.conditions, "Accepted")[:2] == ("False", "NameTaken")
     assert condition_of(refused.conditions, "Ready")[:2] == ("False", "NotAccepted")
     assert [(one.name, one.model_adapter) for one in plan.status.adapters] == [("sql", "sql")]
+
+
+MOST = 1 << 20
+"""Bytes of a status, of at most 1.5 MiB that etcd takes for an object with its spec."""
+
+
+@pytest.mark.parametrize("character", ["x", "\x01", "\N{GRINNING FACE}"], ids=["plain", "escaped", "wide"])
+def test_status_of_256_adapters_on_1000_workers_fits_into_etcd(character):
+    workers = {f"chat-decode-{number:04d}-{'p' * 200}": "decode" for number in range(1000)}
+    reasons = dict.fromkeys(workers, character * 600)
+    wanted = [
+        WantedAdapter(name=f"{number:03}" + "n" * 125, folder="claims/adapters/sql", model_adapter=f"m{number}")
+        for number in range(MAX_LISTED)
+    ]
+    held = replace(HELD, digest=B, workers=frozenset(workers), failed=dict([*reasons.items()][8:16]), failures=500)
+    failures = {
+        one.name: Failure(
+            wanted=one, message=character * 4096, workers=dict([*reasons.items()][:MAX_FAILED]), failures=1000
+        )
+        for one in wanted
+    }
+    reading = Reading(held={one.name: held for one in wanted}, failures=failures)
+    status = ModelServiceStatus(adapters=statuses_of(wanted, [], reading, workers))
+    assert len(msgspec.json.encode(status)) < MOST
+    assert {(one.decode, one.failed_workers, len(one.failed)) for one in status.adapters} == {(1000, 1000, 1)}
+    assert len(status.adapters) == MAX_LISTED
+
+
+def test_few_failing_adapters_name_more_workers():
+    failure = Failure(wanted=SQL, message="m", workers={f"d{n}": "r 128" for n in range(MAX_FAILED)}, failures=900)
+    (status,) = statuses_of([SQL], [], Reading(held={}, failures={"sql": failure}), WORKERS)
+    assert (len(status.failed), status.failed_workers) == (MAX_FAILED, 900)
+
+
+def test_names_that_the_next_worker_loads_are_announced():
+    assert to_announce([SQL], [], Reading(held={})) == frozenset(), "the status does not list it yet"
+    assert to_announce([SQL], ["sql"], Reading(held={})) == {"sql"}
+    failure = Failure(wanted=SQL, message="r 128")
+    assert to_announce([SQL], ["sql"], Reading(held={}, failures={"sql": failure})) == frozenset()
+    changed = replace(SQL, folder="claims/adapters/sql-2")
+    assert to_announce([changed], ["sql"], Reading(held={}, failures={"sql": failure})) == {"sql"}
+    assert to_announce([], ["sql"], Reading(held={})) == frozenset()
+
+
+def test_removed_name_is_listed_until_it_is_withdrawn():
+    before = [AdapterStatus(name="sql", source=SQL.folder)]
+    (status,) = statuses_of([], before, Reading(held={}, announced=frozenset({"sql"})), {})
+    assert (status.name, status.state) == ("sql", "Unloading")
+    assert statuses_of([], before, Reading(held={}), {}) == []

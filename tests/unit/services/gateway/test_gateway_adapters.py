@@ -292,3 +292,80 @@ async def test_request_of_the_model_passes_a_full_adapter(rack, tokenizer):
         chooser.full = False
         assert (await waiting).status_code == 200
     assert [received.adapter is not None for received in engines[0].received] == [True]
+
+
+@pytest.fixture
+def announcing(rack, tokenizer):
+    """One model whose registered names are given."""
+
+    @asynccontextmanager
+    async def start(registered: RegisteredAdapters, **config):
+        model = ModelConfig(path=Path(), names=("mock",), cluster="mock", recovery_s=0.5, max_attempts=2, **config)
+        engine = rack.add("mock", MockBehaviour(token=lambda *_: EOS, eos=EOS))
+        view = replace(engine.view, adapters={}, adapter_memory=AdapterMemory(limit=2, loads=True))
+        fleet = Fleet(
+            config=model,
+            chooser=FakeChooser([view]),
+            sessions=SessionShelf(),
+            context=rack.context,
+            tokenizer=tokenizer,
+            adapters=registered,
+        )
+        async with serving_fleets(GatewayConfig(models=(model,), ping_interval_s=5.0), [fleet]) as http:
+            yield http, engine
+
+    return start
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+async def test_request_of_an_announced_adapter_waits_for_it(announcing, path):
+    registered = RegisteredAdapters(model="mock")
+    await registered.announce(["sql"])
+    body = {"input": "hi"} if path == "/v1/embeddings" else CHAT
+    async with announcing(registered) as (http, engine):
+        cards = (await http.get("/v1/models")).json()["data"]
+        assert [(card["id"], card["parent"]) for card in cards] == [("mock", None), ("sql", "mock")]
+        assert (await http.get("/v1/models/sql")).json()["parent"] == "mock"
+        answer = asyncio.create_task(http.post(path, json={"model": "sql", **body}))
+
+        async def held() -> bool:
+            return metric_sum((await http.get("/metrics")).text, "tandem_gateway_num_requests_held") == 1
+
+        await until(held, 10.0, "the request is held")
+        assert engine.received == []
+        await registered.register(adapter("sql", "7"), source="folder")
+        assert (await answer).status_code == 200
+        assert metric_sum((await http.get("/metrics")).text, "tandem_gateway_num_requests_held") == 0
+    [received] = engine.received
+    assert received.adapter.digest == bytes.fromhex("7" * 32)
+
+
+async def test_withdrawn_announcement_is_404(announcing):
+    registered = RegisteredAdapters(model="mock")
+    await registered.announce(["sql"])
+    async with announcing(registered) as (http, engine):
+        answer = asyncio.create_task(http.post("/v1/chat/completions", json={"model": "sql", **CHAT}))
+        await asyncio.sleep(0.1)
+        await registered.announce([])
+        assert (await answer).status_code == 404
+        again = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
+    assert (again.status_code, engine.received) == (404, [])
+
+
+async def test_adapter_that_no_worker_loads_in_time_is_503(announcing):
+    registered = RegisteredAdapters(model="mock")
+    await registered.announce(["sql"])
+    async with announcing(registered, queue_s=0.2, start_wait_s=0.2) as (http, engine):
+        answer = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
+    assert (answer.status_code, answer.headers["retry-after"], engine.received) == (503, "5", [])
+    assert "No worker has loaded the adapter 'sql' yet" in answer.text
+
+
+async def test_requests_of_announced_adapters_are_bounded(announcing):
+    registered = RegisteredAdapters(model="mock")
+    await registered.announce(["sql"])
+    async with announcing(registered, max_waiting=1, queue_s=0.5, start_wait_s=0.5) as (http, _):
+        sent = [http.post("/v1/chat/completions", json={"model": "sql", **CHAT}) for _ in range(3)]
+        answers = await asyncio.gather(*sent)
+    assert sorted("Too many" in answer.text for answer in answers) == [False, True, True]
+    assert {answer.status_code for answer in answers} == {503}

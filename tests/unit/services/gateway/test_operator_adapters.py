@@ -9,14 +9,15 @@ import pytest
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.config import Role
 from tandem_operator.planning.adapters import HeldAdapter, Load, Unload, WantedAdapter
-from tandem_operator.telemetry.adapter_orders import registered_adapters, send_command
+from tandem_operator.telemetry.adapter_orders import announce, registered_adapters, send_command
 from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError
 from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
-from tandem_services.gateway.api.operator_adapters import MAX_FAILED
+from tandem_services.gateway.api.operator_adapters import ANNOUNCE, LIST, MAX_FAILED
 from tandem_services.gateway.app import build_gateway
 from tandem_services.gateway.models import adapter_updates
 from tandem_services.gateway.models.adapters import AdapterNames
+from tandem_services.gateway.models.adapters import HeldAdapter as HeldThere
 from tandem_testing.adapter_ports import CONTENT, AdapterPort, adapter_ports
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
@@ -44,7 +45,10 @@ class Served:
         return await self.send(Load(wanted=wanted, digest=digest))
 
     async def registered(self):
-        return await registered_adapters(self.client, GATEWAY, TOKEN)
+        return (await registered_adapters(self.client, GATEWAY, TOKEN)).held
+
+    async def announced(self):
+        return (await registered_adapters(self.client, GATEWAY, TOKEN)).announced
 
 
 @pytest.fixture
@@ -122,7 +126,7 @@ async def test_wrong_name_is_an_answer_of_one_sentence(served):
 async def test_one_of_several_models_is_selected_by_name(served):
     mock, other = ModelAt("mock", CLUSTER), ModelAt("other", CLUSTER)
     assert (await send_command(served.client, GATEWAY, TOKEN, Load(wanted=SQL, digest=""), model=mock)).done
-    assert list(await registered_adapters(served.client, GATEWAY, TOKEN, model=mock)) == ["sql"]
+    assert list((await registered_adapters(served.client, GATEWAY, TOKEN, model=mock)).held) == ["sql"]
     with pytest.raises(OrderFailedError, match="404: .*no model 'other' is served here yet"):
         await registered_adapters(served.client, GATEWAY, TOKEN, model=other)
     report = await send_command(served.client, GATEWAY, TOKEN, Unload(name="sql"), model=other)
@@ -155,3 +159,58 @@ async def test_operator_gets_a_bounded_number_of_failed_workers(served, monkeypa
     monkeypatch.setattr(AdapterNames, "_failed", lambda *_: everywhere)
     found = await served.registered()
     assert found["sql"].failed == dict(sorted(everywhere.items())[:MAX_FAILED])
+    assert found["sql"].failures == len(everywhere)
+
+
+async def test_operator_of_a_former_release_gets_lists(served):
+    await served.load()
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = (await served.client.get(GATEWAY.url("admin", LIST), headers=headers)).json()
+    [adapter] = answer["adapters"]
+    assert (adapter["workers"], adapter["held"], answer["table"]) == (["d", "p"], "", None)
+
+
+async def test_adapters_of_a_thousand_workers_take_little(served, monkeypatch):
+    workers = [f"chat-decode-{number:04d}-abcde" for number in range(1000)]
+    held = [
+        HeldThere(
+            model="mock",
+            name=f"adapter-{number:03d}",
+            digest="a" * 32,
+            rank=16,
+            root="r",
+            requested=True,
+            registered=True,
+            source=f"claims/adapters/{number}",
+            workers=workers[number:],
+            failed=dict.fromkeys(workers, "x" * 512),
+        )
+        for number in range(256)
+    ]
+    monkeypatch.setattr(AdapterNames, "held", lambda *_: held)
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = await served.client.get(GATEWAY.url("admin", f"{LIST}?workers=table"), headers=headers)
+    assert len(answer.content) < 512 << 10
+    found = await served.registered()
+    assert {name: len(one.workers) for name, one in found.items()} == {
+        one.name: 1000 - number for number, one in enumerate(held)
+    }
+    assert found["adapter-255"].workers == {*workers[255:]}
+    assert {(one.failures, len(one.failed)) for one in found.values()} == {(1000, 2)}
+
+
+async def test_announced_names_replace_those_before(served):
+    assert await served.announced() == frozenset()
+    await announce(served.client, GATEWAY, TOKEN, ["sql", "law"])
+    assert await served.announced() == {"sql", "law"}
+    await announce(served.client, GATEWAY, TOKEN, [])
+    assert await served.announced() == frozenset()
+
+
+@pytest.mark.parametrize("names", [["a/b"], ["x" * 129], [""]])
+async def test_wrong_announced_name_changes_nothing(served, names):
+    await announce(served.client, GATEWAY, TOKEN, ["sql"])
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    answer = await served.client.post(GATEWAY.url("admin", ANNOUNCE), headers=headers, json={"lora_names": names})
+    assert answer.json()["done"] is False
+    assert await served.announced() == {"sql"}

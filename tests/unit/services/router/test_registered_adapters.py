@@ -5,29 +5,11 @@ import pytest
 
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import ServedAdapter
-from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.registered_adapters import MAX_NAMES, REMOVED_S, RegisteredAdapters
+from tandem_testing.adapter_board import SharedTexts
 
 MODEL = "mock"
-
-
-class Board:
-    """The function of scripts/adapters.lua on a dict."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        self.away = False
-
-    async def sync(self, changes=()):
-        if self.away:
-            raise RedisUnavailableError("planned")
-        for name, before, after in changes:
-            if self.texts.get(name, "") == before:
-                self.texts.pop(name, None)
-                if after:
-                    self.texts[name] = after
-        return dict(self.texts)
 
 
 class Time:
@@ -39,8 +21,8 @@ class Time:
 
 
 @pytest.fixture
-def board() -> Board:
-    return Board()
+def board() -> SharedTexts:
+    return SharedTexts()
 
 
 @pytest.fixture

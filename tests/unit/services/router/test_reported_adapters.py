@@ -6,30 +6,14 @@ from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import ServedAdapter
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.registered_adapters import MAX_REPORTED, RegisteredAdapters
+from tandem_testing.adapter_board import SharedTexts
 
 MODEL = "mock"
 
 
-class Board:
-    """The function of scripts/adapters.lua on a dict."""
-
-    def __init__(self) -> None:
-        self.texts: dict[str, str] = {}
-        self.calls = 0
-
-    async def sync(self, changes=()):
-        self.calls += 1
-        for name, before, after in changes:
-            if self.texts.get(name, "") == before:
-                self.texts.pop(name, None)
-                if after:
-                    self.texts[name] = after
-        return dict(self.texts)
-
-
 @pytest.fixture
-def board() -> Board:
-    return Board()
+def board() -> SharedTexts:
+    return SharedTexts()
 
 
 @pytest.fixture

@@ -142,6 +142,16 @@ def test_listed_module_without_tensors_is_refused(tmp_path: Path, base: ModelCon
     opened(write_files(folder, tensors, {**fields, "target_modules": ["q_proj", "c_attn"]}), base)
 
 
+@pytest.mark.parametrize("excluded", [["v_proj"], ["self_attn.v_proj"], ".*v_.*", ["layers.0.self_attn.v_proj"]])
+def test_excluded_module_may_have_no_tensors(tmp_path: Path, base: ModelConfig, excluded: list[str] | str) -> None:
+    folder = write_adapter(tmp_path, MODEL, modules=["q_proj"], layers=[0])
+    tensors, fields = read_files(folder)
+    fields = fields | {"target_modules": ["q_proj", "v_proj"]}
+    opened(write_files(folder, tensors, fields | {"exclude_modules": excluded}), base)
+    with pytest.raises(CheckpointError, match="target_modules lists 'v_proj'"):
+        opened(write_files(folder, tensors, fields | {"exclude_modules": ["k_proj"]}), base)
+
+
 def test_rank_over_the_limit_is_refused_with_both_numbers(tmp_path: Path, base: ModelConfig) -> None:
     folder = write_adapter(tmp_path, MODEL, rank=5)
     opened(folder, base, max_rank=5)
