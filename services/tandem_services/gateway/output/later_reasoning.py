@@ -9,7 +9,7 @@ from tandem_services.gateway.output.parts import Content, Part, Reasoning
 from tandem_services.gateway.output.tool_parsers.parser import find_marker
 
 SEPARATOR = "\n"
-"""Between two texts of one kind that another kind stood between. Not at the beginning of an item or block of its own."""
+"""Between two texts of one kind that another kind stood between, where an answer has one text of each kind."""
 
 
 class LaterReasoning:

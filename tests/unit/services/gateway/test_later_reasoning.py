@@ -162,7 +162,7 @@ CALL = '<|tool_call>call:weather{city:<|"|>TEXT<|"|>}<tool_call|>'
         (f"A{THOUGHT} b {END}{THOUGHT} c {END} d", [Content("A"), Reasoning("b\nc"), Content("\nd")]),
         (f"A{THOUGHT}\n{END}b", [Content("A"), Content("\nb")]),
         (f"A{THOUGHT}\nnever ends ", [Content("A"), Reasoning("never ends")]),
-        (f"A<|chan", [Content("A<|chan")]),
+        ("A<|chan", [Content("A<|chan")]),
         (f"A{END}b", [Content(f"A{END}b")]),
         (
             CALL + f"{THOUGHT}\nb\n{END}c",
@@ -179,9 +179,7 @@ CALL = '<|tool_call>call:weather{city:<|"|>TEXT<|"|>}<tool_call|>'
     ],
 )
 def test_later_reasoning_is_cut_from_content_in_any_pieces(text, expected):
-    reading = OutputReading(
-        reasoning=STYLES["gemma4"], tool_parser=gemma4.Gemma4Parser, schemas={"weather": SCHEMA}
-    )
+    reading = OutputReading(reasoning=STYLES["gemma4"], tool_parser=gemma4.Gemma4Parser, schemas={"weather": SCHEMA})
     for pieces in ([text], list(text), [text[at : at + 3] for at in range(0, len(text), 3)]):
         reader = reading.new_reader()
         parts = [part for piece in pieces for part in reader.feed(piece)]
