@@ -1,6 +1,7 @@
 """Random arrivals, aborts and operators against random engines: no output depends on any of them."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from enum import Enum
 from functools import partial
@@ -20,6 +21,7 @@ from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
 from tandem_testing.fake_executors import Computes, EagerExecutor, LateExecutor
 from tandem_testing.memory_storage import MemoryStorage
+from tandem_testing.poisoned_states import poisoned
 from tandem_testing.scheduler_builders import (
     VOCAB,
     Engine,
@@ -188,8 +190,11 @@ def test_no_output_depends_on_the_memory_of_windows(plan, config, windows, spare
 
 
 def play(engine: Engine, plan: Plan) -> None:
-    """Run `plan` to its end and check all that came of it."""
-    Driver(engine, plan.orders).run(plan.arrivals)
+    """Run `plan` to its end and check all that came of it. Pages that are given out are overwritten first, where no
+    step that may still read them runs later."""
+    at_once = isinstance(engine.executor, EagerExecutor)
+    with poisoned(engine.memory, pages=engine.model.pool.bytes_view()) if at_once else nullcontext():
+        Driver(engine, plan.orders).run(plan.arrivals)
     engine.scheduler.sessions.close("", "s")
     engine.scheduler.sessions.close("tenant", "s")
     engine.assert_nothing_held()

@@ -11,7 +11,8 @@ from tandem_testing.draft_heads import add_mtp_layer
 from tandem_testing.exactness import run_paths_of
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_eagle3
 
-PATHS = ["EAGLE drafts, prefix-cached", "EAGLE drafts, handed over", "EAGLE drafts, 2 ranks"]
+MOVED = "EAGLE drafts, drained mid-stream"
+PATHS = ["EAGLE drafts, prefix-cached", "EAGLE drafts, handed over", MOVED, "EAGLE drafts, 2 ranks"]
 
 
 def with_eagle3(directory: Path) -> Path:
@@ -33,3 +34,13 @@ def test_tokens_on_paths_with_a_head_are_those_of_transformers(make, tmp_path):
     model = load(EngineConfig(model_path=str(make(tmp_path)), dtype="float32"), progress=False)
     results = run_paths_of(model, PATHS, every=4)
     assert {result.path: result.difference for result in results} == dict.fromkeys(PATHS)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "glm4-moe-lite", "qwen3-next", "qwen3.5", "qwen3.5-moe"])
+def test_moved_tokens_with_a_layer_ahead_are_those_of_transformers(family, tmp_path):
+    torch.set_num_threads(1)
+    checkpoint = add_mtp_layer(write_tiny_checkpoint(family, tmp_path / "model"))
+    (tmp_path / "model-eagle").symlink_to(checkpoint)
+    model = load(EngineConfig(model_path=str(checkpoint), dtype="float32"), progress=False)
+    (result,) = run_paths_of(model, [MOVED], every=4)
+    assert result.difference is None

@@ -139,7 +139,22 @@ def _load(
         names = sorted(map(str, report[problem]))
         if names:
             raise CheckpointError(f"the weights in {directory.path} have {problem.replace('_', ' ')}: {names[0]}")
+    if not _can_multiply_experts_at_once(model):
+        model.set_experts_implementation("eager")
     return model
+
+
+GROUPED_BYTES = 16
+"""What rows are to be a multiple of where torch multiplies all experts of a layer at once."""
+
+
+def _can_multiply_experts_at_once(model: PreTrainedModel) -> bool:
+    stacked = (
+        parameter
+        for name, parameter in model.named_parameters()
+        if name.rpartition(".")[2] in ("gate_up_proj", "up_proj", "down_proj")
+    )
+    return not any(size * weight.element_size() % GROUPED_BYTES for weight in stacked for size in weight.shape[1:])
 
 
 def _require_told_window(hf_config: PreTrainedConfig, specs: tuple[AttentionSpec, ...]) -> None:

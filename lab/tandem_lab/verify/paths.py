@@ -101,6 +101,13 @@ def _with_head(setups: Setups, head: str) -> list[Path]:
             speculative=eagle,
             disaggregated=True,
         ),
+        Path(
+            name="EAGLE drafts, drained mid-stream",
+            cache=setups.warm,
+            scheduler=setups.mixed,
+            speculative=eagle,
+            drained=True,
+        ),
     ]
 
 

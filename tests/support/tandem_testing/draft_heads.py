@@ -12,7 +12,7 @@ from tandem_engine.config import CacheConfig, SchedulerConfig, SpecAlgorithm, Sp
 from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import LoadedModel
 from tandem_engine.memory.request_kv import RequestKv
-from tandem_engine.messages.requests import GenerateRequest
+from tandem_engine.messages.requests import AdapterRef, GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.speculative.draft_model import ModelProposer
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens
@@ -31,9 +31,9 @@ def engine_with_head(loaded: LoadedModel, head: Path | None, *, page_size: int =
     return Engine.build(loaded, config)
 
 
-def request(rid: str, prompt: Sequence[int], **sampling: Any) -> GenerateRequest:
+def request(rid: str, prompt: Sequence[int], *, adapter: AdapterRef | None = None, **sampling: Any) -> GenerateRequest:
     params = {"max_tokens": 16, "temperature": 0.0, "ignore_eos": True, **sampling}
-    return GenerateRequest(rid=rid, input_ids=tuple(prompt), sampling=SamplingParams(**params))
+    return GenerateRequest(rid=rid, input_ids=tuple(prompt), sampling=SamplingParams(**params), adapter=adapter)
 
 
 def workload() -> list[GenerateRequest]:
@@ -45,10 +45,12 @@ def workload() -> list[GenerateRequest]:
     ]
 
 
-def tokens_with(loaded: LoadedModel, head: Path | None, **options: Any) -> list[tuple[int, ...]]:
-    """Of the workload; with a head, which must have drafted."""
+def tokens_with(
+    loaded: LoadedModel, head: Path | None, *, requests: Sequence[GenerateRequest] | None = None, **options: Any
+) -> list[tuple[int, ...]]:
+    """Of `requests`, by default the workload; with a head, which must have drafted."""
     with engine_with_head(loaded, head, **options) as engine:
-        outputs = engine.generate(workload(), steps_between=2)
+        outputs = engine.generate(workload() if requests is None else requests, steps_between=2)
         assert head is None or engine.stats().speculation.drafted_total > 0
     return [output.token_ids for output in outputs]
 

@@ -37,12 +37,13 @@ def poisoned_memory(*engines: Engine) -> Iterator[None]:
 
 
 @contextmanager
-def poisoned(memory: KvMemory, *, pages: Tensor, states: Tensor) -> Iterator[None]:
+def poisoned(memory: KvMemory, *, pages: Tensor, states: Tensor | None = None) -> Iterator[None]:
     """Whatever `memory` gives out of `pages`, `states` and its host memory is filled first."""
     with pytest.MonkeyPatch.context() as patch:
-        _poison(patch, memory.rows, "alloc", states)
         _poison(patch, memory.allocator, "alloc", pages)
-        if memory.anchors is not None:
+        if states is not None:
+            _poison(patch, memory.rows, "alloc", states)
+        if states is not None and memory.anchors is not None:
             _poison(patch, memory.anchors, "take", states)
         if memory.host is not None:
             _poison(patch, memory.host.tier.pages, "_take", memory.host.pool.bytes_view())

@@ -671,9 +671,13 @@ UNSUPPORTED_MODELS = {
 
 def tiny_config(name: str) -> Any:
     """The config of transformers of the model of that name."""
+    return config_of(_tiny_model(name))
+
+
+def config_of(tiny: TinyModel) -> Any:
+    """The config of transformers of a model."""
     import transformers
 
-    tiny = _tiny_model(name)
     fields = {**_SIZES, **tiny.fields}
     if tiny.vision is not None:
         fields = {"text_config": fields, "vision_config": dict(tiny.vision), "tie_word_embeddings": False}
@@ -687,12 +691,16 @@ def _tiny_model(name: str) -> TinyModel:
 
 def write_tiny_checkpoint(name: str, directory: Path, *, seed: int = 0) -> Path:
     """Write the model of that name, with its tokenizer, into `directory` in float32, and return it."""
+    return write_checkpoint(_tiny_model(name), directory, seed=seed)
+
+
+def write_checkpoint(tiny: TinyModel, directory: Path, *, seed: int = 0) -> Path:
+    """As `write_tiny_checkpoint`, of a model that has no name."""
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    tiny = _tiny_model(name)
     kind = AutoModelForCausalLM if tiny.vision is None else AutoModelForImageTextToText
-    config = tiny_config(name)
+    config = config_of(tiny)
     torch.manual_seed(seed)
     model = kind.from_config(config, dtype=torch.float32)
     for parameter_name, parameter in model.named_parameters():

@@ -139,8 +139,11 @@ def _wide_heads(fields: ConfigFields, base: ModelConfig, wide: tuple[int, ...], 
 
 
 def _written_heads(fields: ConfigFields, wide: tuple[int, ...]) -> ConfigFields:
-    """What `per_layer_config` has for each of the layers `wide`, and for no other one."""
+    """What `per_layer_config` has for each of the layers `wide`, and for no other one. It is empty where they do not
+    differ from the others."""
     layers = fields.inner("per_layer_config")
+    if not layers.values:
+        return layers
     own = list(layers.values.values())
     if layers.values.keys() != {str(layer) for layer in wide} or any(each != own[0] for each in own):
         fields.refuse("per_layer_config", f"must have the same object for each layer with {FULL}, and no other")

@@ -50,7 +50,7 @@ class ChoicePiece(msgspec.Struct, frozen=True):
     parts: tuple[Part, ...] = ()
     """What `text`, and text held back before it, is read as."""
     reasoning_tokens: int = 0
-    """Of `tokens`, those up to the end of the reasoning."""
+    """Of `tokens`, those of the reasoning and of the markers before it."""
     token_ids: Sequence[int] = ()
     """The tokens since the previous piece, when the response contains them."""
 
@@ -98,6 +98,8 @@ class ChoiceText:
         self._parts: list[Part] = []
         self._called = False
         self._reasoning_tokens = 0
+        self._divided = 0
+        """Tokens up to the newest one of the answer or of the reasoning; markers belong to what follows them."""
         self.tokens = 0
         """Of the output so far."""
         self._unsent: list[ScoredToken] = []
@@ -161,7 +163,9 @@ class ChoiceText:
         self._called |= any(isinstance(part, CallBegin) for part in parts)
         self._parts += parts
         if self._reader.reasons:
-            self._reasoning_tokens = self.tokens
+            self._reasoning_tokens += self.tokens - self._divided
+        if self._reader.reasons or parts:
+            self._divided = self.tokens
 
     def _end(self, text: str, finish: ChoiceFinish) -> ChoicePiece:
         if self._reader is not None:

@@ -1,7 +1,7 @@
-"""Splits the text of one output into parts: first the reasoning, then content and tool calls.
+"""Splits the text of one output into parts: reasoning, content and tool calls.
 
-text ──▶ reasoning parser ──▶ tool parser ──▶ parts
-text ──▶ parser of channels ─────────────────▶ parts        of families whose outputs are messages on channels
+text ──▶ reasoning parser ──▶ tool parser ──▶ later reasoning ──▶ parts
+text ──▶ parser of channels ──────────────────────────────────▶ parts    of families that write messages on channels
 
 OutputDialect   how a served model writes reasoning and tool calls. Chosen once when the gateway starts: by flag, or
                 from the chat template, since a model is trained on what its template writes
@@ -17,6 +17,7 @@ from tandem_engine.messages.sampling import FIELD, ReasoningBudget
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import bad_request
+from tandem_services.gateway.output.later_reasoning import LaterReasoning
 from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, Part, Reasoning
 from tandem_services.gateway.output.reasoning import (
     STYLES,
@@ -67,9 +68,14 @@ class OutputReading:
         return OutputReader(
             None if self.reasoning is None else ReasoningParser(self.reasoning, opened=self.opened),
             None if self.tool_parser is None else self.tool_parser(self.schemas),
+            later=self._later_reasoning(),
             shows_reasoning=self.shows_reasoning,
             parallel=self.parallel,
         )
+
+    def _later_reasoning(self) -> LaterReasoning | None:
+        style = self.reasoning
+        return LaterReasoning(style.begin, style.end) if style is not None and style.repeats else None
 
 
 PLAIN = OutputReading()
@@ -87,8 +93,10 @@ class OutputReader:
         shows_reasoning: bool,
         parallel: bool,
         channels: HarmonyParser | None = None,
+        later: LaterReasoning | None = None,
     ) -> None:
         self._channels = channels
+        self._later = later
         self._reasoning = reasoning
         self._tools = tools
         self._shows_reasoning = shows_reasoning
@@ -97,8 +105,8 @@ class OutputReader:
     @property
     def reasons(self) -> bool:
         """The newest text belongs to the reasoning."""
-        reading = self._reasoning if self._channels is None else self._channels
-        return reading is not None and reading.reasons
+        readers = (self._channels, self._reasoning, self._later)
+        return any(reader is not None and reader.reasons for reader in readers)
 
     def feed(self, text: str) -> list[Part]:
         """The parts that `text` completes."""
@@ -107,7 +115,8 @@ class OutputReader:
         if self._reasoning is None:
             return self._shown(self._answer(text))
         reasoning, rest = self._reasoning.feed(text)
-        return self._shown([*reasoning, *self._answer(rest)])
+        parts: list[Part] = [*reasoning, *self._answer(rest)]
+        return self._shown(parts if self._later is None else self._later.feed(parts))
 
     def finish(self) -> list[Part]:
         """The rest, when the output has ended."""
@@ -119,6 +128,8 @@ class OutputReader:
             parts += [*reasoning, *self._answer(rest)]
         if self._tools is not None:
             parts += self._tools.finish()
+        if self._later is not None:
+            parts = [*self._later.feed(parts), *self._later.finish()]
         return self._shown(parts)
 
     def _answer(self, text: str) -> list[Part]:

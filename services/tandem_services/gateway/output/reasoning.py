@@ -1,4 +1,5 @@
-"""Extracts reasoning: the text between two markers that a model writes before its answer.
+"""Extracts reasoning: the text between two markers that a model writes before its answer. `later_reasoning` reads what
+some models write after they have begun to answer.
 
 The chat template may already open the reasoning at the end of the prompt, or close it at once (`enable_thinking`
 false). Otherwise the model writes the first marker itself, or omits it in families that always reason.
@@ -27,6 +28,8 @@ class ReasoningStyle:
     """Markers that end reasoning without `end`, and belong to what is behind it."""
     channels: bool = False
     """All of an output is messages on channels, which `harmony.HarmonyParser` reads."""
+    repeats: bool = False
+    """Reasoning may begin again after content and calls."""
 
     def opened(self, prompt_end: str) -> bool:
         """Whether an output after this prompt begins with reasoning."""
@@ -41,7 +44,7 @@ STYLES: Mapping[str, ReasoningStyle] = {
     "deepseek_r1": ReasoningStyle(begin="<think>", end="</think>", always=True),
     "qwen3": ReasoningStyle(begin="<think>", end="</think>", always=False),
     "gemma4": ReasoningStyle(
-        begin=gemma4.REASONING[0], end=gemma4.REASONING[1], always=False, ended_by=(gemma4.BEGIN,)
+        begin=gemma4.REASONING[0], end=gemma4.REASONING[1], always=False, ended_by=(gemma4.BEGIN,), repeats=True
     ),
     "mistral": ReasoningStyle(begin="[THINK]", end="[/THINK]", always=False),
 }

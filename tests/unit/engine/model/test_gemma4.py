@@ -51,6 +51,11 @@ def test_both_spellings_of_the_heads_mean_the_same():
     assert parse(**WRITTEN, per_layer_config=PER_LAYER) == parse()
 
 
+def test_empty_layer_config_makes_all_heads_alike():
+    varied = parse(**WRITTEN, per_layer_config={}).varied
+    assert (varied.wide_kv_heads, varied.wide_head_dim) == (parse().num_kv_heads, parse().head_dim)
+
+
 def test_rotations_without_parameters_are_those_of_gemma4():
     config = parse()
     assert config.rope == RopeConfig(theta=1e4)

@@ -26,6 +26,7 @@ from tandem_services.gateway.http.errors import anthropic_error
 from tandem_services.gateway.http.sse import encode_json, named_event
 from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoicePiece
+from tandem_services.gateway.output.later_reasoning import SEPARATOR
 from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 Event = dict[str, Any]
@@ -77,6 +78,8 @@ class OutputBlocks:
         self._call: dict[str, Any] | None = None
         """A call of which no input has arrived. Clients take a block without input for one with `{}`."""
         self._begun = 0
+        self._kinds: set[str] = set()
+        """Of the blocks that have begun."""
         self.done: list[dict[str, Any]] = []
 
     def add(self, parts: Sequence[Part]) -> list[Event]:
@@ -89,10 +92,10 @@ class OutputBlocks:
     def _add(self, part: Part) -> list[Event]:
         match part:
             case Content(text):
-                return [*self._continue({"type": "text", "text": ""}), self._delta(text)]
+                return self._text({"type": "text", "text": ""}, text)
             case Reasoning(text):
                 # Signatures prove where thinking comes from. Here it may be sent back without one.
-                return [*self._continue({"type": "thinking", "thinking": "", "signature": ""}), self._delta(text)]
+                return self._text({"type": "thinking", "thinking": "", "signature": ""}, text)
             case CallBegin(index, name):
                 call = call_id(self._answer_id, 0, index, self._call_id_characters)
                 head = {"type": "tool_use", "id": call.replace("call_", "toolu_"), "name": name, "input": {}}
@@ -103,14 +106,17 @@ class OutputBlocks:
                 begun, self._call = self._call, None
                 return [*([] if begun is None else [self._start(begun)]), self._delta(text)]
 
-    def _continue(self, head: dict[str, Any]) -> list[Event]:
+    def _text(self, head: dict[str, Any], text: str) -> list[Event]:
+        """`text` at the end of the open block, or in a new one that begins with `head`."""
         if self._open is not None and self._open.kind == head["type"]:
-            return []
-        return [*self._stop(cut=False), self._start(head)]
+            return [self._delta(text)]
+        own = text.removeprefix(SEPARATOR) if head["type"] in self._kinds else text
+        return [*self._stop(cut=False), self._start(head), self._delta(own)]
 
     def _start(self, head: dict[str, Any]) -> Event:
         self._open = _OpenBlock(index=self._begun, head=head)
         self._begun += 1
+        self._kinds.add(head["type"])
         return {"type": "content_block_start", "index": self._open.index, "content_block": head}
 
     def _delta(self, text: str) -> Event:

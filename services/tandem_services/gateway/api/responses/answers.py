@@ -36,6 +36,7 @@ from tandem_services.gateway.api.responses.schemas import (
 from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.http.sse import encode_json, named_event
 from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoicePiece
+from tandem_services.gateway.output.later_reasoning import SEPARATOR
 from tandem_services.gateway.output.parts import CallArguments, CallBegin, Content, Part, Reasoning
 
 Event = dict[str, Any]
@@ -92,6 +93,8 @@ class OutputItems:
     def __init__(self, answer_id: str) -> None:
         self._answer_id = answer_id
         self._open: _OpenItem | None = None
+        self._kinds: set[str] = set()
+        """Of the items that have begun."""
         self.done: list[OutputItem] = []
 
     def add(self, parts: Sequence[Part]) -> list[Event]:
@@ -104,22 +107,25 @@ class OutputItems:
     def _add(self, part: Part) -> list[Event]:
         match part:
             case Content(text):
-                return [*self._continue("message", "msg"), self._delta(text)]
+                return self._text("message", "msg", text)
             case Reasoning(text):
-                return [*self._continue("reasoning", "rs"), self._delta(text)]
+                return self._text("reasoning", "rs", text)
             case CallBegin(index, name):
                 call = call_id(self._answer_id, 0, index, None)
                 return [*self._close("completed"), *self._begin("function_call", "fc", name=name, call=call)]
             case CallArguments(_, text):
                 return [self._delta(text)]
 
-    def _continue(self, kind: str, prefix: str) -> list[Event]:
+    def _text(self, kind: str, prefix: str, text: str) -> list[Event]:
+        """`text` at the end of the open item, or in a new one of `kind`."""
         if self._open is not None and self._open.kind == kind:
-            return []
-        return [*self._close("completed"), *self._begin(kind, prefix)]
+            return [self._delta(text)]
+        own = text.removeprefix(SEPARATOR) if kind in self._kinds else text
+        return [*self._close("completed"), *self._begin(kind, prefix), self._delta(own)]
 
     def _begin(self, kind: str, prefix: str, *, name: str = "", call: str = "") -> list[Event]:
         index = len(self.done)
+        self._kinds.add(kind)
         item_id = f"{prefix}_{self._answer_id.removeprefix('resp_')}_{index}"
         self._open = item = _OpenItem(kind=kind, id=item_id, index=index, name=name, call_id=call)
         added = {"type": "response.output_item.added", "output_index": index, "item": item.item("in_progress")}

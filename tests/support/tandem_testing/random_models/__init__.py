@@ -1,0 +1,1 @@
+"""Random checkpoints of every family whose sizes and options are drawn, and their comparison with transformers."""
