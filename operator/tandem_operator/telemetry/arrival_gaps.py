@@ -66,8 +66,8 @@ class ArrivalGaps:
 
     @property
     def variation(self) -> float:
-        """From 0 to `MAX_VARIATION`; 1, as of arrivals that are independent of each other, where it is not known, or not
-        any more."""
+        """From 0 to `MAX_VARIATION`; 1, as of arrivals that are independent of each other, where it is not known (any
+        more)."""
         if self._number < 1.0 or not self._square_s:
             return 1.0
         return min(max(0.0, self._square_s * self._number / self._seconds**2 - 1.0), MAX_VARIATION)
