@@ -105,6 +105,8 @@ def test_factors_are_medians_within_bounds():
     found = LatencyFactors.of(Exposition.parse(text + 'tandem_gateway_latency_calibrated{kind="c"} 0\n'))
     assert (found.compute, found.itl, found.queue, found.is_calibrated) == (pytest.approx(1.3), 0.5, 1.0, False)
     assert found.worst == 0.5
+    assert LatencyFactors(queue=0.34, compute=1.1).worst == 1.1, "reports are older than short queues"
+    assert LatencyFactors(queue=2.5, compute=1.1).worst == 2.5
     assert LatencyFactors.of(Exposition.parse("")) is None
     assert LatencyFactors.together([]) == LatencyFactors()
 
