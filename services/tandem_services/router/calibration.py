@@ -10,8 +10,8 @@ Of the last `WINDOW` requests of each kind and placement
 
 All factors are between `MIN_FACTOR` and `MAX_FACTOR`. Beyond them the model does not describe these workers, and
 `Factors.calibrated` is false: except of a queue that was shorter than predicted. Reports of workers are up to half a
-second old, and at low load most queues are over by then. Only requests with one attempt count (`gateway.observe.predictions`): a retry or a
-migration is no property of a worker.
+second old, and at low load most queues are over by then. Only requests with one attempt count
+(`gateway.observe.predictions`): a retry or a migration is no property of a worker.
 """
 
 from bisect import bisect_left, insort
