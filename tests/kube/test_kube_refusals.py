@@ -286,10 +286,7 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     prefill = {"pod": {"tolerations": [toleration], "env": [secret], "serviceAccountName": "models"}}
     engine = {"kvCacheGib": 4}
     hub = {"huggingFace": {"id": "Qwen/Qwen3-8B", "sizeLimit": "20Gi"}}
-    gateway = {"processes": 2}
-    rest = model_service(
-        namespace, redis={"managed": redis}, prefill=prefill, engine=engine, model=hub, gateway=gateway
-    )
+    rest = model_service(namespace, redis={"managed": redis}, prefill=prefill, engine=engine, model=hub)
     listed = yaml.safe_load((EXAMPLES / "adapters.yaml").read_text())["spec"]["adapters"]
     manifests += [model_service(namespace, adapters=[one]) for one in listed]
     adapter = yaml.safe_load((EXAMPLES / "adapters/model-adapter.yaml").read_text())
