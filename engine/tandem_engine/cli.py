@@ -146,7 +146,7 @@ def _add_kernels(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument(
         "--reproducible",
         action="store_true",
-        help="build in one process, and not in one for each CPU: equal inputs give equal files",
+        help="build in one process, and not in one for each CPU: numbers in symbols are the same each time",
     )
     add_engine_flags(parser)
     parser.set_defaults(run=_kernels)

@@ -15,7 +15,7 @@ from tandem_engine.kernels.store.layers import own_folder, prune
 def build(config: EngineConfig, *, reproducible: bool = False) -> str:
     """Compile what an engine of `config` calls and no file has; returns what is there then.
 
-    `reproducible`: in one process, so that equal inputs give equal files. Raises `EngineError` when a kernel cannot be
+    `reproducible`: in one process, so that symbols are the same each time. Raises `EngineError` when a kernel cannot be
     compiled, or kept.
     """
     from tandem_engine.kernels.cpu.builders import Builders

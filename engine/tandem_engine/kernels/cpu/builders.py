@@ -35,8 +35,8 @@ class Builders:
         self, plan: Sequence[KernelSpec], memory: int, *, late: Sequence[KernelSpec] = (), reproducible: bool = False
     ) -> None:
         """`memory`: bytes that are free for them. `late`: need not be waited for, and is built at a low priority.
-        `reproducible`: one process compiles all, so that equal inputs give equal files: numba's symbols have the number
-        of functions that their process has compiled before.
+        `reproducible`: one process compiles all: numba's symbols have the number of functions that their process has
+        compiled before.
         """
         self.plan, self._late = tuple(plan), tuple(late)
         self._places = 1 if reproducible else places(memory)
