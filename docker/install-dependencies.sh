@@ -38,6 +38,7 @@ rm -rf "$site"/torch/include "$site"/torch/share "$site"/torch/test "$site"/nump
 # Bytecode that is not compared with the dates of its sources: images give all files one. Some packages have templates
 # that are no Python; pip ignores these, too.
 find "$site" -name __pycache__ -prune -exec rm -rf {} +
-python3 -m compileall -q -j 1 --invalidation-mode unchecked-hash "$site" || true
+# -f: this interpreter has compiled what `.pth` files import, with a date.
+python3 -m compileall -q -f -j 1 --invalidation-mode unchecked-hash "$site" || true
 # Our own code lies beside the environment, so that it is a layer of its own.
 echo /opt/tandem/app >"$site/tandem.pth"

@@ -143,6 +143,11 @@ def _add_kernels(commands: "argparse._SubParsersAction[argparse.ArgumentParser]"
     parser.add_argument("--model", metavar="PATH", help="checkpoint directory; for build and list")
     parser.add_argument("--role", choices=[role.value for role in Role], default=Role.BOTH.value)
     parser.add_argument("--missing", action="store_true", help="list only those that are in no file")
+    parser.add_argument(
+        "--reproducible",
+        action="store_true",
+        help="build in one process, and not in one for each CPU: numbers in symbols are the same each time",
+    )
     add_engine_flags(parser)
     parser.set_defaults(run=_kernels)
 
@@ -162,7 +167,7 @@ def _kernels(args: argparse.Namespace) -> int:
     if args.model is None:
         raise ConfigError(f"kernels {args.action} requires --model")
     if args.action == "build":
-        print(kernel_commands.build(engine_config(args)))
+        print(kernel_commands.build(engine_config(args), reproducible=args.reproducible))
         return 0
     states = kernel_commands.listed(engine_config(args))
     for name, present in states:

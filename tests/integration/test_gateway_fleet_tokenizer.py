@@ -17,8 +17,9 @@ from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.common.sockets import free_port
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.fleets import OpenFleets
-from tandem_services.gateway.models import fleet_tokenizer
+from tandem_services.gateway.models import fleet_tokenizer, tokenizer_loads
 from tandem_services.gateway.models.fleet_tokenizer import TokenizerMissingError
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoadError, TokenizerLoads
 from tandem_services.router import shared_state
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import Keys
@@ -27,6 +28,7 @@ from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER
 from tandem_testing.router_builders import Fleet, make_record
+from tandem_testing.service_clock import ServiceClock
 from tandem_testing.system import System, tandem_command
 from tandem_testing.tokenizer_builders import write_tokenizer
 from tandem_testing.waiting import until, wait_for
@@ -183,6 +185,27 @@ async def test_opened_fleet_has_the_tokenizer_of_its_workers(server, model, rack
         again = await fleets.open(model)
         assert again.tokenizer == other.digest
         assert {view.worker_id for view in again.router.offered()} == {"two", "three"}
+    await fleets.close_all()
+
+
+async def test_broken_tokenizer_is_parsed_once_until_it_changes(server, model, rack, bundle, tmp_path, monkeypatch):
+    folder = tmp_path / "broken"
+    bundle_in(folder)
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    broken = TokenizerBundle.read(folder)
+    one, two, three = (engine_of(rack, n, b) for n, b in (("one", broken), ("two", bundle), ("three", bundle)))
+    parsed: list[Path] = []
+    load = tokenizer_loads.TextTokenizer.load
+    monkeypatch.setattr(tokenizer_loads.TextTokenizer, "load", lambda folder: parsed.append(folder) or load(folder))
+    fleets = OpenFleets(loads=TokenizerLoads(clock=ServiceClock()))
+    async with Fleet.of(server, cluster="live") as workers:
+        await beat(workers, one)
+        for _ in range(3):
+            with pytest.raises(TokenizerLoadError, match="not a usable tokenizer"):
+                await fleets.open(model)
+        assert len(parsed) == 1
+        await beat(workers, one, two, three)
+        assert (await fleets.open(model)).tokenizer == bundle.digest
     await fleets.close_all()
 
 

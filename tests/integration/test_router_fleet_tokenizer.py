@@ -16,6 +16,7 @@ from tandem_engine.tokenizer.bundle import TokenizerBundle
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.sockets import free_port
 from tandem_services.gateway.models.fleet_tokenizer import FoundTokenizer
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoads
 from tandem_services.router_server import worker_tokenizers
 from tandem_services.router_server.config import TokenizedModel
 from tandem_services.router_server.request_reading import RequestReading
@@ -24,6 +25,7 @@ from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER
 from tandem_testing.router_builders import Fleet, make_record
+from tandem_testing.service_clock import ServiceClock
 from tandem_testing.tokenizer_builders import write_tokenizer
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
@@ -129,7 +131,8 @@ def tokenizers_of(fleet, source, *models: TokenizedModel) -> tuple[WorkerTokeniz
         assert tokenizer.vocab_size > 0
         accepted.append(model.names)
 
-    return WorkerTokenizers(models=models, fleet=fleet, source=source, accept=accept), accepted
+    loads = TokenizerLoads(clock=ServiceClock())
+    return WorkerTokenizers(models=models, fleet=fleet, source=source, accept=accept, loads=loads), accepted
 
 
 async def test_tokenizer_is_read_again_when_most_workers_have_another(tmp_path):
@@ -177,6 +180,7 @@ async def test_silent_workers_of_one_model_delay_no_other(tmp_path, monkeypatch)
         fleet=View("a"),
         source=lambda model: Silent() if model is silent else late,
         accept=lambda *_: accepted_one.set(),
+        loads=TokenizerLoads(clock=ServiceClock()),
     )
     looking = asyncio.create_task(tokenizers.run())
     try:

@@ -174,6 +174,16 @@ def test_calibration_factors_and_predictions_are_bounded(queue, compute, itl):
         assert not row.calibrated
 
 
+@pytest.mark.parametrize(("queue", "is_calibrated"), [(0.0, True), (0.1, True), (2.9, True), (3.1, False)])
+def test_queue_over_before_its_report_leaves_the_model_calibrated(queue, is_calibrated):
+    """At low load most are: the report that predicts them is up to half a second old."""
+    known = Calibration()
+    learn(known, 2 * MIN_SAMPLES, queue=queue)
+    [row] = known.factors()
+    assert row.calibrated == is_calibrated
+    assert MIN_FACTOR <= row.queue <= MAX_FACTOR
+
+
 def test_margin_is_the_percentile_over_the_correction():
     known = Calibration(percentile=0.9)
     random = Random(3)

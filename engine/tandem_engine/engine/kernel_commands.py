@@ -12,16 +12,17 @@ from tandem_engine.kernels.store.keys import KernelSpec
 from tandem_engine.kernels.store.layers import own_folder, prune
 
 
-def build(config: EngineConfig) -> str:
+def build(config: EngineConfig, *, reproducible: bool = False) -> str:
     """Compile what an engine of `config` calls and no file has; returns what is there then.
 
-    Raises `EngineError` when a kernel cannot be compiled, or kept.
+    `reproducible`: in one process, so that symbols are the same each time. Raises `EngineError` when a kernel cannot be
+    compiled, or kept.
     """
     from tandem_engine.kernels.cpu.builders import Builders
     from tandem_engine.kernels.cpu.target import target
 
     plan, folder = _plan(config), own_folder(kernel_environment())
-    builders = Builders(plan, meter_for("cpu").available())
+    builders = Builders(plan, meter_for("cpu").available(), reproducible=reproducible)
     try:
         if builders.start():
             builders.wait_for_all()

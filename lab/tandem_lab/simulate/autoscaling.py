@@ -242,7 +242,7 @@ class SeenLoad:
         gain = self._gain(gateway, period_s)
         self._before = gateway
         self.demand.take([gain])
-        self.window.take([gain.traffic()], [], decoding_of(workers, [gateway], self.sizes))
+        self.window.take([gain.traffic("simulated")], [], decoding_of(workers, [gateway], self.sizes))
         return load_of(
             at=self.fleet.redis.events.now(),
             age_s=0.0,

@@ -99,6 +99,9 @@ class Gateway(Api, frozen=True, kw_only=True):
 
     replicas: Annotated[int, msgspec.Meta(ge=1, le=100)] = 1
     """Gateway pods. Two or more survive the loss of one."""
+    processes: Annotated[int, msgspec.Meta(ge=1, le=8)] | None = None
+    """Processes of one gateway pod, each of which uses one CPU; default: 1. More replicas are the better choice where
+    pods may be small. `resources` are those of all processes together."""
     auth_secret: Name | None = None
     """Secret whose keys are files of hashed API keys (`tandem keys`); without it no key is required."""
     limits: GatewayLimits = GatewayLimits()

@@ -159,6 +159,7 @@ GATEWAY = FlagTable(
         "--served-model-name": "servedModelName",
         "--tool-call-parser": "gateway.toolCallParser",
         "--reasoning-parser": "gateway.reasoningParser",
+        "--processes": "gateway.processes",
         "--api-keys": "gateway.authSecret",
         "--allowed-hosts": "gateway.allowedHosts",
         "--strict-fields": "gateway.strictFields",
@@ -198,7 +199,7 @@ GATEWAY = FlagTable(
             "--replaced-workers",
         }
     ),
-    arguments=frozenset({"--explain-candidates", "--processes", "--worker-start-wait"}),
+    arguments=frozenset({"--explain-candidates", "--worker-start-wait"}),
     aliases={},
     unusable=UNUSABLE | {"--process-place"},
 )

@@ -216,6 +216,8 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
         words = ["--models", mount.folder, "--independent-models"]
     words += ["--host", EVERY_ADDRESS, "--port", str(PORT)]
     words += ["--admin-host", EVERY_ADDRESS, "--admin-port", str(ADMIN_PORT)]
+    if spec.gateway.processes is not None:
+        words += ["--processes", str(spec.gateway.processes)]
     words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}", "--log-format", "json"]
     words += ["--drain-notice", str(DRAIN_NOTICE_S), "--drain-timeout", str(spec.drain_seconds)]

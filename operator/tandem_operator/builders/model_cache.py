@@ -145,7 +145,8 @@ def _template(name: str, spec: ModelCacheSpec, settings: OperatorSettings, words
     overrides = PodOverrides(node_selector=download.node_selector, tolerations=download.tolerations)
     pod: Manifest = {
         "restartPolicy": "Never",
-        "securityContext": pod_security(download.run_as_user),
+        # What kubelets made again in a volume that was wiped has another group than its root.
+        "securityContext": {**pod_security(download.run_as_user), "fsGroupChangePolicy": "Always"},
         "containers": [container],
         "volumes": [claim_volume("cache", claim_name_of(name, spec), read_only=False), tmp],
         **({"imagePullSecrets": [{"name": one} for one in download.pull_secrets]} if download.pull_secrets else {}),

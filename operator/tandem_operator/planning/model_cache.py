@@ -362,8 +362,17 @@ def _failure(cache: CacheWanted, job: JobSeen) -> _State:
             else f"spec.storage.claim: {claim_name_of(cache.name, cache.spec)!r} is full{needed}; make it larger"
         )
         return _State("Failed", "NoSpace", f"{fix}: {result.message}")
+    if result.reason == "VolumeNotWritable":
+        return _State("Failed", result.reason, f"{result.message}. {_owned(cache)}")
     field = fields.get(result.reason)
     return _State("Failed", result.reason, f"{field}: {result.message}" if field else result.message)
+
+
+def _owned(cache: CacheWanted) -> str:
+    """What mends folders that kubelets made as root, where the driver of the volume gives them no group (`fsGroup`)."""
+    user, claim = cache.spec.download.run_as_user, claim_name_of(cache.name, cache.spec)
+    folder = f"/v/{folder_of(cache.name, cache.spec)}"
+    return f"If folders belong to another user, as root with claim {claim!r} at /v: chown -R {user}:{user} {folder}"
 
 
 def _status(

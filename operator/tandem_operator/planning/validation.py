@@ -79,6 +79,7 @@ def _pod_problems(service: Served, apis: ClusterApis, allow: Set[Privilege]) -> 
     yield from _host_paths(service)
     yield from argument_problems(service)
     yield from _quantities(service)
+    yield from _processes(service)
 
 
 def _picker(gateway: Served) -> Iterator[str]:
@@ -227,6 +228,17 @@ def _quantities(service: Served) -> Iterator[str]:
             most = resources.limits.get(name)
             if most is not None and parse_quantity(least) > parse_quantity(most):
                 yield f"spec.{path}.resources.requests[{name}]: {least} is above its limit {most}; raise the limit"
+
+
+def _processes(service: Served) -> Iterator[str]:
+    """A process that waits for its share of a CPU delays every stream that it has."""
+    gateway = service.spec.gateway
+    limit = gateway.resources.limits.get("cpu")
+    if gateway.processes is not None and limit is not None and parse_quantity(limit) < gateway.processes:
+        yield (
+            f"spec.gateway.processes: {gateway.processes} processes use {gateway.processes} CPUs, and "
+            f"spec.gateway.resources.limits[cpu] is {limit}; raise the limit, or lower processes"
+        )
 
 
 def _device(service: Served, role: RoleName) -> Iterator[str]:

@@ -153,8 +153,9 @@ class LatencyFactors:
 
     @property
     def worst(self) -> float:
-        """The correction farthest from 1."""
-        return max((self.queue, self.compute, self.itl), key=lambda factor: abs(math.log(factor)))
+        """The correction farthest from 1, without that of queues that were shorter than predicted: reports of workers
+        are older than such queues."""
+        return max((max(1.0, self.queue), self.compute, self.itl), key=lambda factor: abs(math.log(factor)))
 
     @staticmethod
     def of(exposition: Exposition) -> "LatencyFactors | None":

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from tandem_operator.scaling.distribution import Distribution
 from tandem_operator.scaling.load import PromptFigures, StepFigures
+from tandem_operator.telemetry.arrival_gaps import ArrivalGaps, Arrivals
 from tandem_operator.telemetry.latency_metrics import LatencyFactors, LatencyTotals, StepFit
 
 ARRIVALS_S, LENGTHS_S, MEASURED_S, OBJECTIVES_S = 30.0, 300.0, 30.0, 150.0
@@ -17,16 +18,14 @@ ARRIVALS_S, LENGTHS_S, MEASURED_S, OBJECTIVES_S = 30.0, 300.0, 30.0, 150.0
 KNOWN_S = 60.0
 """After so much traffic the mean length of outputs is known."""
 
-MAX_VARIATION = 1_000.0
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
     """What came to one gateway between two looks, or to all of them."""
 
+    gateway: str = ""
+    """Which one."""
     seconds: float
-    gateway_seconds: float
-    """Seconds of each gateway, added up."""
     choices: float
     requested_tokens: float
     predicted_tokens: float
@@ -51,7 +50,6 @@ class _Sum:
 
     half_life_s: float
     seconds: float = 0.0
-    gateway_seconds: float = 0.0
     choices: float = 0.0
     requested_tokens: float = 0.0
     predicted_tokens: float = 0.0
@@ -62,7 +60,6 @@ class _Sum:
     def take(self, traffic: Traffic, steps_per_s: float) -> None:
         kept = 0.5 ** (traffic.seconds / self.half_life_s)
         self.seconds = kept * self.seconds + traffic.seconds
-        self.gateway_seconds = kept * self.gateway_seconds + traffic.gateway_seconds
         self.choices = kept * self.choices + traffic.choices
         self.requested_tokens = kept * self.requested_tokens + traffic.requested_tokens
         self.predicted_tokens = kept * self.predicted_tokens + traffic.predicted_tokens
@@ -79,6 +76,7 @@ class LatencyWindow:
     _lengths: _Sum = field(default_factory=lambda: _Sum(half_life_s=LENGTHS_S))
     _measured: _Sum = field(default_factory=lambda: _Sum(half_life_s=MEASURED_S))
     _objectives: _Sum = field(default_factory=lambda: _Sum(half_life_s=OBJECTIVES_S))
+    _gaps: ArrivalGaps = field(default_factory=ArrivalGaps)
 
     def take(self, traffic: Iterable[Traffic], factors: Iterable[LatencyFactors], decoding: Decoding) -> None:
         """What came to each gateway since the last look, and what runs now."""
@@ -89,7 +87,6 @@ class LatencyWindow:
                 latency = latency.plus(one.latency)
             together = Traffic(
                 seconds=max(one.seconds for one in taken),
-                gateway_seconds=sum(one.gateway_seconds for one in taken),
                 choices=sum(one.choices for one in taken),
                 requested_tokens=sum(one.requested_tokens for one in taken),
                 predicted_tokens=sum(one.predicted_tokens for one in taken),
@@ -97,6 +94,7 @@ class LatencyWindow:
             )
             for each in (self._arrivals, self._lengths, self._measured, self._objectives):
                 each.take(together, self._steps_per_s(decoding))
+            self._gaps.take([Arrivals(t.gateway, t.seconds, t.choices, t.latency.gap_square_s) for t in taken])
         self.factors = LatencyFactors.together(factors)
 
     def prompts(self, step_base_s: float) -> PromptFigures | None:
@@ -109,7 +107,7 @@ class LatencyWindow:
         return PromptFigures(
             tokens=lengths,
             arrived_tokens_per_s=share * self._arrivals.requested_tokens / self._arrivals.seconds,
-            arrivals_variation=self._variation(),
+            arrivals_variation=self._gaps.variation,
             step_base_s=step_base_s,
             correction=self.factors.compute,
             margin=self.factors.ttft_margin,
@@ -131,7 +129,7 @@ class LatencyWindow:
             # At first only short outputs have ended.
             steps_each=lengths.steps / self._ended if lengths.seconds >= KNOWN_S else 0.0,
             arrived_per_s=lately.choices / lately.seconds,
-            arrivals_variation=self._variation(),
+            arrivals_variation=self._gaps.variation,
             correction=self.factors.itl,
             margin=self.factors.itl_margin,
             measured_s=_some(self._measured.latency.itl_s),
@@ -172,13 +170,6 @@ class LatencyWindow:
         fit, batch = decoding.fit, decoding.running / decoding.workers
         step_s = fit.base_s + (fit.sequence_s + fit.kv_token_s * self._context_tokens) * max(1.0, batch)
         return decoding.running / (step_s * self.factors.itl)
-
-    def _variation(self) -> float:
-        """Squared coefficient of variation of the times between arrivals; 1 before it is known."""
-        sums, squares = self._lengths, self._lengths.latency.gap_square_s
-        if not squares or not sums.gateway_seconds:
-            return 1.0
-        return min(max(0.0, squares * sums.choices / sums.gateway_seconds**2 - 1.0), MAX_VARIATION)
 
 
 def _some(values: Distribution | None) -> Distribution | None:

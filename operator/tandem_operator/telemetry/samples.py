@@ -46,10 +46,10 @@ class Gain:
     """Growth of its queue; negative if it has shrunk."""
     latency: LatencyTotals = field(default_factory=LatencyTotals)
 
-    def traffic(self) -> Traffic:
+    def traffic(self, gateway: str) -> Traffic:
         return Traffic(
+            gateway=gateway,
             seconds=self.seconds,
-            gateway_seconds=self.seconds,
             choices=self.totals.choices,
             requested_tokens=self.totals.requested_tokens,
             predicted_tokens=self.totals.predicted_tokens,
@@ -269,18 +269,19 @@ class PodSampler:
         self._remember(at, pods, answers)
         known = [(pod, sample) for pod in pods if (sample := self._current(at, pod)) is not None]
         workers = {pod.name: sample.figures for pod, sample in known if isinstance(sample.figures, WorkerFigures)}
-        gateways = [sample for _, sample in known if isinstance(sample.figures, GatewayFigures)]
+        gateways_of = {pod.uid: sample for pod, sample in known if isinstance(sample.figures, GatewayFigures)}
+        gateways = list(gateways_of.values())
         releases = {pod.name: sample.figures.release for pod, sample in known}
         self.sizes.take(workers.values())
         reason = self._silent(pods, answers) or _no_rates(gateways)
         if reason:
             return LoadReading(load=None, reason=reason, workers=workers, releases=releases)
-        gains = [sample.gain for sample in gateways if sample.at == at and sample.gain is not None]
-        self.demand.take(gains)
+        gains = {u: each.gain for u, each in gateways_of.items() if each.at == at and each.gain is not None}
+        self.demand.take(gains.values())
         seen = [sample.figures for sample in gateways if isinstance(sample.figures, GatewayFigures)]
         factors = [figures.factors for figures in seen if figures.factors is not None]
         decoding = decoding_of(workers.values(), seen, self.sizes)
-        self.latency.take((gain.traffic() for gain in gains), factors, decoding)
+        self.latency.take((gain.traffic(uid) for uid, gain in gains.items()), factors, decoding)
         load = load_of(
             at=at,
             age_s=max(sample.age_s(at) for _, sample in known),

@@ -4,7 +4,6 @@ With `--independent-models` what belongs to no model, such as the usage of keys,
 the fleet of the first model.
 """
 
-import asyncio
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
@@ -13,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
@@ -23,6 +23,7 @@ from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.console.fleet_document import ViewedFleet
 from tandem_services.gateway.models.fleet_tokenizer import FleetTokenizer, FoundTokenizer, preferred
 from tandem_services.gateway.models.service import Fleet
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoads
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import Keys
 from tandem_services.router.registered_adapters import RegisteredAdapters
@@ -57,7 +58,9 @@ class RoutedFleet:
         return RoutedFleet(router, _parts(config, config.path, tokenizer, IpcContext(keys), router, keys))
 
     @staticmethod
-    async def of_fleet(config: ModelConfig, keys: KeyPair | None, *, start_timeout_s: float) -> "RoutedFleet":
+    async def of_fleet(
+        config: ModelConfig, keys: KeyPair | None, loads: TokenizerLoads, *, start_timeout_s: float
+    ) -> "RoutedFleet":
         """With the tokenizer of its workers, which is requested now. `start` is the caller's, too.
 
         Raises `ConfigError`, `CheckpointError` and `RedisUnavailableError`.
@@ -77,9 +80,10 @@ class RoutedFleet:
                     deployment=deployment,
                     model=config.name,
                 ),
+                loads=loads,
             )
             found = await source.find(router.offered(), router.workers())
-            tokenizer = await asyncio.to_thread(TextTokenizer.load, found.folder)
+            tokenizer = await loads.load(config.name, found.digest, found.folder)
             router.require_encoding(found.encoding)
             parts = _parts(config, found.folder, tokenizer, context, router, keys, _upkeep(source, found))
             opened.pop_all()
@@ -197,6 +201,7 @@ class HomeFleet:
 class OpenFleets:
     """All open fleets. The creator of a fleet closes it at the end, with `close_all`, or before."""
 
+    loads: TokenizerLoads = field(default_factory=lambda: TokenizerLoads(clock=MonotonicClock()))
     _open: list[RoutedFleet | HomeFleet] = field(default_factory=list)
 
     def add(
@@ -220,7 +225,7 @@ class OpenFleets:
 
     async def open(self, model: ModelConfig) -> RoutedFleet:
         """One more, started. Raises `ConfigError`, `CheckpointError` and `RedisUnavailableError`."""
-        fleet = await _opened(model)
+        fleet = await _opened(model, self.loads)
         self._open.append(fleet)
         return fleet
 
@@ -233,14 +238,14 @@ class OpenFleets:
             await self._open.pop().close()
 
 
-async def _opened(model: ModelConfig) -> RoutedFleet:
+async def _opened(model: ModelConfig, loads: TokenizerLoads) -> RoutedFleet:
     """Raises as `OpenFleets.open`."""
     keys = key_pair_of(model)
     if model.path is None:
-        fleet = await RoutedFleet.of_fleet(model, keys, start_timeout_s=LATER_START_S)
+        fleet = await RoutedFleet.of_fleet(model, keys, loads, start_timeout_s=LATER_START_S)
         started = fleet.sync()
     else:
-        tokenizer = await asyncio.to_thread(TextTokenizer.load, model.path)
+        tokenizer = await loads.load_folder(model.name, model.path)
         fleet = RoutedFleet.of(model, tokenizer, keys, start_timeout_s=LATER_START_S)
         started = fleet.start()
     async with AsyncExitStack() as opened:

@@ -66,6 +66,7 @@ from tandem_services.gateway.http.interruption import Closing
 from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, ModelsWatch
 from tandem_services.gateway.models.independent import Entries, FileEntries, IndependentModels, OneEntry
+from tandem_services.gateway.models.tokenizer_loads import counted_loads
 from tandem_services.gateway.process_place import ProcessPlace
 from tandem_services.gateway.processes.front import Front
 
@@ -348,6 +349,7 @@ async def _serve(
             spans=spans,
             home=None if home is None else home.place,
         )
+        door.loads = counted_loads(gateway.shared.families, gateway.clock)
         await _start(fleets if home is None else [home])
         live = LiveModels(
             catalog=gateway.models,

@@ -9,8 +9,9 @@ Of the last `WINDOW` requests of each kind and placement
     margin       the quantile of measured / corrected prediction that `percentile` of the requests do not exceed
 
 All factors are between `MIN_FACTOR` and `MAX_FACTOR`. Beyond them the model does not describe these workers, and
-`Factors.calibrated` is false. Only requests with one attempt count (`gateway.observe.predictions`): a retry or a
-migration is no property of a worker.
+`Factors.calibrated` is false: except of a queue that was shorter than predicted. Reports of workers are up to half a
+second old, and at low load most queues are over by then. Only requests with one attempt count
+(`gateway.observe.predictions`): a retry or a migration is no property of a worker.
 """
 
 from bisect import bisect_left, insort
@@ -93,7 +94,7 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
     ratio: float
     """Median of measured / predicted time to the first token, as they were predicted; 1 without any."""
     calibrated: bool
-    """No factor is beyond its bounds."""
+    """No factor is beyond its bounds, but for that of queues below its lower one."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True, gc=False):
@@ -168,7 +169,8 @@ class _Learned:
             margin=_clamped(margin),
             itl=_clamped(itl),
             itl_margin=_clamped(itl_margin),
-            calibrated=all(MIN_FACTOR <= factor <= MAX_FACTOR for factor in (queue, compute, itl, margin, itl_margin)),
+            calibrated=queue <= MAX_FACTOR
+            and all(MIN_FACTOR <= factor <= MAX_FACTOR for factor in (compute, itl, margin, itl_margin)),
         )
 
 

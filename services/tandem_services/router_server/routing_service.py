@@ -165,6 +165,12 @@ class RouterMetrics:
             ["interface", "code"],
             registry=registry,
         )
+        self._tokenizer_failures = Counter(
+            "tandem_router_tokenizer_load_failures_total",
+            "Tokenizers that were parsed and cannot be used",
+            ["model_name"],
+            registry=registry,
+        )
         self.choice_seconds = Histogram(
             "tandem_router_choice_seconds",
             "From a request to its route decision, tokenization included",
@@ -200,6 +206,9 @@ class RouterMetrics:
 
     def refused(self, interface: str, status: int) -> None:
         self._refusals.labels(interface=interface, code=str(status)).inc()
+
+    def tokenizer_failed(self, model: str) -> None:
+        self._tokenizer_failures.labels(model_name=model).inc()
 
 
 NO_ROOM_RETRY_S = 1.0

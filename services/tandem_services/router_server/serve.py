@@ -37,6 +37,7 @@ from tandem_services.gateway.http.connection import GatewayConnection
 from tandem_services.gateway.models.fleet_tokenizer import FleetTokenizer
 from tandem_services.gateway.models.model import ServedModel
 from tandem_services.gateway.models.prompts import PromptEncoder
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoads
 from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 from tandem_services.gateway.output.reader import OutputDialect
 from tandem_services.gateway.serve import LAST_WORDS_S, GatewayServer
@@ -243,15 +244,16 @@ async def _worker_tokenizers(config: RouterServerConfig, router: Router, server:
     """Looks for them until the block ends."""
     keys = _key_pair(config)
     deployment, context = Deployment.of(keys), IpcContext(keys)
+    loads = TokenizerLoads(clock=MonotonicClock(), on_failure=server.routing.metrics.tokenizer_failed)
 
     def source(model: TokenizedModel) -> FleetTokenizer:
         name = model.names[0]
         place = Keys(config.cluster, deployment.namespace)
         copy = TokenizerCopy(redis=config.redis, keys=place, deployment=deployment, model=name)
-        return FleetTokenizer(model=name, context=context, copy=copy)
+        return FleetTokenizer(model=name, context=context, copy=copy, loads=loads)
 
     models = tuple(model for model in config.models if model.path is None)
-    tokenizers = WorkerTokenizers(models=models, fleet=router, source=source, accept=server.accept)
+    tokenizers = WorkerTokenizers(models=models, fleet=router, source=source, accept=server.accept, loads=loads)
     looking = asyncio.create_task(tokenizers.run())
     try:
         yield

@@ -17,6 +17,7 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import run_periodically
 from tandem_services.gateway.models.fleet_tokenizer import FoundTokenizer, preferred
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoads
 from tandem_services.router.decision import WorkerView
 from tandem_services.router_server.config import TokenizedModel
 
@@ -50,6 +51,7 @@ class WorkerTokenizers:
     source: Callable[[TokenizedModel], Source]
     accept: Callable[[TokenizedModel, TextTokenizer], None]
     """Reads for the model with this tokenizer from now on."""
+    loads: TokenizerLoads
     _digests: dict[str, str] = field(default_factory=dict)
     """Of the tokenizers that are used, by the models' own names."""
     _complaints: dict[str, str] = field(default_factory=dict)
@@ -77,7 +79,7 @@ class WorkerTokenizers:
             if found.digest == current:
                 # Most of the workers that requests may be sent to have it still.
                 return
-            tokenizer = await asyncio.to_thread(TextTokenizer.load, found.folder)
+            tokenizer = await self.loads.load(name, found.digest, found.folder)
         except (ConfigError, CheckpointError, RedisUnavailableError) as error:
             self._complain(name, str(error))
             return

@@ -17,6 +17,7 @@ from tandem_services.common.recording import RecordingErrors
 from tandem_services.common.span_export import SpanCounts, SpanMetrics
 from tandem_services.gateway.access.tenants import AccessMetrics
 from tandem_services.gateway.models.file import ModelsFileMetrics
+from tandem_services.gateway.models.tokenizer_loads import counted_loads
 from tandem_services.gateway.objectives import Objectives, SloMode
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.gateway.observe.metrics import PREFIX as GATEWAY_PREFIX
@@ -57,6 +58,7 @@ def gateway_metrics() -> list[Metric]:
     queue.refused("full")
     queue.waiting({"t": 1})
     ModelsFileMetrics(families, served=1).refused()
+    counted_loads(families, ServiceClock()).on_failure("m")
     registry.register(SpanMetrics(GATEWAY_PREFIX, SpanCounts()))
     registry.register(RecordingErrors(GATEWAY_PREFIX))
     return list(registry.collect())
@@ -69,6 +71,7 @@ def router_metrics() -> list[Metric]:
     metrics.answered("/v1/choose", 200, model="")
     metrics.chose("http", "redis", "pair")
     metrics.refused("ext_proc", 503)
+    metrics.tokenizer_failed("m")
     return list(registry.collect())
 
 

@@ -31,10 +31,16 @@ MAX_STARTS = 3
 class Builders:
     """Compile `plan`, then `late`, in this order. `close` them."""
 
-    def __init__(self, plan: Sequence[KernelSpec], memory: int, *, late: Sequence[KernelSpec] = ()) -> None:
-        """`memory`: bytes that are free for them. `late`: need not be waited for, and is built at a low priority."""
+    def __init__(
+        self, plan: Sequence[KernelSpec], memory: int, *, late: Sequence[KernelSpec] = (), reproducible: bool = False
+    ) -> None:
+        """`memory`: bytes that are free for them. `late`: need not be waited for, and is built at a low priority.
+        `reproducible`: one process compiles all: numba's symbols have the number of functions that their process has
+        compiled before.
+        """
         self.plan, self._late = tuple(plan), tuple(late)
-        self._places = places(memory)
+        self._places = 1 if reproducible else places(memory)
+        self._environment = {"PYTHONHASHSEED": "0"} if reproducible else {}
         self._lock = threading.Lock()
         self._processes: list[subprocess.Popen[bytes]] = []
         self._starts = 0
@@ -57,7 +63,7 @@ class Builders:
         for _ in range(min(self._places, len(missing) + len(late))):
             process = subprocess.Popen(
                 [*command, *(spec.text for spec in missing), LATE, *(spec.text for spec in late)],
-                env=environment_with({**level.numba_environment, VARIABLE: level.name}),
+                env=environment_with({**level.numba_environment, VARIABLE: level.name, **self._environment}),
                 stdin=subprocess.DEVNULL,
             )
             self._processes.append(process)

@@ -33,6 +33,8 @@ class AwaitedModel:
     """The model's own, followed by its aliases."""
     clock: Clock
     families: MetricFamilies
+    is_unloadable: bool = False
+    """Workers have sent it, and it cannot be loaded."""
     _refused: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_REPORTED))
     _metrics: QueueMetrics = field(init=False)
 
@@ -47,9 +49,8 @@ class AwaitedModel:
         """The answer to a request for it, by one of its names."""
         self._refused.append(self.clock.now())
         self.report()
-        return unavailable(
-            f"The model '{quoted(name)}' is not served yet: no worker has sent its tokenizer.", retry_after=RETRY_S
-        )
+        why = "its tokenizer cannot be loaded" if self.is_unloadable else "no worker has sent its tokenizer"
+        return unavailable(f"The model '{quoted(name)}' is not served yet: {why}.", retry_after=RETRY_S)
 
     def report(self) -> None:
         """To be called about once a second."""

@@ -43,6 +43,7 @@ from tandem_services.gateway.models.awaited import AwaitedModel
 from tandem_services.gateway.models.fleet_tokenizer import TokenizerMissingError
 from tandem_services.gateway.models.model import ModelCard, ModelList
 from tandem_services.gateway.models.service import Fleet, ModelService
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoadError
 
 MAX_NAMED = 8
 """Models listed in the error for an unknown model; /v1/models lists all."""
@@ -273,7 +274,10 @@ class LiveModels(Generic[F]):
     independent: bool = False
     """No fleet has to stay."""
     absent: frozenset[str] = frozenset()
-    """Models that the last `change_each` could not open because Redis or all workers with the tokenizer were absent."""
+    """Models that the last `change_each` could not open because Redis or all workers with the tokenizer were absent, or
+    have a tokenizer that cannot be loaded: an attempt costs little, and the next one may succeed."""
+    unloadable: frozenset[str] = frozenset()
+    """Those of them whose tokenizer cannot be loaded."""
     _members: list[_Member[F]] = field(init=False)
     _first: F | None = field(init=False)
     _retiring: dict[asyncio.Task[None], _Member[F]] = field(default_factory=dict)
@@ -376,13 +380,16 @@ class LiveModels(Generic[F]):
     ) -> tuple[dict[tuple[str, ...], _Member[F]], dict[str, str]]:
         """At once, so that one whose Redis is silent does not delay the others. And by name why some cannot."""
         absent: set[str] = set()
+        unloadable: set[str] = set()
 
         async def attempt(model: ModelConfig) -> dict[tuple[str, ...], _Member[F]] | str:
             try:
                 return await self._open([model])
             except FAULTS as error:
-                if isinstance(error, TokenizerMissingError | RedisUnavailableError):
+                if isinstance(error, TokenizerMissingError | TokenizerLoadError | RedisUnavailableError):
                     absent.add(model.name)
+                if isinstance(error, TokenizerLoadError):
+                    unloadable.add(model.name)
                 return str(error)
             except Exception as error:
                 # A defect that one entry meets keeps no other one out either.
@@ -397,7 +404,7 @@ class LiveModels(Generic[F]):
                 errors[model.name] = outcome
             else:
                 fresh |= outcome
-        self.absent = frozenset(absent)
+        self.absent, self.unloadable = frozenset(absent), frozenset(unloadable)
         return fresh, errors
 
     def _retire(self, member: _Member[F]) -> None:

@@ -34,6 +34,7 @@ from tandem_engine.messages.requests import EngineRequest, TokenizerRequest
 from tandem_engine.tokenizer.bundle import MAX_BUNDLE_BYTES, PART_BYTES, TokenizerBundle
 from tandem_services.common.private_folder import private_folder
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoads
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.shared_state import TokenizerCopy
 
@@ -90,15 +91,18 @@ class FleetTokenizer:
     model: str
     context: IpcContext
     copy: TokenizerCopy
+    loads: TokenizerLoads
 
     async def find(self, offered: Sequence[WorkerView], others: Sequence[WorkerView]) -> FoundTokenizer:
         """`offered`: workers that requests may be sent to; `others`: in any state, used where there are none.
 
-        Raises `TokenizerMissingError`, and `ConfigError` where it cannot be kept.
+        Raises `TokenizerMissingError`, `TokenizerLoadError` for one that could not be loaded a moment ago, and
+        `ConfigError` where it cannot be kept.
         """
         digest = preferred(offered, self.model) or preferred(others, self.model)
         if not digest:
             return await self._of_copy([each for each in (*offered, *others) if each.model == self.model])
+        self.loads.check(self.model, digest)
         cached = await asyncio.to_thread(_cached, digest)
         if cached is not None:
             return cached
@@ -147,6 +151,7 @@ class FleetTokenizer:
     async def _of_copy(self, workers: Sequence[WorkerView]) -> FoundTokenizer:
         copied = await self._copied()
         if copied is not None:
+            self.loads.check(self.model, copied.digest)
             logger.info("read the tokenizer of %s from Redis: no worker reports one", quoted(self.model))
             return await self._kept(copied)
         why = "none is registered"

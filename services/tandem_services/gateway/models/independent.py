@@ -153,7 +153,10 @@ class IndependentModels:
             self.metrics.loaded(len(self.live.fleets))
         self.metrics.mended()
         self.metrics.unserved(len(errors))
-        # A worker that starts may have the tokenizer at any moment. One that cannot be loaded takes seconds each time.
+        for name, one in self.live.catalog.awaited.items():
+            one.is_unloadable = name in self.live.unloadable
+        # A worker that starts may have the tokenizer at any moment, or another one: files that could not be loaded are
+        # not parsed at each attempt (`tokenizer_loads`).
         soon = changed or not self.live.absent.isdisjoint(self.live.catalog.awaited)
         self._pause_s = FIRST_PAUSE_S if soon else min(MAX_PAUSE_S, self._pause_s * 2)
         self._again_at = self.clock.now() + self._pause_s if errors else math.inf

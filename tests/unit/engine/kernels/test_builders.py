@@ -109,6 +109,24 @@ def test_kernels_needed_by_two_processes_are_compiled_once(kernels, tmp_path):
     assert not Builders(plan, TWO_PLACES).start(), "nothing is missing"
 
 
+def test_reproducible_builds_of_one_plan_give_equal_files(kernels, tmp_path, monkeypatch):
+    """Two builders share a plan differently each time, and symbols have numbers of their process."""
+    plan, files = [kernels.build.spec(number) for number in (1, 2, 3)], []
+    for name in ("some", "others"):
+        monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / name))
+        kept.store.cache_clear()
+        builders = Builders(plan, TWO_PLACES, reproducible=True)
+        try:
+            assert builders.start()
+            assert builders.wait_for_all() == ()
+        finally:
+            builders.close()
+        files.append({path.name: path.read_bytes() for path in (tmp_path / name).rglob("*.kernel")})
+    assert len(files[0]) == 3
+    assert files[0] == files[1]
+    assert compiled_in(tmp_path) == ["1", "2", "3"] * 2
+
+
 def test_builders_target_cpu_level_and_process_its_own_cpu(kernels):
     """The environment of a program that has njit functions of its own stays as it was."""
     before = registry.cpu_target.target_context.codegen().magic_tuple()

@@ -1,12 +1,16 @@
 """`args` of a ModelService: which flags they may have, what becomes of them, and who checks them."""
 
 import argparse
+import contextlib
+import io
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 import yaml
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
 from tandem_operator.builders.arguments import CHECK, GATEWAY, WORKER, FlagTable, argument_problems
@@ -107,6 +111,52 @@ def test_flag_with_another_place_is_refused_by_name(place: str, words: list[str]
 def test_word_that_is_not_one_flag_is_refused_by_the_schema(word: str) -> None:
     with pytest.raises(msgspec.ValidationError, match="args"):
         service_of(spec_with("engine.args", word))
+
+
+KNOWN = {"engine.args": WORKER, "prefill.engine.args": WORKER, "decode.engine.args": WORKER, "gateway.args": GATEWAY}
+PARTS = {"engine.args": ("prefill", "decode"), "prefill.engine.args": ("prefill",), "decode.engine.args": ("decode",)}
+
+
+@st.composite
+def given_words(draw: st.DrawFn, place: str) -> list[str]:
+    """Flags of all kinds, their beginnings, unknown ones, with and without values."""
+    table = KNOWN[place]
+    flags = sorted({*table.fields, *table.operator, *table.arguments, *table.aliases, *table.unusable})
+    cut = st.builds(lambda flag, by: flag[: max(3, len(flag) - by)], st.sampled_from(flags), st.integers(0, 6))
+    negated = st.sampled_from(flags).map(lambda flag: f"--no-{flag.removeprefix('--')}")
+    flag = st.one_of(
+        st.sampled_from(flags), cut, negated, st.from_regex(r"\A--[a-z][-a-z0-9]{0,12}\Z"), st.just("--model-")
+    )
+    value = st.one_of(st.none(), st.text("abc=-$(){} /,.0123456789", max_size=12))
+    word = st.builds(lambda name, text: name if text is None else f"{name}={text}", flag, value)
+    return draw(st.lists(word, max_size=6))
+
+
+@pytest.mark.parametrize("place", KNOWN)
+@settings(max_examples=60, deadline=None)
+@given(data=st.data())
+def test_accepted_arguments_leave_the_words_of_the_operator(place: str, data: st.DataObject) -> None:
+    """The same words in the same order, and no setting of them has another value afterwards."""
+    try:
+        service = service_of(spec := spec_with(place, *data.draw(given_words(place))))
+    except msgspec.ValidationError:
+        return
+    if [*argument_problems(service)]:
+        return
+    plain, pods = pods_of(MINIMAL), pods_of(spec)
+    for part in PARTS.get(place, ("gateway",)):
+        own = plain[part]["containers"][0]["args"]
+        words = pods[part]["containers"][0]["args"]
+        assert words[: len(own)] == own
+        parser = command_parser("gateway" if part == "gateway" else "worker")
+        try:
+            with contextlib.redirect_stderr(io.StringIO()):
+                parsed = vars(parser.parse_args(words))
+        except SystemExit:
+            continue  # the init container ends with these words too, so they replace no pod
+        kept = vars(parser.parse_args(own))
+        set_here = {setting.action.dest for setting in settings_of(parser) if setting.action.option_strings[0] in own}
+        assert {name: parsed[name] for name in set_here} == {name: kept[name] for name in set_here}
 
 
 def test_several_adapters_reach_the_worker() -> None:

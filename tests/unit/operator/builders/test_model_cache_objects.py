@@ -62,6 +62,12 @@ def test_job_has_the_rights_of_restricted_and_no_account(one):
     assert container(one)["resources"]["limits"]["memory"] == "2Gi"
 
 
+def test_job_gives_its_group_to_all_folders_of_the_volume():
+    """Also below a root whose group is right: kubelets make mounted folders again, as root."""
+    security = job()["spec"]["template"]["spec"]["securityContext"]
+    assert (security["fsGroup"], security["fsGroupChangePolicy"]) == (10001, "Always")
+
+
 def test_job_is_bounded_in_attempts_and_time():
     body = job(download={"retries": 2, "timeoutSeconds": 600})["spec"]
     assert (body["backoffLimit"], body["activeDeadlineSeconds"]) == (2, 600)

@@ -12,7 +12,7 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.api.worker_pool import WorkerPool
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.engine_flags import ENGINE_FLAGS
-from tandem_operator.builders.gateway import allowed_hosts
+from tandem_operator.builders.gateway import allowed_hosts, gateway_deployment
 from tandem_operator.builders.naming import ROLE_LABEL
 from tandem_operator.builders.served import may_be_zero
 from tandem_operator.planning.observed import Observed
@@ -313,6 +313,16 @@ def test_gateways_are_told_that_lost_workers_are_replaced():
         assert not any("replaced" in word for word in pod["args"])
     parsed = build_parser().parse_args(["gateway", "--redis-url", "redis://r", "--model", "/m", "--replaced-workers"])
     assert parsed.replaced_workers
+
+
+def test_gateway_has_the_processes_of_the_spec():
+    def words(gateway: dict[str, Any]) -> list[str]:
+        pod = gateway_deployment(service_of(gateway=gateway))["spec"]["template"]["spec"]
+        return list(pod["containers"][0]["args"])
+
+    given = words({"processes": 4})
+    assert build_parser().parse_args(["gateway", *given]).processes == 4
+    assert "--processes" not in words({}), "images of earlier releases do not know it"
 
 
 def test_gateway_has_the_byte_budget_of_the_spec():

@@ -231,6 +231,12 @@ def test_rollback_downloads_nothing(cluster):
         ("SourceNotFound", None, None, ["org/mini", "revision 'v1'"]),
         ("NoSpace", None, None, ["spec.storage.newClaim.size: 10Gi", "77 bytes are needed", "raise it"]),
         ("NoSpace", {"claim": {"claimName": "nas"}}, None, ["spec.storage.claim: 'nas'", "77 bytes are needed"]),
+        (
+            "VolumeNotWritable",
+            {"claim": {"claimName": "nas", "path": "models"}},
+            None,
+            ["what happened", "claim 'nas' at /v: chown -R 10001:10001 /v/models/tandem-cache/qwen"],
+        ),
         ("ChecksumMismatch", None, None, ["what happened"]),
     ],
 )

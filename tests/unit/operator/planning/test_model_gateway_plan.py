@@ -227,6 +227,11 @@ def test_status_counts_services_and_shows_what_is_wrong():
         ({"args": ["--host=1"]}, "spec.args[0]: the operator sets --host itself"),
         ({"args": ["--session-ttl=1"]}, "set spec.engine.sessions.ttlSeconds of the ModelServices"),
         ({"args": ["--console"]}, "set spec.console"),
+        ({"args": ["--processes=2"]}, "set spec.processes"),
+        (
+            {"processes": 4, "resources": {"limits": {"cpu": "2500m"}}},
+            "spec.processes: 4 processes use 4 CPUs, and spec.resources.limits[cpu] is 2500m; raise the limit",
+        ),
         ({"pod": {"patch": {"spec": {"hostNetwork": True}}}}, "spec.pod.patch"),
     ],
 )
@@ -246,6 +251,7 @@ def test_what_a_model_gateway_cannot_have_is_refused_by_name(spec, sentence):
     ("spec", "field"),
     [
         ({"gateway": {"replicas": 2}}, "spec.gateway.replicas: "),
+        ({"gateway": {"processes": 2}}, "spec.gateway.processes: "),
         ({"gateway": {"authSecret": "s"}}, "spec.gateway.authSecret: "),
         ({"gateway": {"limits": {"maxBodyMemoryMib": 1}}}, "spec.gateway.limits.maxBodyMemoryMib: "),
         ({"gateway": {"args": ["--explain-candidates=1"]}}, "spec.gateway.args: "),

@@ -16,11 +16,13 @@ def prompts(count: float, tokens: float = 100.0) -> Distribution:
     return Distribution.of((128.0, 512.0, inf), (count, 0.0, 0.0), count * tokens)
 
 
-def traffic(choices: float = 10.0, seconds: float = 5.0, gap_square_s: float = 2.5, **latency) -> Traffic:
+def traffic(
+    choices: float = 10.0, seconds: float = 5.0, gap_square_s: float = 2.5, gateway: str = "g", **latency
+) -> Traffic:
     totals = LatencyTotals(uncached=prompts(choices), gap_square_s=gap_square_s, ttft_s=prompts(choices), **latency)
     return Traffic(
+        gateway=gateway,
         seconds=seconds,
-        gateway_seconds=seconds,
         choices=choices,
         requested_tokens=choices * 200.0,
         predicted_tokens=choices * 100.0,
@@ -40,7 +42,7 @@ def test_rates_lengths_and_variation_follow_the_traffic():
 def test_variation_does_not_depend_on_the_number_of_gateways():
     one, two = LatencyWindow(), LatencyWindow()
     one.take([traffic(choices=10, gap_square_s=5.0)], [], Decoding())
-    two.take([traffic(choices=5, gap_square_s=10.0)] * 2, [], Decoding())
+    two.take([traffic(choices=5, gap_square_s=10.0, gateway=name) for name in "ab"], [], Decoding())
     assert one.prompts(0.0).arrivals_variation == pytest.approx(two.prompts(0.0).arrivals_variation)
     assert two.prompts(0.0).arrived_tokens_per_s == one.prompts(0.0).arrived_tokens_per_s
 
@@ -103,6 +105,8 @@ def test_factors_are_medians_within_bounds():
     found = LatencyFactors.of(Exposition.parse(text + 'tandem_gateway_latency_calibrated{kind="c"} 0\n'))
     assert (found.compute, found.itl, found.queue, found.is_calibrated) == (pytest.approx(1.3), 0.5, 1.0, False)
     assert found.worst == 0.5
+    assert LatencyFactors(queue=0.34, compute=1.1).worst == 1.1, "reports are older than short queues"
+    assert LatencyFactors(queue=2.5, compute=1.1).worst == 2.5
     assert LatencyFactors.of(Exposition.parse("")) is None
     assert LatencyFactors.together([]) == LatencyFactors()
 

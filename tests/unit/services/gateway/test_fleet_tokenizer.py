@@ -22,9 +22,11 @@ from tandem_services.gateway.models.fleet_tokenizer import (
     preferred,
     received,
 )
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoadError, TokenizerLoads
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.router_builders import make_view
+from tandem_testing.service_clock import ServiceClock
 from tandem_testing.tokenizer_builders import write_tokenizer
 
 ONE, OTHER = "1" * 32, "2" * 32
@@ -70,7 +72,8 @@ def engine(bundle):
 
 
 def source(engine, copy: Copy | None = None) -> FleetTokenizer:
-    return FleetTokenizer(model="mock", context=engine.rack.context, copy=copy or Copy())
+    loads = TokenizerLoads(clock=ServiceClock())
+    return FleetTokenizer(model="mock", context=engine.rack.context, copy=copy or Copy(), loads=loads)
 
 
 def worker(name: str, tokenizer: str, model: str = "mini"):
@@ -160,6 +163,18 @@ async def test_found_tokenizer_is_kept_for_this_user_alone(engine, bundle):
     (found.folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     with pytest.raises(TokenizerMissingError, match="does not have"):
         await source(engine).find([view], [])
+
+
+async def test_tokenizer_that_failed_to_load_is_not_fetched(engine, bundle, tmp_path):
+    fleet = source(engine, Copy(bundle))
+    (tmp_path / "tokenizer.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(TokenizerLoadError):
+        await fleet.loads.load("mock", bundle.digest, tmp_path)
+    for views in ([engine.view], []):
+        with pytest.raises(TokenizerLoadError, match="not a usable tokenizer"):
+            await fleet.find(views, [])
+    fleet.loads.clock.advance(10.0)
+    assert (await fleet.find([engine.view], [])).digest == bundle.digest
 
 
 async def test_standby_worker_is_used_when_none_is_offered(engine, bundle):

@@ -19,6 +19,7 @@ from tandem_services.gateway.models.catalog import LiveModels
 from tandem_services.gateway.models.file import ModelsFileMetrics, read_models
 from tandem_services.gateway.models.fleet_tokenizer import TokenizerMissingError
 from tandem_services.gateway.models.independent import FileEntries, IndependentModels, OneEntry
+from tandem_services.gateway.models.tokenizer_loads import TokenizerLoadError
 from tandem_testing.gateway_builders import serving_gateway
 from tandem_testing.metric_text import metric_sum
 from tandem_testing.model_files import Door, entry, replace_file
@@ -182,10 +183,10 @@ async def test_awaited_model_is_tried_again_every_second(front):
 
 @pytest.mark.parametrize(
     ("refusal", "attempts"),
-    [(TokenizerMissingError("waiting"), 20), (RedisUnavailableError("away"), 20), (CheckpointError("broken"), 4)],
-    ids=["missing", "away", "broken"],
+    [(TokenizerMissingError("waiting"), 20), (RedisUnavailableError("away"), 20), (CheckpointError("invalid"), 4)],
+    ids=["missing", "away", "invalid"],
 )
-async def test_tokenizer_that_cannot_be_loaded_is_tried_seldom(front, refusal, attempts):
+async def test_model_that_cannot_be_opened_is_tried_less_often(front, refusal, attempts):
     async with front() as one:
         one.door.refusal = refusal
         await one.say({**entry("bad"), "model": "fleet"})
@@ -194,6 +195,27 @@ async def test_tokenizer_that_cannot_be_loaded_is_tried_seldom(front, refusal, a
             one.clock.advance(1.1)
             await one.models.poll()
         assert one.door.refused == attempts
+
+
+async def test_broken_tokenizer_is_logged_once_and_told_to_clients(front, caplog):
+    """An attempt costs little: `TokenizerLoads` does not parse the same files again. Another digest is noticed."""
+    async with front() as one:
+        one.door.refusal = TokenizerLoadError("tokenizer.json is not a usable tokenizer")
+        await one.say({**entry("bad"), "model": "fleet"})
+        for _ in range(20):
+            one.clock.advance(1.1)
+            await one.models.poll()
+        assert one.door.refused == 21
+        assert caplog.text.count("tokenizer.json is not a usable tokenizer") == 1
+        body = {"model": "bad", "messages": [{"role": "user", "content": "hi"}]}
+        answer = await one.http.post("/v1/chat/completions", json=body)
+        assert answer.status_code == 503
+        assert "its tokenizer cannot be loaded" in answer.json()["error"]["message"]
+        one.door.refusal = TokenizerMissingError("waiting")
+        one.clock.advance(1.1)
+        await one.models.poll()
+        answer = await one.http.post("/v1/chat/completions", json=body)
+        assert "no worker has sent its tokenizer" in answer.json()["error"]["message"]
 
 
 async def test_model_with_another_tokenizer_is_opened_again(front):
