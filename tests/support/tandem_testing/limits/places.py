@@ -37,6 +37,8 @@ def mounted(script: str) -> tuple[str, ...]:
 
 READ_ONLY = f'mount --bind "${RUN_DIR}" "${RUN_DIR}"\nmount -o remount,bind,ro /\n'
 """Nothing of the root filesystem can be written, the run directory excepted."""
+OWN_TEMPORARY = f'mkdir "${RUN_DIR}/tmp"\nexport TMPDIR="${RUN_DIR}/tmp"\n'
+NO_SHARED_MEMORY = mounted("mount -t tmpfs -o ro none /dev/shm")
 OTHER_USER = (
     *("sh", "-euc", f'chown {UID} "${RUN_DIR}"\nexec "$@"', "sh"),
     *("setpriv", "--reuid", UID, "--regid", UID, "--clear-groups"),
@@ -74,12 +76,18 @@ PLACES = (
     Place(name="quota of 0.4 CPUs", controller="cpu", most=0.4),
     Place(name="cpuset of one CPU", controller="cpuset", most=1),
     Place(name="100 threads and processes", controller="pids", most=100),
-    Place(name="30 threads and processes", controller="pids", most=30, refused=r"of 30 threads and processes"),
+    Place(name="30 threads and processes", controller="pids", most=30, refused=r"at most 30 threads and processes"),
     Place(name="memory.high of 0.7 GiB", controller="memory.high", most=0.7 * (1 << 30)),
     Place(name="256 open files, more on request", prefix=("prlimit", "--nofile=256:4096")),
-    Place(name="read-only root filesystem", prefix=mounted(READ_ONLY)),
+    Place(name="read-only root filesystem, TMPDIR elsewhere", prefix=mounted(READ_ONLY + OWN_TEMPORARY)),
+    Place(name="read-only root filesystem", prefix=mounted(READ_ONLY), refused=r"TMPDIR"),
     Place(name="64 MiB of /dev/shm", prefix=mounted("mount -t tmpfs -o size=64m none /dev/shm"), flags=TWO_WORKERS),
-    Place(name="no /dev/shm", prefix=mounted("mount -t tmpfs -o ro none /dev/shm"), flags=TWO_WORKERS),
+    Place(name="no /dev/shm", prefix=NO_SHARED_MEMORY, flags=TWO_WORKERS, refused=r"/dev/shm cannot be written"),
+    Place(
+        name="no /dev/shm, UCX without it",
+        prefix=(*NO_SHARED_MEMORY, "env", "UCX_TLS=^posix"),
+        flags=TWO_WORKERS,
+    ),
     Place(name="no HOME", prefix=("env", "-u", "HOME", "-u", "USER", "-u", "LOGNAME")),
     Place(name="user without an entry", prefix=(*OTHER_USER, "env", "HOME=/")),
     Place(name="user without an entry or HOME", prefix=(*OTHER_USER, "env", "-u", "HOME")),
