@@ -7,6 +7,7 @@ What is unmapped stays in the page cache, where the kernel may drop it, and is m
 
 import logging
 import mmap
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,13 +15,16 @@ from tandem_engine.base.cgroups import read_text
 from tandem_engine.base.linux import advise
 
 SMAPS = Path("/proc/self/smaps")
-LIBRARY = ".so"
+LIBRARY = re.compile(r"\.so[.\d]*$")
 
 logger = logging.getLogger(__name__)
 
 
 def unmap_libraries() -> int:
-    """Bytes that were resident. Only code and constants that are as in their file: nothing is lost with them."""
+    """Bytes that were resident. Only code and constants that are as in their file: nothing is lost with them.
+
+    Call it while no thread loads a library, whose pages are in the making.
+    """
     unmapped = 0
     for start, size, resident in clean_ranges(read_text(SMAPS)):
         unmapped += resident if advise(start, size, mmap.MADV_DONTNEED) else 0
@@ -36,7 +40,7 @@ def clean_ranges(smaps: str) -> Iterator[tuple[int, int, int]]:
     lines = iter(smaps.splitlines())
     for line in lines:
         fields = line.split(maxsplit=5)
-        if len(fields) < 6 or LIBRARY not in fields[5] or "w" in fields[1]:
+        if len(fields) < 6 or LIBRARY.search(fields[5]) is None or "w" in fields[1]:
             continue
         counts: dict[str, int] = {}
         for entry in lines:

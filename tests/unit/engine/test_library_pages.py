@@ -16,7 +16,7 @@ VmFlags: rd ex mr mw me
 """
 
 USED = """
-import math, re
+import re
 from pathlib import Path
 from tandem_engine.base.library_pages import unmap_libraries
 import llvmlite.binding, numpy, torch
