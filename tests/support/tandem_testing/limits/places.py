@@ -17,6 +17,7 @@ from typing import Any
 
 import httpx
 
+from tandem_engine.base.linux import allowed_cpus
 from tandem_testing.control_groups import ONE_WORKER, can_limit, new_group
 from tandem_testing.system import System
 
@@ -75,7 +76,7 @@ class Place:
 PLACES = (
     Place(name="quota of 0.4 CPUs", controller="cpu", most=0.4),
     Place(name="cpuset of one CPU", controller="cpuset", most=1),
-    Place(name="100 threads and processes", controller="pids", most=100),
+    Place(name="few threads and processes", controller="pids", most=80 + 10 * len(allowed_cpus())),
     Place(name="30 threads and processes", controller="pids", most=30, refused=r"at most 30 threads and processes"),
     Place(name="memory.high of 0.7 GiB", controller="memory.high", most=0.7 * (1 << 30)),
     Place(name="256 open files, more on request", prefix=("prlimit", "--nofile=256:4096")),
@@ -114,7 +115,7 @@ def problem(place: Place, figures: Figures) -> str:
         kept = figures.get("ended") in (2, 3) and re.search(place.refused, figures["said"]) is not None
         return "" if kept else f"no error that matches {place.refused!r}"
     if set(figures.get("statuses", [0])) != {200}:
-        return "a request was not answered"
+        return "it does not serve"
     return "there is a traceback" if figures["tracebacks"] else ""
 
 
