@@ -43,6 +43,7 @@ from tandem_services.common.sockets import free_port
 
 ROOT = Path(__file__).resolve().parent.parent
 COMMAND = [sys.executable, "-m", "tandem_services.cli.main"]
+ENGINE = "tandem_engine.cli serve"
 BARE_TORCH = "import torch, sys; print('ready', flush=True); sys.stdin.read()"
 MIB = 1 << 20
 LEAST_PAGES = 320
@@ -106,7 +107,7 @@ class Worker:
     def __init__(self, root: int, url: str) -> None:
         self._url = url
         family = list(_family(root))
-        [self.engine] = [each.pid for each in family if re.search("tandem[_-]engine", each.command)]
+        [self.engine] = [each.pid for each in family if ENGINE in each.command]
         [self.service] = [each.parent for each in family if each.pid == self.engine]
 
     def fill(self, tokens: int) -> None:

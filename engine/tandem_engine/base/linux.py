@@ -102,8 +102,8 @@ def to_huge_pages(ranges: Iterable[Range], *, advance: Callable[[int], object] =
     """
     moved = 0
     for address, size in _pieces(movable(ranges)):
-        _advise(address, size, _MADV_HUGEPAGE)
-        moved += size if _advise(address, size, _MADV_COLLAPSE) else 0
+        advise(address, size, _MADV_HUGEPAGE)
+        moved += size if advise(address, size, _MADV_COLLAPSE) else 0
         advance(size)
     if moved:
         logger.info("%d MiB of weights are in huge pages", moved >> 20)
@@ -139,7 +139,8 @@ def _are_allowed() -> bool:
         return False
 
 
-def _advise(address: int, size: int, advice: int) -> bool:
+def advise(address: int, size: int, advice: int) -> bool:
+    """Call madvise(2) for whole pages of memory; whether the kernel accepts it."""
     return _madvise()(address, size, advice) == 0  # type: ignore[no-any-return]
 
 

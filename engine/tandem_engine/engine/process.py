@@ -12,6 +12,7 @@ import torch
 
 from tandem_engine.base.errors import CheckpointError, EngineError
 from tandem_engine.base.freed_memory import give_back
+from tandem_engine.base.library_pages import unmap_libraries
 from tandem_engine.base.linux import die_with_parent
 from tandem_engine.base.progress import START, Phase
 from tandem_engine.config import EngineConfig
@@ -103,6 +104,8 @@ def _serve(config: ProcessConfig, context: IpcContext, control: Control | None) 
         gc.collect()
         gc.freeze()
         give_back()
+        if config.engine.device == "cpu":
+            unmap_libraries()
         requests = Requests(context, config.host, config.request_port, inbound=EngineRequest, outbound=EngineReply)
         outbox.channel = requests
         watchdog = _watchdog(config, engine)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from tandem_engine.base.cgroups import CGROUPS, own_groups, read_text
+from tandem_engine.base.linux import allowed_cpus
 from tandem_testing.system import System
 from tandem_testing.waiting import wait_for
 
@@ -20,8 +21,10 @@ _FILES = {
     "memory": ("memory.max", "memory.limit_in_bytes"),
     "pids": ("pids.max", "pids.max"),
     "cpu": ("cpu.max", "cpu.cfs_quota_us"),
+    "cpuset": ("cpuset.cpus", "cpuset.cpus"),
+    "memory.high": ("memory.high", "memory.high"),
 }
-"""The limit of a controller in version 2 and in version 1."""
+"""The limit of a controller in version 2 and in version 1. `memory.high` is of version 2 alone."""
 
 PERIOD_US = 100_000
 ONE_WORKER = ("--prefill", "0", "--decode", "0", "--both", "1")
@@ -42,15 +45,26 @@ class ControlGroup:
         return (self.folder / (version_2 if self._is_version_2 else version_1)).read_text()
 
     def limit(self, most: float) -> None:
-        """Bytes of memory, threads and processes, or CPUs. Raises `OSError` where the kernel rejects it."""
+        """Bytes of memory, threads and processes, CPUs, or how many of the CPUs that this process may use.
+
+        Raises `OSError` where the kernel rejects it.
+        """
         file = self.folder / _FILES[self.controller][not self._is_version_2]
-        if self.controller != "cpu":
+        if self.controller == "cpuset":
+            self._limit_cpus(file, sorted(allowed_cpus())[: int(most)])
+        elif self.controller != "cpu":
             file.write_text(str(int(most)))
         elif self._is_version_2:
             file.write_text(f"{int(most * PERIOD_US)} {PERIOD_US}")
         else:
             (self.folder / "cpu.cfs_period_us").write_text(str(PERIOD_US))
             file.write_text(str(int(most * PERIOD_US)))
+
+    def _limit_cpus(self, file: Path, cpus: Sequence[int]) -> None:
+        """Version 1 lets no process enter before the group has memory nodes, too."""
+        file.write_text(",".join(map(str, cpus)))
+        if not self._is_version_2:
+            (self.folder / "cpuset.mems").write_text((self.folder.parent / "cpuset.mems").read_text())
 
     def without_swap(self) -> None:
         """A group that may swap is slow at its limit instead of killed."""
@@ -115,7 +129,7 @@ def _home(controller: str) -> ControlGroup | None:
 
 
 def _new_group(controller: str) -> ControlGroup | None:
-    """None where this user may not make groups, or `controller` ("memory", "pids", "cpu") is elsewhere."""
+    """None where this user may not make groups, or `controller`, one of `_FILES`, is elsewhere."""
     for root in (CGROUPS, CGROUPS / controller):
         folder = root / f"tandem-test-{os.getpid()}"
         try:

@@ -7,7 +7,7 @@
             …
         fault.fell                          # whether it was called
 
-Only the current thread is watched. A coroutine's first resumption counts as its call.
+Only the current thread is watched. Each resumption of a coroutine counts as a call.
 """
 
 import sys
@@ -44,13 +44,13 @@ class Seen:
 
 
 @contextmanager
-def recorded(folder: Path) -> Iterator[Seen]:
-    """Functions of modules below `folder` that run within the block."""
-    prefix, seen = f"{folder}/", Seen()
+def recorded(*folders: Path) -> Iterator[Seen]:
+    """Functions of modules below `folders` that run within the block."""
+    prefixes, seen = tuple(f"{folder}/" for folder in folders), Seen()
 
     def on_event(frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code.co_filename.startswith(prefix) and frame.f_lasti <= _first_instruction(code):
+        if event == "call" and code.co_filename.startswith(prefixes):
             seen.calls[code] = seen.calls.get(code, 0) + 1
 
     with _profile(on_event):
@@ -75,11 +75,6 @@ def raising(fault: Fault) -> Iterator[Fault]:
 def name_of(code: CodeType) -> str:
     """Module and qualified name."""
     return f"{Path(code.co_filename).stem}:{code.co_qualname}"
-
-
-def _first_instruction(code: CodeType) -> int:
-    del code
-    return 10**9
 
 
 @contextmanager

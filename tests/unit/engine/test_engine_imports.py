@@ -1,4 +1,5 @@
-"""What an engine on a GPU needs installed: no numba, which only kernels for a CPU are compiled by."""
+"""What an engine needs installed and imports: no numba on a GPU, whose kernels are not compiled by it, and nowhere
+libraries that it does not use, because each one stays in the memory of every worker."""
 
 import os
 import subprocess
@@ -29,3 +30,21 @@ def test_engine_is_imported_and_describes_pages_without_numba(tmp_path):
     )
     assert run.returncode == 0, run.stderr
     assert run.stdout.splitlines() == ["[[1020, 20], [1070, 10]]", "[]"]
+
+
+UNUSED = (
+    *("transformers", "safetensors.torch", "huggingface_hub", "sympy", "networkx", "scipy", "pandas", "PIL", "triton"),
+    *("torch._dynamo", "torch._inductor", "torch.onnx", "fastapi", "starlette", "uvicorn", "redis", "httpx"),
+    *("prometheus_client", "opentelemetry", "kubernetes", "tandem_services", "tandem_lab"),
+)
+ON_A_CPU = """
+import sys
+import tandem_engine.engine.process, tandem_engine.disaggregation.nixl.transport
+import tandem_engine.kernels.cpu.decoder_step, tandem_engine.kernels.cpu.gemm
+print(*sorted({*sys.modules} & {*sys.argv[1:]}))
+"""
+
+
+def test_engine_on_cpu_imports_no_unused_library():
+    run = subprocess.run([sys.executable, "-c", ON_A_CPU, *UNUSED], capture_output=True, text=True, check=True)
+    assert run.stdout.strip() == ""

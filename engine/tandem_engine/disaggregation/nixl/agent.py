@@ -27,6 +27,7 @@ of other pods, and UCX would use them as well, so `own_devices` excludes them.
 
 import fcntl
 import logging
+import os
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -39,6 +40,9 @@ from tandem_engine.base.errors import TransferError, TransportUnavailableError
 from tandem_engine.disaggregation.nixl.layout import Descriptors, Region
 
 logger = logging.getLogger(__name__)
+
+SHARED_MEMORY = Path("/dev", "shm")
+"""Where UCX makes memory that processes share."""
 
 SIOCGIFADDR = 0x8915
 """Of <linux/sockios.h>; takes a `struct ifreq`."""
@@ -153,6 +157,13 @@ def _index(name: str) -> int:
         return 0
 
 
+def _remedy() -> str:
+    """For a backend that has not started."""
+    if os.access(SHARED_MEMORY, os.W_OK):
+        return "check UCX_TLS, or serve with --transport none"
+    return f"{SHARED_MEMORY} cannot be written: mount a tmpfs there, or set UCX_TLS=^posix"
+
+
 @dataclass(frozen=True, slots=True)
 class Write:
     """A WRITE in progress. Give it back with `NixlAgent.release` when it is done or given up."""
@@ -201,8 +212,7 @@ class NixlAgent:
             self.metadata: bytes = self._agent.get_agent_metadata()
         except self._errors as error:
             raise TransportUnavailableError(
-                f"NIXL cannot start with the UCX backend on {region.device}: {error}; "
-                "check UCX_TLS, or serve with --transport none"
+                f"NIXL cannot start with the UCX backend on {region.device}: {error}; {_remedy()}"
             ) from error
 
     def add_peer(self, name: str, metadata: bytes) -> None:

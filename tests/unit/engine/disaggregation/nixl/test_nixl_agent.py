@@ -28,6 +28,14 @@ def test_memory_that_cannot_be_registered_is_reported():
         NixlAgent("w@1", Region(0, 64, 2, "FILE", 0), Interfaces())
 
 
+def test_missing_shared_memory_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(agent, "SHARED_MEMORY", tmp_path / "none")
+    with pytest.raises(
+        TransportUnavailableError, match=r"none cannot be written: mount a tmpfs there, or set UCX_TLS="
+    ):
+        NixlAgent("w@1", Region(0, 64, 2, "FILE", 0), Interfaces())
+
+
 class RefusingNixl:
     """nixl_agent that others have connected to, and whose calls raise what they are told to."""
 
