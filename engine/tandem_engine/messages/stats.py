@@ -54,7 +54,7 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class PrefixFetchStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prefixes brought from other engines instead of computing them, since start."""
 
-    asked_total: int = 0
+    requested_total: int = 0
     fetched_total: int = 0
     """Of those, the ones that brought at least a page."""
     missed_total: int = 0
@@ -67,9 +67,9 @@ class PrefixFetchStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int = 0
     wait_s: float = 0.0
     """From asking to the end, of all together."""
-    lent_total: int = 0
+    served_total: int = 0
     """Prefixes sent to engines that asked."""
-    lent_pages_total: int = 0
+    served_pages_total: int = 0
 
 
 class StateAnchorStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,10 +157,11 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     refused_total: int
     engine_errors_total: int
     """Steps that raised."""
-    convicted_total: int
+    poison_requests_total: int = msgspec.field(name="convicted_total")
     """Requests that ended because a step raises whenever they are in it."""
-    unsound_total: int
-    """Requests that ended because of NaN or infinite logits."""
+    corrupted_requests_total: int = msgspec.field(name="unsound_total")
+    """Requests that ended because of NaN or infinite logits. It and the one above are encoded by names that release 0
+    requires, up to release 2."""
     audit_failures_total: int
     output_tokens_per_s: float
     """Over the time since the report before."""
@@ -177,7 +178,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Adapters that made way for others."""
     adapter_load_s_total: float = 0.0
     """Time spent on loads for requests."""
-    transfer_mishaps_total: int = 0
+    transfer_unexpected_errors_total: int = 0
     """Unexpected errors in the transfer thread of rank 0; those of other ranks are only in the log."""
     handed_over_total: int = 0
     """Prompts computed here whose KV went to a peer."""

@@ -1,4 +1,4 @@
-"""Which requests are convicted of killing workers, who remembers them, and for how long [poison-quarantined]."""
+"""Which requests are quarantined for killing workers, and for how long gateways remember them [poison-quarantined]."""
 
 from dataclasses import dataclass, field
 
