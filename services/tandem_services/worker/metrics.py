@@ -162,8 +162,8 @@ _FORMER_NAMES = {
     "prefix_fetch_served": "prefix_fetch_lent",
     "prefix_fetch_served_pages": "prefix_fetch_lent_pages",
 }
-"""Counters → their names in release 0, for dashboards and alerts written for it. They are exported as long as workers of
-release 0 may serve in the same fleet: up to release 2."""
+"""Counters → their names in release 0, for dashboards and alerts written for it. They are exported as long as workers
+of release 0 may serve in the same fleet: up to release 2."""
 
 _SPECULATION: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] = (
     ("spec_decode_num_drafts", "Drafted runs verified.", lambda s: s.runs_total),

@@ -95,7 +95,7 @@ def test_quarantine_matches_request_regardless_of_seed(make):
         assert not refuses(quarantine, other)
 
 
-def test_it_is_forgotten_in_time(make, clock):
+def test_quarantine_ends_after_its_duration(make, clock):
     quarantine = make()
     convict(quarantine, Ask())
     clock.advance(QUARANTINE_S - 1)
