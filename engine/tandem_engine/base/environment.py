@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 _lock = threading.Lock()
-"""To another thread a default that is lent would look like the user's, and be gone before a library has read it."""
+"""To another thread a temporary default would look like the user's, and be gone before a library has read it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

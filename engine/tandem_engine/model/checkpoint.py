@@ -192,7 +192,7 @@ def read_model_config(
     """Read the model directory `path`: its config, and its weight files as far as identity needs it.
 
     Args:
-        impl: who shall compute the model; `auto` leaves it to transformers when we do not know the architecture.
+        impl: what computes the model; `auto` leaves it to transformers when we do not know the architecture.
         load_format: without weight files, the identity is the config's.
         quantization: how projections are to be held, on `device`.
 

@@ -121,7 +121,7 @@ def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.2
-"""At most between looks at who is silent; messages are answered at once."""
+"""At most between looks for silent nodes; messages are answered at once."""
 
 BEAT_S = 1.0
 
