@@ -33,7 +33,7 @@ import msgspec
 import torch
 
 from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedVariantError
-from tandem_engine.base.version import install_hint
+from tandem_engine.base.release import install_hint
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, open_tensors
 from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, read_json_object, shown

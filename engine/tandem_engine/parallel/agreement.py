@@ -17,7 +17,7 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import torch
 
-from tandem_engine.base.decoders import msgpack_decoder
+from tandem_engine.messages.codec import msgpack_decoder
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.inputs import Input
 

@@ -3,8 +3,8 @@
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.types import condition
 from tandem_operator.controller.events import ServiceEvent, events_for_transition
-from tandem_operator.planning.conditions import condition
 
 
 def status(*conditions, revision=""):
