@@ -5,13 +5,14 @@
 
 Chains and circles count imports at run time, at the top of modules. Circles with type-only imports (`TYPE_CHECKING`)
 are counted separately and listed below the table. The exit status is 1 if a limit is exceeded; in CI
-`tests/test_layout.py` and `lint-imports` guard the limits.
+`tests/unit/tools/test_house.py`, `tests/test_layout.py` and `lint-imports` guard the limits.
 """
 
 import ast
 import sys
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from math import ceil
 from pathlib import Path
 from statistics import median
 from typing import NamedTuple
@@ -32,6 +33,11 @@ CHAINS = (
     "tandem_operator.controller",
 )
 MAX_LINES, MAX_FILES = 500, 25
+MIN_MEAN_LINES = 200
+SMALL = 80
+MAX_PERCENT_UNDER = {40: 3, SMALL: 14}
+"""Lines → percent of the modules that may have fewer (docs/adr/0142-measures-of-modules-that-do-not-count-them.md)."""
+MAX_SMALL_PARTS = 15
 GENERATED = "_pb2"
 
 Graph = dict[str, set[str]]
@@ -131,38 +137,93 @@ def longest_chain(graph: Graph, package: str) -> int:
     return max(length(name, frozenset()) for name in inside)
 
 
-def rows(known: Mapping[str, Module]) -> Iterator[tuple[str, str, str]]:
-    """Measure, value, and the limit if there is one."""
-    full = {name: module for name, module in known.items() if module.lines}
+class Row(NamedTuple):
+    measure: str
+    value: int
+    note: str = ""
+    at_least: int | None = None
+    at_most: int | None = None
+
+    def exceeded(self) -> bool:
+        """Whether the value is outside its limits."""
+        return (self.at_least is not None and self.value < self.at_least) or (
+            self.at_most is not None and self.value > self.at_most
+        )
+
+    def text(self) -> str:
+        """The row as it is printed."""
+        limits = (("at least", self.at_least), ("at most", self.at_most))
+        bounds = "".join(f"   ({word} {limit})" for word, limit in limits if limit is not None)
+        mark = "  EXCEEDED" if self.exceeded() else ""
+        return f"{self.measure:56} {self.value:,}{self.note and ' ' + self.note}{bounds}{mark}"
+
+
+def importers_of(graph: Graph) -> dict[str, set[str]]:
+    """Module → modules of ours that import it."""
+    found: dict[str, set[str]] = {name: set() for name in graph}
+    for name, targets in graph.items():
+        for target in targets:
+            found[target].add(name)
+    return found
+
+
+def small_parts(known: Mapping[str, Module], graph: Graph) -> list[str]:
+    """Modules of less than `SMALL` lines with one importer, which is in the same folder."""
+    users = importers_of(graph)
+    return [
+        name
+        for name, module in known.items()
+        if 0 < module.lines < SMALL
+        and module.path.name != "__init__.py"
+        and len(users[name]) == 1
+        and known[next(iter(users[name]))].path.parent == module.path.parent
+    ]
+
+
+def size_rows(full: Mapping[str, Module]) -> Iterator[Row]:
+    """Sizes of modules and folders."""
     for folder, package in PACKAGES.items():
         mine = [one for name, one in full.items() if name.split(".")[0] == package]
-        yield f"modules of {folder} (lines)", f"{len(mine)} ({sum(one.lines for one in mine):,})", ""
+        yield Row(f"modules of {folder}", len(mine), f"of {sum(one.lines for one in mine):,} lines")
     sizes = [module.lines for module in full.values()]
-    yield "modules (lines)", f"{len(full)} ({sum(sizes):,})", ""
-    yield "median lines of a module", f"{median(sizes):.0f}", ""
-    yield "modules under 40 / under 80 lines", f"{sum(n < 40 for n in sizes)} / {sum(n < 80 for n in sizes)}", ""
+    yield Row("modules", len(sizes), f"of {sum(sizes):,} lines")
+    yield Row("mean lines of a module", sum(sizes) // len(sizes), at_least=MIN_MEAN_LINES)
+    yield Row("median lines of a module", int(median(sizes)))
+    for lines, limit in MAX_PERCENT_UNDER.items():
+        under = sum(size < lines for size in sizes)
+        yield Row(
+            f"percent of modules under {lines} lines", ceil(100 * under / len(sizes)), f"({under})", at_most=limit
+        )
     largest = max(full.values(), key=lambda one: one.lines)
-    yield "lines of the largest module", f"{largest.lines} ({largest.name})", str(MAX_LINES)
+    yield Row("lines of the largest module", largest.lines, f"({largest.name})", at_most=MAX_LINES)
     folders = Counter(module.path.parent for module in full.values() if module.path.name != "__init__.py")
     folder, count = folders.most_common(1)[0]
-    yield "modules of the largest folder", f"{count} ({folder.relative_to(ROOT)})", str(MAX_FILES)
+    yield Row("modules of the largest folder", count, f"({folder.relative_to(ROOT)})", at_most=MAX_FILES)
+
+
+def rows(known: Mapping[str, Module]) -> Iterator[Row]:
+    """All measures, with their limits."""
+    full = {name: module for name, module in known.items() if module.lines}
+    yield from size_rows(full)
     graph = import_graph(known)
-    importers = Counter(target for targets in graph.values() for target in targets)
-    yield "modules with one importer", str(sum(importers[name] == 1 for name in full)), ""
-    yield "import arrows", f"{sum(len(targets) for targets in graph.values()):,}", ""
+    users = importers_of(graph)
+    yield Row("modules with one importer", sum(len(users[name]) == 1 for name in full))
+    parts = small_parts(known, graph)
+    yield Row(f"modules under {SMALL} lines with one importer, next to them", len(parts), at_most=MAX_SMALL_PARTS)
+    yield Row("import arrows", sum(len(targets) for targets in graph.values()))
     for package in CHAINS:
-        yield f"longest chain of imports in {package}", str(longest_chain(graph, package)), ""
-    yield "circles of imports", str(len(circles(graph))), "0"
-    yield "circles with type-only imports", str(len(circles(import_graph(known, typed=True)))), "0"
+        yield Row(f"longest chain of imports in {package}", longest_chain(graph, package))
+    yield Row("circles of imports", len(circles(graph)), at_most=0)
+    yield Row("circles with type-only imports", len(circles(import_graph(known, typed=True))), at_most=0)
 
 
 def main() -> int:
     exceeded, known = False, modules()
-    for measure, value, limit in rows(known):
-        over = bool(limit) and int(value.split()[0]) > int(limit)
-        exceeded = exceeded or over
-        mark = "  EXCEEDED" if over else ""
-        print(f"{measure:52} {value}" + (f"   (limit {limit}){mark}" if limit else ""))
+    for row in rows(known):
+        print(row.text())
+        exceeded = exceeded or row.exceeded()
+    for name in small_parts(known, import_graph(known)):
+        print("small, with one importer:", name)
     for circle in circles(import_graph(known, typed=True)):
         print("circle:", ", ".join(sorted(circle)))
     return int(exceeded)

@@ -43,7 +43,7 @@ class TraceRow:
     blocks: tuple[int, ...]
     """What the prompt consists of, block by block; the last one may be partial."""
     tenant: str = ""
-    """Who sent it; empty: the trace does not say."""
+    """Its sender; empty: the trace does not say."""
     priority: int = 0
     choices: int = 1
     """Answers to the one prompt, each of `output_tokens`."""

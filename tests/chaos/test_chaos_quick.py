@@ -31,7 +31,7 @@ async def runner(tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", QUICK, ids=[each.promise.title for each in QUICK.values()])
-async def test_promise_is_kept(runner, number):
+async def test_quick_scenario_keeps_its_promise(runner, number):
     outcome: Outcome = await runner.run(QUICK[number])
     assert outcome.problems == ()
     assert not outcome.damage

@@ -61,5 +61,5 @@ def test_every_way_to_compute_a_token_gives_the_same_with_graphs(model):
     assert all(platform.replays for platform in platforms)
 
 
-def test_and_without(model):
+def test_steps_without_graphs_are_queued_and_replay_none(model):
     assert [platform.replays for platform in run(model, [WITHOUT_GRAPHS])] == [0]

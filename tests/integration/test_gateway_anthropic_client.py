@@ -81,7 +81,7 @@ async def test_tokens_are_counted(client):
     assert counted.input_tokens == _prompt(answer.usage)
 
 
-async def test_errors_are_the_clients_own(client):
+async def test_gateway_errors_raise_exceptions_of_the_client_library(client):
     with pytest.raises(anthropic.BadRequestError, match=r"tools\[1\].name") as bad:
         await client.messages.create(**{**ASKED, "tools": [TOOL, TOOL]})
     assert bad.value.request_id

@@ -210,7 +210,7 @@ async def test_routing_without_redis_keeps_locality_and_spreads_load(server, rou
     assert min(counts) >= 10, counts
 
 
-async def test_without_redis_a_dead_worker_is_left_out(server, router):  # [redis-is-optional]
+async def test_dead_worker_is_excluded_without_redis(server, router):  # [redis-is-optional]
     server.kill()
     router.mark_dead("d1@1")
     for _ in range(10):

@@ -9,10 +9,10 @@ from random import Random
 import pytest
 import yaml
 
-from tandem_lab.sizing.evaluate import Evaluator
 from tandem_lab.sizing.load import Objectives, halves, load_figures
 from tandem_lab.sizing.rates import measured, read_rates
 from tandem_lab.sizing.search import cells_of
+from tandem_lab.sizing.sizing import Evaluator
 from tandem_lab.traces import TRACE_BLOCK, read_trace
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress

@@ -112,7 +112,7 @@ async def test_prompts_are_completed(settings):
     assert "".join(streamed) == whole.generations[0][0].text
 
 
-async def test_texts_have_vectors(settings):
+async def test_langchain_embeddings_are_repeatable_unit_vectors(settings):
     # Without a tokenizer of OpenAI's, which has nothing to do with the model and would be fetched from elsewhere.
     embeddings = OpenAIEmbeddings(**settings, check_embedding_ctx_length=False)
     one, other, again = await embeddings.aembed_documents(["rain", "sun", "rain"])

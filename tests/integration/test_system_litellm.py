@@ -87,7 +87,7 @@ async def test_prompts_are_completed(common, fleet):
     assert "".join([chunk.choices[0].text or "" async for chunk in stream]) == whole.choices[0].text
 
 
-async def test_texts_have_vectors(common):
+async def test_litellm_embeddings_are_repeatable_and_counted(common):
     answer = await litellm.aembedding(**common, input=["rain", "sun", "rain"], encoding_format="float")
     one, other, again = [item["embedding"] for item in answer.data]
     assert one == again != other

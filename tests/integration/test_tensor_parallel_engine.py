@@ -113,7 +113,7 @@ def test_poison_request_fails_alone_with_two_ranks(config, alone, ranks, guilty,
         assert [generation.token_ids for generation in generations] == expected
         assert (poison.finish.reason, poison.finish.retryable) == (FinishReason.ERROR, False)
         assert poison.token_ids == ()
-        assert engine.scheduler.stats().convicted_total == 1
+        assert engine.scheduler.stats().poison_requests_total == 1
         assert generate(engine) == expected
         assert engine.audit().problems == ()
 

@@ -121,7 +121,7 @@ def test_field_manager_conflict_returns_409(control_plane, namespace):
 
 
 @KINDS
-def test_printer_columns(control_plane, namespace, crd):
+def test_resource_table_has_the_declared_columns(control_plane, namespace, crd):
     names = crd["spec"]["names"]
     path = f"/apis/tandem.dev/v1beta1/namespaces/{namespace}/{names['plural']}"
     table = control_plane.api.get(path, headers={"Accept": TABLE}).raise_for_status().json()
@@ -177,7 +177,7 @@ def test_kubectl_explains_every_field(control_plane, crd):
     assert [path for path, text in texts.items() if not text] == []
 
 
-def test_kubectl_explain(control_plane):
+def test_kubectl_explain_shows_field_documentation(control_plane):
     definition_of(control_plane, "ModelService")
     said = control_plane.kubectl("explain", "modelservice.spec.transfer.expect")
     assert "Slowest expected transport; a slower one" in said

@@ -210,7 +210,7 @@ def test_in_mode_none_the_spec_wins(services, running):
     services.wait_ready()
 
 
-def test_without_figures_the_autoscaler_holds_and_says_so(services, running):
+def test_autoscaler_without_metrics_holds_with_an_event(services, running):
     """Pods without containers tell nothing; nothing is scaled, least of all to zero [figures-or-hold]."""
     bounds = {"scaling": {"minReplicas": 0, "maxReplicas": 3}}
     scaling = {"mode": "internal", "periodSeconds": 0.5, "idleSecondsToZero": 0.1}

@@ -30,7 +30,7 @@ def test_applying_pool_without_replicas_keeps_scaled_number(control_plane, names
     assert control_plane.apply(manifest).raise_for_status().json()["spec"]["replicas"] == 5
 
 
-def test_kubectl_scale(control_plane, namespace):
+def test_kubectl_scale_sets_pool_replicas_within_bounds(control_plane, namespace):
     manifest = worker_pool(namespace)
     control_plane.apply(manifest).raise_for_status()
     control_plane.kubectl("-n", namespace, "scale", "workerpool/chat-decode", "--replicas=4")

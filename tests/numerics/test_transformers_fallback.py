@@ -59,14 +59,14 @@ def test_greedy_output_and_logprobs_are_those_of_transformers(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["cohere2", "granite"])
-def test_on_every_way_that_pages_travel(name, tmp_path):
+def test_fallback_outputs_are_exact_on_paths_that_move_pages(name, tmp_path):
     checkpoint = write_tiny_checkpoint(name, tmp_path)
     results = run_paths(checkpoint, [CHUNKED, RETRACTED, DISAGGREGATED], impl=ModelImpl.TRANSFORMERS)
     assert [result.difference for result in results] == [None] * 3
 
 
 @pytest.mark.parametrize("name", ["cohere2", "granite"])
-def test_on_every_way_through_lower_tiers(name, tmp_path):
+def test_fallback_outputs_are_exact_through_lower_tiers(name, tmp_path):
     checkpoint = write_tiny_checkpoint(name, tmp_path)
     results = run_paths(checkpoint, [SWAPPED, HOST, FILES, CONTINUED], impl=ModelImpl.TRANSFORMERS)
     assert [result.difference for result in results] == [None] * 4

@@ -75,7 +75,9 @@ TRANSFER = Row(
             unit="s",
             queries=(
                 Query(
-                    ratio(worker("prefix_fetch_wait_seconds_total"), worker("prefix_fetch_asked_total"), "instance"),
+                    ratio(
+                        worker("prefix_fetch_wait_seconds_total"), worker("prefix_fetch_requested_total"), "instance"
+                    ),
                     BY_WORKER,
                 ),
             ),

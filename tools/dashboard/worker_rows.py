@@ -116,12 +116,12 @@ FAILURES = Row(
         ),
         Panel(
             title="Errors in engines",
-            description="Steps that raised, the requests convicted of it, NaN logits, audits that found a lost page.",
+            description="Steps that raised, requests ended for it, NaN logits, audits that found a lost page.",
             unit="ops",
             queries=each(
                 steps=per_second(worker("step_errors_total")),
-                convicted=per_second(worker("requests_convicted_total")),
-                unsound=per_second(worker("requests_unsound_total")),
+                poison=per_second(worker("poison_requests_total")),
+                corrupted=per_second(worker("corrupted_requests_total")),
                 audits=per_second(worker("audit_failures_total")),
             ),
         ),
@@ -133,11 +133,11 @@ FAILURES = Row(
         ),
         Panel(
             title="Quarantine and retries",
-            description="Requests convicted of killing workers, refused for it, and choices given up because the retry "
+            description="Requests quarantined for killing workers, refused for it, and choices ended because the retry "
             "budget was spent.",
             unit="ops",
             queries=each(
-                convicted=per_second(gateway("requests_quarantined_total")),
+                quarantined=per_second(gateway("requests_quarantined_total")),
                 refused=per_second(gateway("quarantine_refusals_total")),
                 retries_refused=per_second(gateway("retries_refused_total")),
             ),

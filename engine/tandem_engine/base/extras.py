@@ -5,7 +5,7 @@ A command imports what it needs when it runs, so an installation without an extr
 
 import errno
 
-from tandem_engine.base.version import install_hint
+from tandem_engine.base.release import install_hint
 
 EXTRAS: dict[str, tuple[str, ...]] = {
     "engine": ("torch", "numpy", "numba", "llvmlite", "safetensors", "nixl", "llguidance", "xxhash", "tqdm"),

@@ -63,7 +63,7 @@ class LogOutput(logging.Handler):
             return
         try:
             self._lines.append(self.format(record))
-        except Exception:  # noqa: BLE001 - as the standard library's handlers: it is reported, and is no failure of who logs
+        except Exception:  # noqa: BLE001 - as the standard library's handlers: it is reported, and the caller does not fail
             self.handleError(record)
             return
         if not self._arrived.is_set():
@@ -94,7 +94,7 @@ class LogOutput(logging.Handler):
         while True:
             self._arrived.wait()
             self._at_once.wait(GATHER_S)
-            # Before the lines are looked at: one that comes meanwhile sets them again.
+            # Before the lines are looked at: one that comes in between sets them again.
             self._arrived.clear()
             self._at_once.clear()
             while self._lines:

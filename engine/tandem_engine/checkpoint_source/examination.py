@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedVariantError
-from tandem_engine.base.version import install_hint
+from tandem_engine.base.release import install_hint
 from tandem_engine.checkpoint_source.gguf_header import SUFFIX, GgufFacts, gguf_refusal, is_gguf, read_facts
 from tandem_engine.checkpoint_source.source import is_repo
 from tandem_engine.config import ModelImpl

@@ -39,7 +39,7 @@ class RopeConfig:
 
 
 class ModelImpl(StrEnum):
-    """Who computes a model."""
+    """The implementation that computes a model."""
 
     AUTO = "auto"
     """Tandem where it knows the architecture, transformers otherwise."""

@@ -12,7 +12,7 @@ MAX_LOOKUP_TOKENS = 32
 
 
 class SpecAlgorithm(StrEnum):
-    """Who proposes drafts."""
+    """The method that proposes drafts."""
 
     NGRAM = "NGRAM"
     """What followed the last tokens when they occurred before."""

@@ -91,7 +91,7 @@ class PreallocQueue:
         more.
         """
         if not self.host.memory.open_to_peers:
-            return None  # whatever gives way: ask again once the copies are acked
+            return None  # whatever is released: ask again once the copies are acked
         prompts = [req for req in under_way if req.group]
         first = self.host.next_outside(each.req for each in self._waiting if not _comes(each.req, prompts))
         waiting = None if first is None else self.of_request(first.rid)

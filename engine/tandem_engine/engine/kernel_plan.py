@@ -121,8 +121,8 @@ def _of_steps(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
     """What steps of any model call from Python; torch attends over latents."""
     from tandem_engine.kernels.cpu.attention_work import cut_queries, group_tasks, store
     from tandem_engine.kernels.cpu.first_places import find_in_blocks
+    from tandem_engine.kernels.cpu.machine_code import array
     from tandem_engine.kernels.cpu.tensors import as_array
-    from tandem_engine.kernels.cpu.type_text import array
 
     number = as_array(torch.empty(0, dtype=pages)).dtype.name
     some, many = array("int64", 1), array("int64", 2)
@@ -139,9 +139,9 @@ def _of_steps(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
 
 def _of_transfers(facts: ModelConfig, pages: torch.dtype) -> list[KernelSpec]:
     from tandem_engine.disaggregation.digest_words import word_bytes_of
+    from tandem_engine.kernels.cpu.machine_code import array
     from tandem_engine.kernels.cpu.page_digests import full_digests, sampled_digests
     from tandem_engine.kernels.cpu.page_runs import merge_runs
-    from tandem_engine.kernels.cpu.type_text import array
 
     width = common_row(kv_rows(facts, 1)).width
     words = array(f"uint{8 * word_bytes_of(width * pages.itemsize)}", 2)

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 
 from tandem_engine.base.cgroups import describe_cpus, usable_cpus
+from tandem_engine.base.environment import limit_products
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.freed_memory import give_back
 from tandem_engine.base.linux import movable, to_huge_pages
-from tandem_engine.base.onednn import limit_products
 from tandem_engine.base.progress import Phase
 from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.engine.stateful_models import require_supported

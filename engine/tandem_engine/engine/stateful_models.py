@@ -50,7 +50,7 @@ def drafted_bytes(spec: StateSpec | PartedSpec | None, config: EngineConfig) -> 
 
 
 SPARE_ROWS = 8
-"""Of requests that ended while a step in flight still had them in it: others start meanwhile."""
+"""Of requests that ended while a step in flight still had them in it: others start in the meantime."""
 
 
 class StateShares(NamedTuple):

@@ -73,7 +73,7 @@ def engine_stats(
         handed_over_total=0 if transfers is None else transfers.handed_over,
         transfer_exposed_s=0.0 if transfers is None else transfers.exposed_s,
         digest_mismatches_total=0 if transfers is None else transfers.digest_mismatches,
-        transfer_mishaps_total=0 if handoff is None else handoff.transport.errors,
+        transfer_unexpected_errors_total=0 if handoff is None else handoff.transport.errors,
         overlap_hidden_s=stats.overlap_hidden_s,
         schedule_s=stats.schedule_s,
         plan_s=stats.plan_s,
@@ -83,8 +83,8 @@ def engine_stats(
         failed_total=stats.failed_total,
         refused_total=stats.refused_total,
         engine_errors_total=stats.engine_errors_total,
-        convicted_total=stats.convicted_total,
-        unsound_total=stats.unsound_total,
+        poison_requests_total=stats.poison_requests_total,
+        corrupted_requests_total=stats.corrupted_requests_total,
         audit_failures_total=stats.audit_failures_total,
         output_tokens_per_s=throughput.measure(stats.output_tokens_total),
         paused=stats.paused,
@@ -126,7 +126,7 @@ def _state_anchors(counts: AnchorCounts) -> StateAnchorStats:
 
 def _prefix_fetch(counters: PrefixCounters) -> PrefixFetchStats:
     return PrefixFetchStats(
-        asked_total=counters.asked,
+        requested_total=counters.asked,
         fetched_total=counters.fetched,
         missed_total=counters.missed,
         failed_total=counters.failed,
@@ -134,8 +134,8 @@ def _prefix_fetch(counters: PrefixCounters) -> PrefixFetchStats:
         pages_total=counters.pages,
         bytes_total=counters.bytes,
         wait_s=counters.wait_s,
-        lent_total=counters.lent,
-        lent_pages_total=counters.lent_pages,
+        served_total=counters.lent,
+        served_pages_total=counters.lent_pages,
     )
 
 

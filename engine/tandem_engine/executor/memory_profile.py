@@ -25,8 +25,8 @@ from typing import Protocol
 import torch
 
 from tandem_engine.base.cgroups import CGROUPS, PROC, memory_groups, read_text
+from tandem_engine.base.environment import KEPT_BYTES
 from tandem_engine.base.names import PADDING_ROW
-from tandem_engine.base.onednn import KEPT_BYTES
 from tandem_engine.config import CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.executor.forward_thread import Forward, ForwardThread
 from tandem_engine.forward.batch import ForwardBatch, ForwardMode, ForwardResult, SamplingBatch

@@ -96,7 +96,7 @@ class Guesses:
 
     def _steps(self) -> "Sequence[ForwardResult]":
         if self._read is not None:
-            # What the steps hold of the device is let go.
+            # What the steps hold of the device is released.
             self._results, self._read = self._read(), None
         return self._results
 

@@ -77,7 +77,7 @@ class FutureMap:
             self._tokens[rows] = token_ids
 
     def _resolve_on_host(self, input_ids: Tensor, token_rows: Tensor) -> Tensor | None:
-        """By numpy: operations of torch let go of the interpreter lock, see `borrowed`."""
+        """By numpy: operations of torch release the interpreter lock, see `borrowed`."""
         if self._on_host is None:
             return None
         ids = borrowed(input_ids)

@@ -1,4 +1,4 @@
-"""How far a step that is being computed has written KV, for those who send pages while later layers compute.
+"""How far a step that is being computed has written KV, for senders of pages while later layers compute.
 
     scheduler thread                    forward thread or stream           transfer thread
     progress = KvProgress(clock)

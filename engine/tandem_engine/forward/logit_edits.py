@@ -28,7 +28,7 @@ class History:
     slot: int | None
     """Place of its counts; None when only its last tokens matter."""
     prompt_ids: Sequence[int] | Tensor
-    """() when no prompt token is penalised."""
+    """() when no prompt token is penalized."""
     output_ids: Sequence[int] | Tensor
     """A tensor, int64 [N], once it is where logits are."""
 

@@ -1,11 +1,31 @@
-"""Typed msgpack with a version byte and a size limit. No pickle anywhere [no-pickle]."""
+"""Typed msgpack with a version byte and a size limit. No pickle anywhere [no-pickle].
 
-from typing import Generic, TypeVar
+msgspec learns what a struct or dataclass contains at its first use. While one thread is at it, another that needs the
+same type reads what is not complete, and the process ends with a segmentation fault (seen with msgspec 0.22). So
+decoders are made by one thread at a time.
+"""
+
+import threading
+from functools import cache
+from typing import Any, Generic, TypeVar
 
 import msgspec
 
-from tandem_engine.base.decoders import msgpack_decoder
 from tandem_engine.base.errors import WireError
+
+_making = threading.Lock()
+
+
+def msgpack_decoder(kind: object) -> "msgspec.msgpack.Decoder[Any]":
+    """Decodes msgpack to `kind`; one for all threads, which may decode with it at the same time."""
+    with _making:
+        return _made(kind)
+
+
+@cache
+def _made(kind: object) -> "msgspec.msgpack.Decoder[Any]":
+    return msgspec.msgpack.Decoder(kind)
+
 
 WIRE_VERSION = 1
 MAX_MESSAGE_BYTES = 64 << 20

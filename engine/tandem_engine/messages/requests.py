@@ -37,7 +37,7 @@ class Pooling(StrEnum):
 
 
 class PoolingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """One embedding. Dimensions are cut before the vector is normalised, as Matryoshka models are trained for."""
+    """One embedding. Dimensions are cut before the vector is normalized, as Matryoshka models are trained for."""
 
     pooling: Pooling = Pooling.LAST
     normalize: bool = True
@@ -139,7 +139,7 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     side: HandoffSide
     room: str
     generation: int
-    """Grows with each attempt in the same room, so that a message of an old attempt is recognised."""
+    """Grows with each attempt in the same room, so that a message of an old attempt is recognized."""
     peer: Peer
     moving: bool = False
     """Of the side SEND: this worker was generating the output until the abort just before this message, and has its KV.
@@ -288,7 +288,7 @@ class AbortRequest(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
 
 
 class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag="close_session"):
-    """Forget a session and let go of its pages. Unknown ids are ignored."""
+    """Forget a session and release its pages. Unknown ids are ignored."""
 
     session: str
     cache_salt: str = ""

@@ -2,6 +2,8 @@
 
 `EngineStats` has load, rates, and totals since the start. `EndedRequest` has the times of an attempt with a sampled
 trace, sent once when the attempt is over; the worker service makes spans of it. It contains no text.
+
+Fields with another `name` are encoded as in release 0, which is read up to release 2.
 """
 
 from typing import Annotated
@@ -54,7 +56,7 @@ class LinkReport(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class PrefixFetchStats(msgspec.Struct, frozen=True, kw_only=True):
     """Prefixes brought from other engines instead of computing them, since start."""
 
-    asked_total: int = 0
+    requested_total: int = msgspec.field(default=0, name="asked_total")
     fetched_total: int = 0
     """Of those, the ones that brought at least a page."""
     missed_total: int = 0
@@ -67,9 +69,9 @@ class PrefixFetchStats(msgspec.Struct, frozen=True, kw_only=True):
     bytes_total: int = 0
     wait_s: float = 0.0
     """From asking to the end, of all together."""
-    lent_total: int = 0
+    served_total: int = msgspec.field(default=0, name="lent_total")
     """Prefixes sent to engines that asked."""
-    lent_pages_total: int = 0
+    served_pages_total: int = msgspec.field(default=0, name="lent_pages_total")
 
 
 class StateAnchorStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -157,9 +159,9 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     refused_total: int
     engine_errors_total: int
     """Steps that raised."""
-    convicted_total: int
+    poison_requests_total: int = msgspec.field(name="convicted_total")
     """Requests that ended because a step raises whenever they are in it."""
-    unsound_total: int
+    corrupted_requests_total: int = msgspec.field(name="unsound_total")
     """Requests that ended because of NaN or infinite logits."""
     audit_failures_total: int
     output_tokens_per_s: float
@@ -177,7 +179,7 @@ class EngineStats(msgspec.Struct, frozen=True, kw_only=True, tag="stats"):
     """Adapters that made way for others."""
     adapter_load_s_total: float = 0.0
     """Time spent on loads for requests."""
-    transfer_mishaps_total: int = 0
+    transfer_unexpected_errors_total: int = msgspec.field(default=0, name="transfer_mishaps_total")
     """Unexpected errors in the transfer thread of rank 0; those of other ranks are only in the log."""
     handed_over_total: int = 0
     """Prompts computed here whose KV went to a peer."""

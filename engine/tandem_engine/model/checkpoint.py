@@ -33,7 +33,7 @@ import msgspec
 import torch
 
 from tandem_engine.base.errors import CheckpointError, ConfigError, UnsupportedVariantError
-from tandem_engine.base.version import install_hint
+from tandem_engine.base.release import install_hint
 from tandem_engine.config import LoadFormat, ModelConfig, ModelImpl, Quantization
 from tandem_engine.model.checkpoint_files import ReadableTensor, StoredTensor, open_tensors
 from tandem_engine.model.checkpoint_folder import ModelDirectory, open_directory, read_json_object, shown
@@ -192,7 +192,7 @@ def read_model_config(
     """Read the model directory `path`: its config, and its weight files as far as identity needs it.
 
     Args:
-        impl: who shall compute the model; `auto` leaves it to transformers when we do not know the architecture.
+        impl: what computes the model; `auto` leaves it to transformers when we do not know the architecture.
         load_format: without weight files, the identity is the config's.
         quantization: how projections are to be held, on `device`.
 

@@ -383,7 +383,7 @@ MAX_EXPERTS_PER_TOKEN = 256
 def read_experts(
     fields: ConfigFields, *, count: str, size: str, chosen_field: str = "num_experts_per_tok"
 ) -> MoeConfig:
-    """Experts whose number is in field `count` and whose width is in field `size`, weights normalised.
+    """Experts whose number is in field `count` and whose width is in field `size`, weights normalized.
 
     Raises:
         CheckpointError: a number is missing or out of bounds, or a token would choose more than there are.

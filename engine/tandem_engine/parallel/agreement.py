@@ -17,14 +17,14 @@ from typing import TypeAlias, TypeVar
 import msgspec
 import torch
 
-from tandem_engine.base.decoders import msgpack_decoder
+from tandem_engine.messages.codec import msgpack_decoder
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.inputs import Input
 
 T = TypeVar("T")
 
 Least: TypeAlias = Callable[[Sequence[int]], Sequence[int]]
-"""`Agreement.least`, for who needs no more of it: the least value of all ranks, element by element. Called only while
+"""`Agreement.least`, for users of nothing else: the least value of all ranks, element by element. Called only while
 there is something to compare, which all ranks have alike."""
 
 INLINE_BYTES = 8192

@@ -36,7 +36,7 @@ from torch._C._distributed_c10d import HashStore, Store
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import RankLostError
-from tandem_engine.base.version import product_version
+from tandem_engine.base.release import product_version
 from tandem_engine.config import EngineConfig, ParallelConfig
 from tandem_engine.ipc.channels import IpcContext, Poller, RouterChannel
 from tandem_engine.ipc.keys import KeyPair
@@ -121,7 +121,7 @@ def _flat(path: str, value: object) -> Iterator[tuple[str, str]]:
 logger = logging.getLogger(__name__)
 
 TURN_S = 0.2
-"""At most between looks at who is silent; messages are answered at once."""
+"""At most between looks for silent nodes; messages are answered at once."""
 
 BEAT_S = 1.0
 

@@ -121,7 +121,7 @@ NO_TIMEOUT_S = 365 * 24 * 3600.0
 """An engine may have nothing to do for days; the scheduler's ranks notice each other's end by their connections."""
 
 POLL_S = 0.002
-"""Between looks at who has come. Ranks come to a meeting within a step of each other."""
+"""Between looks for ranks that have come. Ranks come to a meeting within a step of each other."""
 
 
 class Collectives(Protocol):

@@ -64,7 +64,7 @@ def _forbidden(bitmask: Tensor, vocab_size: int) -> Tensor:
 
 
 BLOCK = 2**20
-"""Logits that are penalised at a time. Temporaries of all rows together would be too large for a processor's caches,
+"""Logits that are penalized at a time. Temporaries of all rows together would be too large for a processor's caches,
 and for its allocator to keep."""
 
 FIRST_WIDTH = 256

@@ -68,9 +68,9 @@ class SchedulerStats:
     """Prompt tokens that the cache had and requests could not continue from."""
     engine_errors_total: int
     """Steps whose forward raised."""
-    convicted_total: int
+    poison_requests_total: int
     """Requests ended because a step of theirs alone raised."""
-    unsound_total: int
+    corrupted_requests_total: int
     """Requests ended because of NaN or infinite logits."""
     audit_failures_total: int
     overlap_hidden_s: float
@@ -134,7 +134,7 @@ class Tally:
     swapped_in: int = 0
     swap_misses: int = 0
     engine_errors: int = 0
-    convicted: int = 0
+    poison_requests: int = 0
     corrupted: int = 0
     audit_failures: int = 0
     prompt_tokens: int = 0

@@ -164,7 +164,7 @@ class Isolation:
             exc_info=error,
             extra={"fields": {**req.about, "step": self.tally.launched}},
         )
-        self.tally.convicted += 1
+        self.tally.poison_requests += 1
         what = f"request {req.rid}: the model step over its tokens {start} to {stop} raised {type(error).__name__}"
         if fault_of(error) is StepFault.OUT_OF_MEMORY:
             finish = Finish(reason=FinishReason.ERROR, error=f"{what}, alone", code="out_of_memory", retryable=True)

@@ -203,7 +203,7 @@ class Loop:
         """Wait for a step; returns what it raised.
 
         A step can take seconds: a long chunk of a large model on a CPU. That is no silence, so the owner of
-        the loop gets to answer its peers meanwhile, and every slice of the wait counts as a turn. After
+        the loop answers its peers in the meantime, and every slice of the wait counts as a turn. After
         `longest_step` a step counts as hung: that is reported, and peers are no longer told that this engine
         lives.
         """

@@ -56,7 +56,7 @@ class Departures:
     """Running requests whose clients were notified, and when last."""
 
     def poll(self) -> list[Request]:
-        """Once per turn: ask those who have waited longest for it, as long as few are under way.
+        """Once per turn: requests the migration of those that have waited longest for it, while few migrate.
 
         Returns those that no worker has taken within their time.
         """

@@ -13,9 +13,9 @@ from tandem_services.cli.flags import add_local_prefill, fraction, positive_floa
 from tandem_services.common.errors import StartupError
 
 if TYPE_CHECKING:
-    from tandem_lab.sizing.manifest import ServiceNames
     from tandem_lab.sizing.model_figures import ModelFigures
     from tandem_lab.sizing.rates import Device, WorkerRates
+    from tandem_lab.sizing.report import ServiceNames
     from tandem_lab.sizing.sizing import Result, Sizing
 
 KEPT = 0.99
@@ -158,8 +158,7 @@ def _add_output(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Everything that can be wrong with the input is found before Redis is started."""
-    from tandem_lab.sizing.manifest import as_yaml, manifest
-    from tandem_lab.sizing.report import summary, table
+    from tandem_lab.sizing.report import as_yaml, manifest, summary, table
     from tandem_lab.sizing.search import pareto
 
     sizing = sizing_of(args)
@@ -289,7 +288,7 @@ def _integers(text: str, flag: str) -> tuple[int, ...]:
 
 
 def _names(args: argparse.Namespace) -> "ServiceNames":
-    from tandem_lab.sizing.manifest import ServiceNames
+    from tandem_lab.sizing.report import ServiceNames
 
     folder = (args.model.parent if args.model.is_file() else args.model).resolve().name
     own = re.sub("[^a-z0-9]+", "-", folder.lower()).strip("-")[:40].strip("-")

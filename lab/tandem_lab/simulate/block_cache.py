@@ -68,8 +68,10 @@ class BlockCache:
             self._note(UpdateKind.REMOVED, block)
 
     def store(self, chain: Sequence[bytes], first: int = 0) -> None:
-        """Private blocks, those of `chain` from `first` on, are computed now: cached, and held. Those that somebody
-        else stored meanwhile become free."""
+        """Private blocks, those of `chain` from `first` on, are computed now: cached, and held.
+
+        Those that another request has stored in the meantime become free.
+        """
         self._private -= len(chain) - first
         for position in range(first, len(chain)):
             block = chain[position]
@@ -81,7 +83,7 @@ class BlockCache:
         self.hold(chain[first:])
 
     def let_go(self, blocks: Sequence[bytes], *, spent: bool = False) -> None:
-        """A request has ended: what nobody else holds becomes idle. `spent`: another worker has the blocks, too, so
+        """A request has ended: what no other one holds becomes idle. `spent`: another worker has the blocks, too, so
         those at their end from which no other chain continues are the first to leave."""
         for block in reversed(blocks):
             self._held[block] -= 1

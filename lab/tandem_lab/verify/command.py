@@ -51,7 +51,7 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     family: str
     impl: ModelImpl
-    """Who computed it on our side."""
+    """What computed it on our side."""
     dtype: str
     logprob_bound: float
     """How far a logprob may be from the reference's."""

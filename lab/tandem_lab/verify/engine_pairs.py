@@ -98,7 +98,7 @@ class Pair:
 
 @dataclass(kw_only=True, slots=True)
 class Askers:
-    """A sink that also notes who should leave."""
+    """A sink that also notes which requests should leave."""
 
     generations: Generations = field(default_factory=Generations)
     asked: list[str] = field(default_factory=list)

@@ -311,7 +311,7 @@ def _edited(setups: Setups) -> list[Path]:
 
 
 def _in_other_orders(setups: Setups) -> list[Path]:
-    """What is computed when, and who gives way."""
+    """What is computed when, and which requests are retracted."""
     mixed = setups.mixed
     return [
         Path(name="mixed, no overlap", cache=setups.warm, scheduler=setups.mixed_without_overlap, stagger=True),

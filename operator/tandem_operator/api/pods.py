@@ -1,5 +1,5 @@
 """What a resource may say of its pods. A host path, a service account or a privilege may be asked for, and is denied
-unless the operator's own flag allows it (`builders.containers`): who may write these resources must not thereby get
+unless the operator's own flag allows it (`builders.containers`): a user who may write these resources must not get
 more than they have [spec-grants-nothing].
 """
 

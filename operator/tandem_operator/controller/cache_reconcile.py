@@ -37,8 +37,7 @@ from tandem_operator.planning.model_cache import (
     refused_cache,
 )
 from tandem_operator.settings import OperatorSettings
-from tandem_operator.telemetry.cache_progress import fetch_progress
-from tandem_operator.telemetry.pods import AT_ONCE
+from tandem_operator.telemetry.pods import AT_ONCE, fetch_progress
 
 RECHECK_S = 60.0
 """While something is waited for that no watch reports: a Secret, the time after which a Job is tried again."""

@@ -31,7 +31,7 @@ from tandem_operator.planning.model_gateway import Former
 from tandem_operator.planning.observed import CacheSeen
 from tandem_operator.planning.pod_failure import on_one_line, pod_failure
 from tandem_operator.planning.status import READY
-from tandem_operator.telemetry.cache_progress import PATH
+from tandem_operator.telemetry.pods import PATH
 
 _ENDED = ("Succeeded", "Failed")
 MAX_RESULT = 4096

@@ -12,10 +12,13 @@ before the number of replicas: for scalings of the autoscaler, a rollout, an HPA
 
 import logging
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 
+import msgspec
+
+from tandem_operator.api.model_adapter import ModelAdapterStatus
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.naming import ROLE_LABEL, curve_secret_name, redis_secret_name
@@ -23,22 +26,29 @@ from tandem_operator.builders.served import Served, served
 from tandem_operator.controller.applier import Applier, SecretLookup, pods_that_hold
 from tandem_operator.controller.cluster import ApiError
 from tandem_operator.controller.error_reports import ErrorReports, ReconcileResult, rfc3339
-from tandem_operator.controller.events import EventRecorder, ServiceEvent, events_for_transition
-from tandem_operator.controller.model_adapters import ModelAdapterStatuses
+from tandem_operator.controller.events import EventRecorder, ServiceEvent, events_for_conditions, events_for_transition
 from tandem_operator.controller.model_caches import cache_of
 from tandem_operator.controller.model_gateways import gateway_pods, gateway_seen, namesakes
-from tandem_operator.controller.observations import Observations, ObservationStore, Parts, canaries_by_readiness
+from tandem_operator.controller.observations import (
+    Observations,
+    ObservationStore,
+    Parts,
+    canaries_by_readiness,
+    model_adapters_of,
+)
 from tandem_operator.controller.store import (
     DEPLOYMENT,
     WORKER_POOL,
     Seen,
     ServiceKey,
     Store,
+    ask_of,
     gateway_name_of,
     generation_of,
     spec_of,
     status_of,
 )
+from tandem_operator.planning.adapter_status import without_service
 from tandem_operator.planning.deletion import FORMER_FINALIZER, drain_bound_s, leaving
 from tandem_operator.planning.observed import Canary, DeploymentSeen, Observed
 from tandem_operator.planning.plan import Plan, make_plan, refused, wanted_workers
@@ -47,6 +57,41 @@ from tandem_operator.settings import OperatorSettings
 from tandem_operator.telemetry.autoscaler import changed_costs
 from tandem_operator.telemetry.pods import PodSeen
 from tandem_operator.telemetry.samples import LoadReading
+
+# Writes the statuses of ModelAdapters, with events for what has changed.
+
+
+@dataclass(frozen=True, slots=True)
+class ModelAdapterStatuses:
+    """Of the ModelAdapters that name one service at a time."""
+
+    applier: Applier
+    events: EventRecorder
+
+    async def write(self, adapters: Iterable[Seen], statuses: Mapping[str, ModelAdapterStatus]) -> bool:
+        """By names of objects. Whether any was written. Raises `ApiError`."""
+        wrote = False
+        for seen in adapters:
+            before, after = ask_of(seen).before, statuses.get(seen.ref.name)
+            if after is None or after == before:
+                continue
+            wrote = True
+            try:
+                await self.applier.apply_status(seen, msgspec.to_builtins(after))
+            except ApiError as error:
+                # Deleted in the meantime, or another object has its name by now: its event comes.
+                if not (error.absent or error.conflict):
+                    raise
+                continue
+            for event in events_for_conditions(before.conditions, after.conditions):
+                await self.events.post(seen, event)
+        return wrote
+
+    async def write_without_service(self, known: Iterable[Seen], service: str, now: str) -> bool:
+        """Of those whose service is not there. `now`: RFC 3339. As `write`."""
+        adapters = model_adapters_of(known)
+        return await self.write(adapters, without_service(map(ask_of, adapters), service, now))
+
 
 DEFAULT_GRACE_S = 30.0
 """Grace period of a pod that does not set one: the default of Kubernetes."""

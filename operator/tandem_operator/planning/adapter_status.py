@@ -4,9 +4,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tandem_operator.api.adapters import AdapterStatus
 from tandem_operator.api.model_adapter import LoadedWorker, ModelAdapterStatus
-from tandem_operator.api.types import Condition
+from tandem_operator.api.types import Condition, condition
 from tandem_operator.planning.adapters import Accepted, AdapterAsk, Reading, Refusal, Workers
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.status import ADAPTERS_READY, READY, settled
 
 ACCEPTED = "Accepted"

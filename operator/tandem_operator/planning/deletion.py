@@ -12,10 +12,10 @@ never waits for a process of ours. The operator only adds a bound, because pods 
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.types import condition
 from tandem_operator.builders.gateway import gateway_labels
 from tandem_operator.builders.naming import Labels, selector_of
 from tandem_operator.builders.worker import FOLLOWER
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.status import PROGRESSING, READY, settled
 
 FORMER_FINALIZER = "tandem.dev/drain"

@@ -19,7 +19,7 @@ from typing import Annotated
 import msgspec
 
 from tandem_operator.api.model_cache import CachedCommit, CacheState, ModelCacheSpec, ModelCacheStatus
-from tandem_operator.api.types import Condition
+from tandem_operator.api.types import Condition, condition
 from tandem_operator.builders.containers import Manifest, parse_quantity
 from tandem_operator.builders.model_cache import (
     KEEP,
@@ -34,7 +34,6 @@ from tandem_operator.builders.model_cache import (
     prune_job,
     request_of,
 )
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.observed import Ref
 from tandem_operator.planning.plan import Changes
 from tandem_operator.planning.status import FAILED, READY, name_taken, settled

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 import msgspec
 
 from tandem_operator.api.model_gateway import ModelGatewayStatus, ReferringService
-from tandem_operator.api.types import Condition
+from tandem_operator.api.types import Condition, condition
 from tandem_operator.builders.containers import Manifest
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
 from tandem_operator.builders.models_file import FleetFile, entry_of, fleets_secret, models_config_map, tokenizer_source
@@ -23,7 +23,6 @@ from tandem_operator.builders.naming import cluster_name, gateway_name
 from tandem_operator.builders.policies import disruption_budgets, network_policies, pod_monitors
 from tandem_operator.builders.redis import redis_deployment, redis_ports, redis_service
 from tandem_operator.builders.served import Served
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.plan import Changes, endpoint_of, generated_secrets, with_patches
 from tandem_operator.planning.status import (

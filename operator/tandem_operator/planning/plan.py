@@ -31,7 +31,7 @@ import msgspec
 from tandem_engine.base.addresses import Address
 from tandem_operator.api.model_adapter import ModelAdapterStatus
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus, RevisionStatus, RoleStatus
-from tandem_operator.api.types import ROLES, Condition, RoleName
+from tandem_operator.api.types import ROLES, Condition, RoleName, condition
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.arguments import decisive, worker_arguments
 from tandem_operator.builders.containers import Manifest
@@ -54,7 +54,6 @@ from tandem_operator.builders.served import Served, worker_pool
 from tandem_operator.builders.worker import LEADER_WORKER_SETS, workers
 from tandem_operator.planning.adapter_status import adapters_ready, model_adapter_statuses
 from tandem_operator.planning.adapters import accepted, statuses_of
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.observed import Observed, Ref
 from tandem_operator.planning.rollout import Counts, RevisionSeen, Step, next_step
 from tandem_operator.planning.slo import SLO_CONDITIONS, slo_status

@@ -11,8 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tandem_operator.api.slo import Slo, SloStatus
-from tandem_operator.api.types import Condition
-from tandem_operator.planning.conditions import condition
+from tandem_operator.api.types import Condition, condition
 
 SLO_MET = "SloMet"
 SLO_FEASIBLE = "SloFeasible"

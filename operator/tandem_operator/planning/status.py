@@ -19,12 +19,11 @@ from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_operator.api.model_cache import ModelCacheStatus
 from tandem_operator.api.model_gateway import ModelGatewayStatus
 from tandem_operator.api.model_service import ModelServiceStatus
-from tandem_operator.api.types import ROLES, Condition, RoleName
+from tandem_operator.api.types import ROLES, Condition, RoleName, condition
 from tandem_operator.builders.arguments import CHECK, accepts, lists_of, unknown_flags, worker_arguments
 from tandem_operator.builders.model_mount import FROM_WORKERS
 from tandem_operator.builders.naming import gateway_name, redis_name
 from tandem_operator.builders.served import Served
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.observed import CacheSeen, DeploymentSeen, Observed, Ref
 from tandem_operator.planning.rollout import Counts
 from tandem_operator.planning.slo import slo_conditions

@@ -11,10 +11,12 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import httpx
+import msgspec
 
 from tandem_engine.base.addresses import Address
 from tandem_operator.api.types import RoleName
 from tandem_operator.builders.naming import REVISION_LABEL, ROLE_LABEL
+from tandem_operator.planning.model_cache import ProgressReading
 from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
 from tandem_operator.telemetry.pod_metrics import Figures, GatewayFigures, WorkerFigures
 
@@ -178,3 +180,20 @@ async def bounded_text(client: httpx.AsyncClient, url: str, *, headers: Mapping[
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
         raise UnusableFiguresError("its answer is not UTF-8") from error
+
+
+# The progress of a pod that downloads for a ModelCache, over HTTP.
+#
+# It is shown and decides nothing: which commit is whole, and why one is not, is in the pod's status.
+
+PATH = "/progress"
+
+
+async def fetch_progress(client: httpx.AsyncClient, url: str) -> ProgressReading | None:
+    """None without an answer that can be used."""
+    try:
+        async with asyncio.timeout(ANSWER_S):
+            text = await bounded_text(client, url, headers={})
+        return msgspec.json.decode(text, type=ProgressReading)
+    except (TimeoutError, httpx.HTTPError, UnusableFiguresError, msgspec.DecodeError, RecursionError):
+        return None

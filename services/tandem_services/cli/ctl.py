@@ -3,19 +3,105 @@
 import argparse
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from tandem_engine.base.addresses import Address, AddressError
+from tandem_engine.base.logs import escape
 from tandem_engine.config import Role
 from tandem_engine.config.flags import positive_int
 from tandem_services.cli.flags import positive_float
-from tandem_services.cli.text.worker_adapters import adapters_table
-from tandem_services.cli.worker_rates import measure_rates
+from tandem_services.cli.text.tables import table
 from tandem_services.common.errors import StartupError
 from tandem_services.common.settings import read_settings
+
+if TYPE_CHECKING:
+    import httpx
+
+ADAPTERS_HEADER = ("ADAPTER", "DIGEST", "RANK", "STATE", "NOTE")
+FLEET_HEADER = ("ADAPTER", "DIGEST", "RANK", "STATE", "IN MEMORY OF", "NOTE")
+
+
+def adapters_table(report: Mapping[str, Any]) -> str:
+    """`report` as `GET /adapters` of a worker answers it, or `GET /v1/adapters` of a gateway."""
+    fleet = "data" in report
+    if not fleet and report["memory"] is None:
+        return "its engine is not ready: GET /ready says what it waits for"
+    rows = list(_rows_of_fleet(report["data"]) if fleet else _rows(report))
+    return table(FLEET_HEADER if fleet else ADAPTERS_HEADER, rows) if rows else "no adapters"
+
+
+def _rows_of_fleet(adapters: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str, ...]]:
+    for each in adapters:
+        failed = [f"{worker}: {escape(reason)}" for worker, reason in sorted(each.get("failed", {}).items())]
+        state = (
+            "registered" if each["registered"] and each["requested"] else "served" if each["requested"] else "former"
+        )
+        workers = ", ".join(each["workers"]) or "-"
+        yield (each["name"], each["digest"], str(each["rank"]), state, workers, "; ".join(failed))
+
+
+def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
+    memory = report["memory"]
+    resident, failed = set(memory["resident"]), memory["failed"]
+    reasons = {failure["digest"]: escape(failure["reason"]) for failure in failed}
+    named = sorted(report["adapters"], key=lambda adapter: adapter["name"])
+    for adapter in named:
+        digest = adapter["digest"]
+        state = "in memory" if digest in resident else "failed" if digest in reasons else "not in memory"
+        yield (adapter["name"], digest, str(adapter["rank"]), state, reasons.get(digest, ""))
+    digests = {adapter["digest"] for adapter in named}
+    for digest in sorted(resident - digests):
+        yield ("-", digest, "-", "in memory", "loaded for requests; this worker has no name for it")
+    for failure in failed:
+        if failure["digest"] not in digests:
+            yield (failure["name"], failure["digest"], "-", "failed", reasons[failure["digest"]])
+
+
+SILENCE_S = 300.0
+"""Longer than a whole measurement."""
+
+
+def measure_rates(client: "httpx.Client", *, out: Path | None, force: bool) -> int:
+    """The exit status: 1 when the worker cannot be measured now. Raises `StartupError` and what httpx raises."""
+    if out is not None and not out.parent.is_dir():
+        raise StartupError(f"--out {out}: the folder {out.parent} does not exist")
+    with client.stream("POST", "/rates", json={"force": force}, timeout=SILENCE_S) as response:
+        if not response.is_success:
+            answer = json.loads(response.read())
+            hint = "; --force measures all the same" if answer.get("code") == "busy" and not force else ""
+            print(f"{answer['message']}{hint}", file=sys.stderr)
+            return 1
+        last = _followed(json.loads(line) for line in response.iter_lines() if line)
+    if "rates" not in last:
+        print(last.get("error", "the worker ended the measurement without figures"), file=sys.stderr)
+        return 1
+    text = json.dumps(last["rates"], indent=1) + "\n"
+    if out is None:
+        print(text, end="")
+    else:
+        out.write_text(text, encoding="utf-8")
+    return 0
+
+
+def _followed(items: Iterable[dict[str, Any]]) -> dict[str, Any]:
+    """The last item, after all that report progress."""
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    last: dict[str, Any] = {}
+    with Progress(*columns, console=Console(stderr=True)) as progress:
+        task = progress.add_task("measuring")
+        for last in items:
+            if "what" in last:
+                progress.update(task, description=last["what"], completed=last["done"], total=last["total"])
+            elif "rates" in last:
+                progress.update(task, completed=progress.tasks[0].total)
+    return last
+
 
 HEADER = ("PEER", "GB/s", "1 PAGE", "TRANSPORT", "AGE", "NOTE")
 

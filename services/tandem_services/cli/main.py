@@ -11,7 +11,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
 
-from tandem_engine.base.version import install_hint, product_version
+from tandem_engine.base.release import install_hint, product_version
 from tandem_services.cli import ctl, gateway, kernels, keys, quarantine, router, runs, serve, up, version, worker
 from tandem_services.cli.chat import command as chat
 from tandem_services.cli.doctor import command as doctor

@@ -1,4 +1,4 @@
-"""The processes that `tandem up` starts, watches, restarts and stops.
+"""The processes that `tandem up` starts, watches, restarts and stops, and the signals that end it.
 
 Life of a process
     start      argv without a shell, output to a pipe (`logs.pump`), killed by the kernel when the parent dies
@@ -6,10 +6,12 @@ Life of a process
                gateway has served with others, the process is restarted instead, at most `MAX_RESTARTS` times
     exit while serving       restarted after a pause that doubles from 1 s to 30 s
     stop       SIGTERM in reverse order of start: finish what runs. SIGINT after the grace period: end now.
-               SIGKILL for what is left then. What the others use to say good-bye (Redis) is stopped after them
+               SIGKILL for what is left then. What the others use until their end (Redis) is stopped after them
+The first signal to `tandem up` lets running requests finish, the second ends everything now.
 """
 
 import contextlib
+import hashlib
 import math
 import os
 import re
@@ -18,9 +20,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from tandem_engine.base.cgroups import memory_kills, memory_shortage
@@ -28,6 +32,64 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import die_with_parent
 from tandem_services.cli.logs.pump import LogPump, Output
 from tandem_services.common.errors import StartupError
+from tandem_services.common.tasks import ending_signals
+
+PROC = Path("/proc")
+
+_STATE, _SESSION, _UTIME, _STIME, _CUTIME, _CSTIME, _STARTED = 0, 3, 11, 12, 13, 14, 19
+"""Of the fields of /proc/PID/stat after the name: 3, 6, 14 to 17 and 22 of proc(5)."""
+
+
+def session_cpu_seconds(sessions: Collection[int], proc: Path = PROC) -> Mapping[int, float]:
+    """CPU time by session id: of its processes, and of those of their children that have ended.
+
+    0 where a session has no process, or where the system has no /proc.
+    """
+    ticks: defaultdict[int, int] = defaultdict(int)
+    for folder in proc.glob("[0-9]*"):
+        fields = _stat(folder)
+        if fields is not None and (session := int(fields[_SESSION])) in sessions:
+            ticks[session] += sum(int(fields[at]) for at in (_UTIME, _STIME, _CUTIME, _CSTIME))
+    per_second = os.sysconf("SC_CLK_TCK")
+    return {session: ticks[session] / per_second for session in sessions}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Identity:
+    """Of one process, among all that had or will have its number, over restarts of the machine too."""
+
+    pid: int
+    started: int
+    """Ticks since the machine started."""
+    boot: str
+    command: str
+    """Digest of its command line, which may hold a password."""
+
+    @classmethod
+    def of(cls, pid: int, proc: Path = PROC) -> "Identity | None":
+        """None where there is no such process, or it has ended and waits for its parent."""
+        fields = _stat(proc / str(pid))
+        if fields is None or fields[_STATE] in "ZX":
+            return None
+        try:
+            command = (proc / str(pid) / "cmdline").read_bytes()
+            boot = (proc / "sys/kernel/random/boot_id").read_text().strip()
+        except OSError:
+            return None
+        return cls(pid=pid, started=int(fields[_STARTED]), boot=boot, command=hashlib.sha256(command).hexdigest())
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the number still means this process."""
+        return Identity.of(self.pid) == self
+
+
+def _stat(folder: Path) -> list[str] | None:
+    try:
+        return (folder / "stat").read_text("ascii", "replace").rpartition(")")[2].split()
+    except OSError:  # it has ended
+        return None
+
 
 FIRST_PAUSE = 1.0
 MAX_PAUSE = 30.0
@@ -288,3 +350,37 @@ def _gone_within(children: Sequence[Child], patience: float | None, hurried: Cal
 def python_command(*args: str) -> list[str]:
     """A `tandem` subcommand as a process of this interpreter."""
     return [sys.executable, "-m", "tandem_services.cli.main", *args]
+
+
+@dataclass(slots=True)
+class Ending:
+    """Of one `tandem up`. The first signal raises `KeyboardInterrupt` with its number."""
+
+    _stopping: bool = False
+    _hurried: bool = False
+
+    def watch_signals(self) -> None:
+        """Take signals from now on."""
+        for number in ending_signals():
+            signal.signal(number, self._take)
+
+    def stop(self, supervisor: Supervisor, grace: float, *, notify: Callable[[], None]) -> None:
+        """Stop the processes; running requests have `grace` seconds, or until a further SIGINT or SIGTERM arrives.
+
+        `notify`: called first, when a signal no longer interrupts.
+        """
+        self._stopping = True
+        notify()
+        supervisor.stop(grace, hurried=lambda: self._hurried)
+
+    def _take(self, number: int, _: FrameType | None) -> None:
+        if not self._stopping:
+            self._stopping = True
+            raise KeyboardInterrupt(number)
+        # A terminal that is closed sends SIGHUP twice.
+        self._hurried |= number != signal.SIGHUP
+
+
+def how_to_end() -> str:
+    """For the user of this process, which may have been started to ignore Ctrl-C."""
+    return "Ctrl-C" if signal.SIGINT in ending_signals() else f"kill {os.getpid()}"

@@ -19,7 +19,7 @@ from secrets import token_hex
 from typing import TYPE_CHECKING
 from urllib.parse import quote
 
-from tandem_engine.base.version import install_hint
+from tandem_engine.base.release import install_hint
 from tandem_services.cli.processes import POLL_SECONDS, Child, Supervisor
 from tandem_services.common.errors import StartupError
 from tandem_services.common.private_folder import private_folder

@@ -20,7 +20,7 @@ from typing import Literal
 import msgspec
 
 from tandem_engine.base.cgroups import machine_memory_kills, memory_shortage
-from tandem_services.cli.proc import Identity
+from tandem_services.cli.processes import Identity
 from tandem_services.common.errors import StartupError
 from tandem_services.common.private_folder import new_contents
 

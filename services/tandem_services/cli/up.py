@@ -18,7 +18,7 @@ from tandem_engine.base.cgroups import machine_memory_kills, usable_cpus
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allow_many_descriptors, allowed_cpus, keep_files_private
 from tandem_engine.base.progress import new_name
-from tandem_engine.base.version import product_version
+from tandem_engine.base.release import product_version
 from tandem_engine.config.flags import (
     AUTO_AFFINITY,
     NO_AFFINITY,
@@ -28,9 +28,6 @@ from tandem_engine.config.flags import (
     host_address,
     non_negative_int,
 )
-from tandem_engine.config.memory_share import share_of_worker
-from tandem_services.cli.cores import Cores, claim
-from tandem_services.cli.ending import Ending
 from tandem_services.cli.entry import teach
 from tandem_services.cli.flags import (
     GATEWAY_DRAIN_S,
@@ -56,12 +53,11 @@ from tandem_services.cli.flags import (
     tracing_argv,
     tracing_of,
 )
-from tandem_services.cli.greeting import greeting
 from tandem_services.cli.logs.pump import LogPump, LogTo
+from tandem_services.cli.machine_shares import Cores, claim, share_of_worker
 from tandem_services.cli.models.locate import add_model_source, find_here, is_bundled, locate, model_source, needs_of
 from tandem_services.cli.parsing.flag_table import Sources, without_login
-from tandem_services.cli.proc import Identity
-from tandem_services.cli.processes import Child, Supervisor, python_command
+from tandem_services.cli.processes import Child, Ending, Identity, Supervisor, python_command
 from tandem_services.cli.redis_process import CONFIG_FILE, require_redis, start_redis
 from tandem_services.cli.run_dir import (
     Run,
@@ -73,7 +69,7 @@ from tandem_services.cli.run_dir import (
     rotate_log,
 )
 from tandem_services.cli.runs import default_run_dir
-from tandem_services.cli.start_view import watch_start
+from tandem_services.cli.start_view import greeting, watch_start
 from tandem_services.cli.start_watch import Watched
 from tandem_services.common.service_manager import ServiceManager
 from tandem_services.common.settings import read_settings

@@ -13,7 +13,7 @@ import sys
 from importlib.metadata import Distribution, PackageNotFoundError, distribution
 from pathlib import Path
 
-from tandem_engine.base.version import DISTRIBUTION, product_version
+from tandem_engine.base.release import DISTRIBUTION, product_version
 
 OTHERS = ("torch", "numba", "nixl", "transformers", "tandem-llm-valkey")
 """Distributions that decide what an engine, and a service on one machine, do."""

@@ -22,7 +22,7 @@ from opentelemetry.trace import NonRecordingSpan, Span, SpanContext, TraceFlags,
 from prometheus_client.core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from tandem_engine.base.version import product_version
+from tandem_engine.base.release import product_version
 from tandem_engine.messages.requests import MAX_TRACESTATE_CHARACTERS, TraceContext
 from tandem_services.common.tracing import LAST_SPANS_S, TracingConfig
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from urllib.parse import urlsplit, urlunsplit
 
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.base.version import DISTRIBUTION
+from tandem_engine.base.release import DISTRIBUTION
 from tandem_services.common.errors import StartupError
 
 PROTOCOL = "http/protobuf"

@@ -59,11 +59,10 @@ from tandem_services.gateway.app import Gateway, adapter_routes, boundary_of, de
 from tandem_services.gateway.console.routes import Console
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError
 from tandem_services.gateway.dispatch.dispatcher import with_handoff
-from tandem_services.gateway.http.authentication import PROBES, Authentication
+from tandem_services.gateway.http.authentication import PROBES, Authentication, require_order
 from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.http.middleware import identity_of
 from tandem_services.gateway.http.monitoring_routes import http_error, json_response, operations_routes
-from tandem_services.gateway.http.orders import require_order
 from tandem_services.gateway.models.adapters import HeldAdapters
 from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import ChoiceRecord

@@ -28,10 +28,11 @@ from tandem_engine.messages.stats import LinkReport
 from tandem_services.router.cost import ASSUMED_TRANSFER_RATE, Load, token_s
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import PROOF_FIELD, Deployment
-from tandem_services.router.figures import MAX_LABEL, kept_figures
 from tandem_services.router.keys import Keys, worker_id_of
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.row_values import (
+    MAX_LABEL,
+    kept_figures,
     positive,
     read_adapter_memory,
     read_adapters,

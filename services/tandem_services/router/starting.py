@@ -4,7 +4,7 @@ A worker without an engine has no routing row. It writes what its engine does in
 heartbeat; a report that is not repeated is forgotten (`keys.STARTING_MS`). People see the reports, and new requests
 wait for these workers while no other can serve them (`gateway.queueing.worker_starts`).
 
-A worker signs who starts, as what; not how far it is. Reports that are malformed, or that no process of the deployment
+A worker signs its name and role, not its progress. Reports that are malformed, or that no process of the deployment
 has signed, are left out. A signed report can be replayed: whatever waits for a worker bounds that.
 """
 

@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.logs import quoted
-from tandem_engine.base.version import product_version
+from tandem_engine.base.release import product_version
 from tandem_services.common.allowed_hosts import AllowedHosts
 from tandem_services.common.errors import ApiError, bad_request, not_found
 from tandem_services.common.health import Health

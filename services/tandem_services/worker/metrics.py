@@ -90,8 +90,12 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
         "Errors in what only records or estimates; requests continued without it.",
         lambda s: s.recording_errors_total,
     ),
-    ("requests_convicted", "Requests ended because their step fails whenever they run.", lambda s: s.convicted_total),
-    ("requests_unsound", "Requests ended because of NaN or infinite logits.", lambda s: s.unsound_total),
+    (
+        "poison_requests",
+        "Requests ended because their step fails whenever they run.",
+        lambda s: s.poison_requests_total,
+    ),
+    ("corrupted_requests", "Requests ended because of NaN or infinite logits.", lambda s: s.corrupted_requests_total),
     (
         "audit_failures",
         "Audits in idle times that found a page without exactly one owner.",
@@ -105,12 +109,16 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("kv_blocks_not_stored", "KV blocks that were not written to files.", lambda s: s.blocks_not_stored_total),
     ("kv_transfers", "KV transfers committed.", lambda s: s.transfers_total),
     ("kv_transfer_failures", "KV transfers that failed.", lambda s: s.transfer_failures_total),
-    ("kv_transfer_mishaps", "Unexpected errors in the transfer thread.", lambda s: s.transfer_mishaps_total),
+    (
+        "kv_transfer_unexpected_errors",
+        "Unexpected errors in the transfer thread.",
+        lambda s: s.transfer_unexpected_errors_total,
+    ),
     ("kv_transfer_bytes", "Bytes of committed KV transfers.", lambda s: s.transfer_bytes_total),
     ("kv_handovers", "Prompts computed here whose KV was sent to a peer.", lambda s: s.handed_over_total),
     ("kv_exposed_seconds", "Time of handoffs after their prompts were computed.", lambda s: s.transfer_exposed_s),
     ("kv_digest_mismatches", "Transferred pages whose digest did not match.", lambda s: s.digest_mismatches_total),
-    ("prefix_fetch_asked", "Prefixes requested from other workers.", lambda s: s.prefix_fetch.asked_total),
+    ("prefix_fetch_requested", "Prefixes requested from other workers.", lambda s: s.prefix_fetch.requested_total),
     ("prefix_fetch_fetched", "Prefixes that arrived, complete or in part.", lambda s: s.prefix_fetch.fetched_total),
     ("prefix_fetch_missed", "Requested prefixes that the source had evicted.", lambda s: s.prefix_fetch.missed_total),
     (
@@ -126,11 +134,11 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("prefix_fetch_pages", "KV pages fetched from other workers.", lambda s: s.prefix_fetch.pages_total),
     ("prefix_fetch_bytes", "Bytes of KV pages fetched from other workers.", lambda s: s.prefix_fetch.bytes_total),
     ("prefix_fetch_wait_seconds", "Time from requesting prefixes to the end of each.", lambda s: s.prefix_fetch.wait_s),
-    ("prefix_fetch_lent", "Prefixes sent to workers that requested them.", lambda s: s.prefix_fetch.lent_total),
+    ("prefix_fetch_served", "Prefixes sent to workers that requested them.", lambda s: s.prefix_fetch.served_total),
     (
-        "prefix_fetch_lent_pages",
+        "prefix_fetch_served_pages",
         "KV pages sent to workers that requested them.",
-        lambda s: s.prefix_fetch.lent_pages_total,
+        lambda s: s.prefix_fetch.served_pages_total,
     ),
     ("lora_loads", "LoRA adapters loaded for requests.", lambda s: s.adapter_loads_total),
     ("lora_load_failures", "LoRA adapters that could not be loaded.", lambda s: s.adapter_load_failures_total),
@@ -145,6 +153,17 @@ _COUNTERS: tuple[tuple[str, str, Callable[[EngineStats], float]], ...] = (
     ("schedule_hidden_seconds", "Scheduling time that overlapped a forward pass.", lambda s: s.overlap_hidden_s),
     ("step_wait_seconds", "Time the scheduler waited for steps.", lambda s: s.wait_s),
 )
+
+_FORMER_NAMES = {
+    "poison_requests": "requests_convicted",
+    "corrupted_requests": "requests_unsound",
+    "kv_transfer_unexpected_errors": "kv_transfer_mishaps",
+    "prefix_fetch_requested": "prefix_fetch_asked",
+    "prefix_fetch_served": "prefix_fetch_lent",
+    "prefix_fetch_served_pages": "prefix_fetch_lent_pages",
+}
+"""Counters → their names in release 0, for dashboards and alerts written for it. They are exported as long as workers
+of release 0 may serve in the same fleet: up to release 2."""
 
 _SPECULATION: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] = (
     ("spec_decode_num_drafts", "Drafted runs verified.", lambda s: s.runs_total),
@@ -206,6 +225,8 @@ class WorkerCollector(Collector):
             yield _gauge(name, text, value(stats))
         for name, text, value in _COUNTERS:
             yield _counter(name, text, value(stats))
+            if name in _FORMER_NAMES:
+                yield _counter(_FORMER_NAMES[name], _former(name), value(stats))
         yield _cache_hits(stats)
         yield _kernel_compiles(stats)
         yield _head_waits(stats.head_waits)
@@ -358,6 +379,11 @@ def _speculation(stats: SpeculationStats) -> Iterator[Metric]:
     yield _gauge("spec_decode_accept_length", "Recent mean of tokens per drafted run.", stats.accept_length)
     for name, text, value in _SPECULATION:
         yield _counter(name, text, value(stats))
+
+
+def _former(name: str) -> str:
+    """The help text of the former name of counter `name`."""
+    return f"Former name of {PREFIX}{name}_total; the last release that exports it is 2."
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -288,7 +288,7 @@ UNAVAILABLE = "unavailable"
 
 @dataclass(kw_only=True, slots=True)
 class RatesOrder:
-    """Measures on demand, one at a time. The router sends the worker no requests meanwhile."""
+    """Measures on demand, one at a time. The router sends the worker no requests in that time."""
 
     context: IpcContext
     monitor: LoadMonitor

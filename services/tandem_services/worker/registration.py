@@ -30,7 +30,6 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.cost import BROKEN_TOKEN_S, Load
 from tandem_services.router.decision import WorkerView
 from tandem_services.router.deployment import supersedes
-from tandem_services.router.figures import MAX_LABEL
 from tandem_services.router.keys import DESCRIBE_EVERY_S, HEARTBEAT_S, MAX_WORKERS, SMALL_FLEET
 from tandem_services.router.registry import (
     HeartbeatReply,
@@ -40,6 +39,7 @@ from tandem_services.router.registry import (
     WorkerState,
     description_digest,
 )
+from tandem_services.router.row_values import MAX_LABEL
 from tandem_services.router.views.fleet_reader import LISTED_A_SECOND
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.index_publisher import IndexFeed

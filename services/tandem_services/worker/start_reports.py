@@ -37,7 +37,7 @@ class StartReports:
         try:
             await call
         except RedisUnavailableError:
-            # The client has logged it, and a start does not depend on who reads it.
+            # The client has logged it, and a start does not depend on its readers.
             return
 
     def _worker(self, seconds: float) -> StartingWorker:

@@ -102,7 +102,7 @@ async def test_malformed_ticket_is_void(server, routers):
         assert await routers[1].redeem(ticket, QUERY) is None
 
 
-async def test_without_redis_there_are_no_tickets_and_no_errors(server, routers):
+async def test_tickets_without_redis_are_none_and_no_error(server, routers):
     chooser, carrier = routers
     choice, ticket = await issued(chooser)
     server.kill()

@@ -10,7 +10,7 @@ import pytest
 from tandem_engine.base.errors import BusyError
 from tandem_engine.config import AdapterConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
-from tandem_engine.engine.failed_loads import REFUSED_S
+from tandem_engine.engine.adapter_shelf import REFUSED_S
 from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.control import LoadAdapter, PauseMode, ServedAdapter, UnloadAdapter

@@ -3,7 +3,7 @@
 import msgspec
 import pytest
 
-from tandem_engine.engine.failed_loads import REFUSED_S, REPORTED_S, FailedLoads
+from tandem_engine.engine.adapter_shelf import REFUSED_S, REPORTED_S, FailedLoads
 from tandem_engine.messages.control import MAX_FAILED_ADAPTERS, MAX_FAILURE_TEXT, MAX_REFUSED_ADAPTERS, FailedAdapter
 from tandem_engine.messages.requests import AdapterRef
 

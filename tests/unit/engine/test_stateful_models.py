@@ -213,7 +213,7 @@ def test_prompts_after_an_anchor_do_not_wait_for_each_other(hybrid):
         assert built.scheduler.launched - before == 1
 
 
-def test_without_a_prefix_cache_there_are_no_anchors(hybrid):
+def test_model_without_a_prefix_cache_has_no_anchors(hybrid):
     with engine(hybrid, num_pages=40, enable_prefix_cache=False) as built:
         pools = built._parts.pools
         assert pools.states is not None

@@ -55,7 +55,7 @@ def test_wrong_flags_are_refused_with_what_to_do(words, sentence, capsys):
     assert sentence in capsys.readouterr().err
 
 
-def test_help_teaches(capsys):
+def test_operator_help_lists_its_main_flags(capsys):
     with pytest.raises(SystemExit):
         main(["--help"])
     text = capsys.readouterr().out

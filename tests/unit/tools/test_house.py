@@ -45,10 +45,32 @@ def test_circles_may_have_type_only_imports(house: ModuleType) -> None:
     assert house.circles(graph(house, typed=True)) == [{"p.a", "p.b", "p.c"}]
 
 
-def test_packages_have_no_circles_of_imports(house: ModuleType) -> None:
+def test_packages_are_within_all_limits(house: ModuleType) -> None:
     known = house.modules()
-    assert house.circles(house.import_graph(known, typed=True)) == []
+    assert [row.text() for row in house.rows(known) if row.exceeded()] == []
     assert len(known) > 100
+
+
+@pytest.mark.parametrize(
+    ("value", "limits", "exceeded"),
+    [(9, {"at_most": 9}, False), (10, {"at_most": 9}, True), (9, {"at_least": 9}, False), (8, {"at_least": 9}, True)],
+)
+def test_row_beyond_its_limit_is_exceeded(
+    house: ModuleType, value: int, limits: dict[str, int], exceeded: bool
+) -> None:
+    row = house.Row("lines", value, **limits)
+    assert row.exceeded() is exceeded
+    assert ("EXCEEDED" in row.text()) is exceeded
+
+
+def test_small_part_has_one_importer_in_its_folder(house: ModuleType) -> None:
+    lines = {"p": 0, "p.a": 79, "p.b": 79, "p.c": 79, "p.d": 80, "q": 10}
+    known = {
+        name: house.Module(name, Path(name.replace(".", "/")), ast.parse(SOURCES[name]), count)
+        for name, count in lines.items()
+    }
+    # p.a has one importer in another folder, p.c has two, p.d has none.
+    assert house.small_parts(known, house.import_graph(known)) == ["p.b"]
 
 
 def test_chain_ends_at_its_package(house: ModuleType) -> None:

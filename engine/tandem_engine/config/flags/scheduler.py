@@ -123,7 +123,7 @@ def _add_admission_flags(group: argparse._ArgumentGroup, scheduler: SchedulerCon
 
 
 def _add_policy_flags(group: argparse._ArgumentGroup, scheduler: SchedulerConfig) -> None:
-    """Who is admitted next, and when (docs/scheduling.md)."""
+    """Which request is admitted next, and when (docs/scheduling.md)."""
     group.add_argument(
         "--schedule-policy",
         "--scheduling-policy",

@@ -107,7 +107,7 @@ class Outbox:
         os.eventfd_write(self._wakeup, 1)
 
     def take(self) -> list[TransportEvent]:
-        """Everything so far. Clears the descriptor first: an event put meanwhile makes it readable again."""
+        """Everything so far. Clears the descriptor first: an event put in the meantime makes it readable again."""
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._wakeup)
         return [self._events.popleft() for _ in range(len(self._events))]

@@ -353,7 +353,7 @@ class QueuedStep:
                 on_host = (torch.tensor(masks.rows), masks.wait())
                 rows, bitmask = upload(self.runner.streams, on_host)
                 self.sample((rows, bitmask))
-        except Exception as error:  # noqa: BLE001 - called by who fills masks, and has no part in it
+        except Exception as error:  # noqa: BLE001 - a callback of the thread that fills masks
             self.error = error
 
     def arrived(self) -> bool:

@@ -133,7 +133,7 @@ class CudaStreams:
         tensor.record_stream(self._streams[stream])
 
     def stream(self, name: StreamName) -> torch.cuda.Stream:
-        """For those who capture what is queued there."""
+        """For callers that capture what is queued there."""
         return self._streams[name]
 
     def synchronize(self) -> None:

@@ -16,11 +16,10 @@ from contextlib import contextmanager
 from tandem_engine.base.environment import environment_with
 from tandem_engine.base.logs import configured_format
 from tandem_engine.base.progress import START, Phase
-from tandem_engine.kernels.cpu.build import LATE
+from tandem_engine.kernels.cpu.build import LATE, builders_at_work, places
 from tandem_engine.kernels.cpu.kept import expecting, is_there, store
 from tandem_engine.kernels.cpu.target import VARIABLE, target
 from tandem_engine.kernels.store.keys import KernelKey, KernelSpec
-from tandem_engine.kernels.store.slots import builders_at_work, places
 
 logger = logging.getLogger(__name__)
 POLL_S = 0.05

@@ -32,9 +32,8 @@ from numba.core.typing import signature as signature_of
 
 from tandem_engine.base.environment import kernel_environment
 from tandem_engine.base.progress import START
-from tandem_engine.kernels.cpu.machine_code import Loaded, can_load, described
+from tandem_engine.kernels.cpu.machine_code import CannotKeepError, Loaded, can_load, described, type_of, written
 from tandem_engine.kernels.cpu.target import target
-from tandem_engine.kernels.cpu.type_text import CannotKeepError, type_of, written
 from tandem_engine.kernels.store.code_file import Code
 from tandem_engine.kernels.store.keys import KernelKey, KernelSpec
 from tandem_engine.kernels.store.layers import KernelStore

@@ -251,7 +251,7 @@ def prune(folder: Path, now: float, *, largest: int = MAX_BYTES, stale_after_s: 
             path.unlink(missing_ok=True)
             deleted.append(path.name)
     for path in (*folder.glob(f"{NEW_PREFIX}*"), *(folder / LOCKS).glob("*")):
-        # Its writer was killed, or its kernel is there. Who would need the lock now compiles what another one does.
+        # Its writer was killed, or its kernel is there. At worst one kernel is compiled twice.
         if now - path.stat().st_mtime > TOUCH_AFTER_S:
             path.unlink(missing_ok=True)
     return deleted

@@ -61,7 +61,7 @@ def _rotate_heads(
     ROUND_FIRST: tl.constexpr,
     SCALED: tl.constexpr,
 ):
-    """As `copy_heads`, normalised and rotated on the way. `weight` points at the first head's."""
+    """As `copy_heads`, normalized and rotated on the way. `weight` points at the first head's."""
     dtype = source.dtype.element_ty
     half: tl.constexpr = ROTARY // 2
     column = tl.arange(0, HALF_WIDTH)[None, :]

@@ -317,7 +317,7 @@ class DiskStorage:
 
 
 MAX_WRITES = 256
-"""Blocks being written. Each is pinned meanwhile, and storage that is slower than the traffic must not pin all
+"""Blocks being written. Each is pinned for so long, and storage that is slower than the traffic must not pin all
 of the host tier: beyond this a block is not stored."""
 
 Outcome = TypeVar("Outcome")

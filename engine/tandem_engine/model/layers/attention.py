@@ -231,7 +231,7 @@ class SelfAttention:
     def attend(
         self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend, delta: Delta | None = None
     ) -> Tensor:
-        """Normalised hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come.
+        """Normalized hidden states [T, hidden] to what each token gathered, [T, H * D]; `project` is yet to come.
 
         `delta`: what adapters add to q, k and v.
         """

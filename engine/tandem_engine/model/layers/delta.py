@@ -133,7 +133,7 @@ class GatedDelta:
         attend: Attend,
         delta: Delta | None = None,
     ) -> Tensor:
-        """Normalised hidden states [T, hidden] to what each token reads, [T, value_width]; `project` is yet to come."""
+        """Normalized hidden states [T, hidden] to what each token reads, [T, value_width]; `project` is yet to come."""
         assert isinstance(attend, StatefulAttend), "a model with states runs where there are states"
         states, heads = attend.states, self.heads
         of_inputs, of_rates = columns(delta, 2 * (heads.key_width + heads.value_width), 2 * heads.values)

@@ -5,7 +5,7 @@
     what a token gathers           Σ w v = W_v Σ w c
 
 So no key and no value is ever computed: attention is that of one K/V head whose key is [c | r] and whose value is c.
-Both products with W_k and W_v are one small matrix per head, before and behind it. `c` is stored normalised, and `r`
+Both products with W_k and W_v are one small matrix per head, before and behind it. `c` is stored normalized, and `r`
 with dimensions that rotate together half of it apart, whichever way the checkpoint has them: queries and keys agree.
 """
 
@@ -54,7 +54,7 @@ class LatentAttention:
     def attend(
         self, layer: int, normed: Tensor, rotation: Rotation, attend: Attend, delta: Delta | None = None
     ) -> Tensor:
-        """Normalised hidden states [T, hidden] to what each token gathered, [T, H * rank]; `project` is yet to come."""
+        """Normalized hidden states [T, hidden] to what each token gathered, [T, H * rank]; `project` is yet to come."""
         assert delta is None, "open_adapter refuses adapters of models with latents"
         shape, heads = self.shape, self.num_heads
         query, latent, shared = self._parts(normed)

@@ -76,7 +76,7 @@ class FeedForward:
     output_norm: Norm | None
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """Normalised hidden states [T, hidden] to what is added to them."""
+        """Normalized hidden states [T, hidden] to what is added to them."""
         return self.adapted(normed, None, None)
 
     def adapted(self, normed: Tensor, gate_up: Delta | None, down: Delta | None) -> Tensor:
@@ -103,7 +103,7 @@ class Tokenwise(Protocol):
         ...
 
     def __call__(self, normed: Tensor) -> Tensor:
-        """Normalised hidden states [T, hidden] to what is added to them."""
+        """Normalized hidden states [T, hidden] to what is added to them."""
         ...
 
 

@@ -10,7 +10,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from tandem_engine.base.addresses import LOOPBACK
-from tandem_engine.base.version import product_version
+from tandem_engine.base.release import product_version
 from tandem_engine.config.flags import host_address
 from tandem_services.cli.doctor import processor, resources, services, software
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, Status, run_all

@@ -9,7 +9,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from tandem_engine.base.extras import EXTRAS
-from tandem_engine.base.version import install_hint
+from tandem_engine.base.release import install_hint
 from tandem_services.cli.doctor.finding import Check, Finding, Machine, fail, ok, warn
 
 MIN_PYTHON = (3, 11)

@@ -196,13 +196,13 @@ def _decisions(args: argparse.Namespace) -> int:
 
 
 def _caches(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.caches import show_caches
+    from tandem_services.cli.k8s.resources import show_caches
 
     return show_caches(args)
 
 
 def _adapters(args: argparse.Namespace) -> int:
-    from tandem_services.cli.k8s.adapters import show_adapters
+    from tandem_services.cli.k8s.resources import show_adapters
 
     return show_adapters(args)
 

@@ -20,9 +20,9 @@ from tandem_engine.base.logs import quoted
 from tandem_engine.config import AdapterSource
 from tandem_services.common.errors import bad_request
 from tandem_services.common.tokens import OrderAccess
+from tandem_services.gateway.http.authentication import require_order
 from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.http.monitoring_routes import json_response
-from tandem_services.gateway.http.orders import require_order
 from tandem_services.gateway.models.adapter_updates import AdapterUpdates
 from tandem_services.gateway.models.catalog import ModelCatalog
 

@@ -31,9 +31,9 @@ from tandem_engine.config import AdapterSource
 from tandem_services.common.errors import ApiError, not_found
 from tandem_services.common.tokens import OrderAccess
 from tandem_services.gateway.api.adapters import MAX_PATH_CHARACTERS
+from tandem_services.gateway.http.authentication import require_order
 from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.http.monitoring_routes import json_response
-from tandem_services.gateway.http.orders import require_order
 from tandem_services.gateway.models.adapter_updates import AdapterChange, WorkersFailedError
 from tandem_services.gateway.models.adapters import HeldAdapter
 from tandem_services.gateway.models.catalog import ModelCatalog

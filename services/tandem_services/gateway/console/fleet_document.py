@@ -12,15 +12,15 @@ from typing import NamedTuple
 import msgspec
 
 from tandem_engine.base.progress import Progress
-from tandem_engine.base.version import product_version
+from tandem_engine.base.release import product_version
 from tandem_engine.config import Role
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.health import Health
 from tandem_services.gateway.console.latency_rows import LatencyRow
 from tandem_services.gateway.observe.explain import RequestJournal, RequestRecord
-from tandem_services.router.figures import Figures, read_figures
 from tandem_services.router.keys import LEASE_MS
 from tandem_services.router.membership import FleetMember, FleetView
+from tandem_services.router.row_values import Figures, read_figures
 from tandem_services.router.starting import StartingWorker
 
 SAMPLES = 200

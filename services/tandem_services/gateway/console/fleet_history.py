@@ -14,7 +14,7 @@ import msgspec
 
 from tandem_engine.base.clock import Clock
 from tandem_services.gateway.console.fleet_document import FleetDocument
-from tandem_services.router.figures import Figures
+from tandem_services.router.row_values import Figures
 
 PERIOD_S = 5.0
 KEPT_S = 3600.0

@@ -294,7 +294,7 @@ class EngineConnection:
             async with asyncio.timeout(within_s):
                 await self._news.wait()
         except TimeoutError:
-            # This event loop may have been blocked meanwhile.
+            # This event loop may have been blocked in the meantime.
             if not self._closed:
                 self._hear_rest()
             if not self.heard_lately:

@@ -1,4 +1,4 @@
-"""Authenticates requests: ASGI middleware inside `RequestBoundary`.
+"""Authenticates requests: ASGI middleware inside `RequestBoundary`, and the check of administrators' commands.
 
 Every path except those of probes needs a key. Unknown paths need one too, so that clients without a key do not learn
 which exist. The path is taken byte by byte from the request line, never from a header (Starlette CVE-2026-48710).
@@ -11,11 +11,13 @@ which exist. The path is taken byte by byte from the request line, never from a 
 
 import re
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tandem_services.common.errors import ApiError
+from tandem_services.common.tokens import OrderAccess
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.access.keys import MAX_KEY_CHARACTERS, KeyWatch
 from tandem_services.gateway.access.tenants import AccessMetrics, Tenant, TenantLimits
@@ -101,3 +103,13 @@ def _key_of(headers: Sequence[tuple[bytes, bytes]], metrics: AccessMetrics) -> s
 
 def _unauthorized(message: str) -> ApiError:
     return ApiError(401, message, kind="AuthenticationError", reason="invalid_api_key")
+
+
+_KINDS = {401: "AuthenticationError", 403: "PermissionDeniedError", 415: "UnsupportedMediaTypeError"}
+
+
+def require_order(request: Request, access: OrderAccess, *, by_key: bool = False) -> None:
+    """Raise `ApiError` unless it is a command. `by_key`: its API key is enough, and it brings no token."""
+    refusal = replace(access, needs_token=not by_key).refusal(request)
+    if refusal is not None:
+        raise ApiError(refusal.status, refusal.message, kind=_KINDS[refusal.status])

@@ -10,7 +10,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from tandem_engine.base.logs import quoted
-from tandem_engine.base.version import product_version
+from tandem_engine.base.release import product_version
 from tandem_services.common.errors import ApiError
 from tandem_services.common.health import Health
 from tandem_services.common.metrics import CONTENT_TYPE, render

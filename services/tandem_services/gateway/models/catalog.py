@@ -118,7 +118,7 @@ class ModelCatalog:
         return self._by_name[model], own
 
     def names_a_model(self, name: str) -> bool:
-        """Whether a model or an alias has this name, which adapters give way to."""
+        """Whether a model or an alias has this name, which takes precedence over adapters."""
         return name in self._by_name
 
     def select(self, name: str | None, cluster: str | None) -> ModelService | None:

@@ -133,7 +133,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
     admission_s: float | None = None
     """In the gateway's queue, before there was a worker with room."""
     lacked_workers: bool = False
-    """There was none of a role meanwhile: the wait is no property of a worker."""
+    """There was none of a role in that time: the wait is no property of a worker."""
     fetch: FetchReport | None = None
     """What became of bringing a prefix to the worker that computed the prompt."""
     queue_s: float | None = None

@@ -9,7 +9,7 @@
                 all of them, with status 1; so does one that ends before it has ever served
     this port   `front` serves the administrators' routes
 
-Processes are started anew, not forked: sockets of ZeroMQ and threads do not survive a fork.
+Processes are started, not forked: sockets of ZeroMQ and threads do not survive a fork.
 """
 
 import asyncio

@@ -36,7 +36,7 @@ def attend_in_float64(pool: KvPool, seq: Seq, q: torch.Tensor, spec: AttentionSp
 @pytest.mark.parametrize("spec", SPECS.values(), ids=SPECS)
 @pytest.mark.parametrize("page_size", [1, 16, 64])
 @pytest.mark.parametrize(("seq_len", "extend_len"), [(1, 1), (KEYS, KEYS), (3 * KEYS + 5, PANEL + 3), (700, 40)])
-def test_it_is_as_exact_as_float32_can_be(spec, page_size, seq_len, extend_len):
+def test_block_attention_equals_float64_to_float32_precision(spec, page_size, seq_len, extend_len):
     pool = make_pool(page_size=page_size, num_pages=800 // page_size + 2)
     seq = PageDealer(pool=pool).seq(seq_len, extend_len)
     qkv = make_qkv(extend_len)

@@ -21,7 +21,7 @@ def test_peer_clock_sample_bounds_earlier_and_later_times():
 
 @pytest.mark.parametrize("delay", [0.0, 0.2, 30.0])
 @pytest.mark.parametrize("offset", [-1e6, 0.0, 3e5])
-def test_it_is_never_later_than_it_was(delay, offset):
+def test_converted_peer_time_is_never_later_than_the_event(delay, offset):
     """However long question and answer were on their way."""
     clocks = PeerClocks()
     clocks.learn("d@1", requested_at=100.0, answered_at=100.0 + delay + offset, now=100.0 + 2 * delay)

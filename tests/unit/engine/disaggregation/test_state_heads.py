@@ -75,5 +75,5 @@ def test_runs_of_heads_fill_a_slot():
     ],
     ids=["other-channels", "less-than-alignment", "computed-by-transformers"],
 )
-def test_states_whose_heads_cannot_be_told_apart_are_not_divided(spec):
+def test_states_with_indistinct_heads_are_not_divided(spec):
     assert StatePool(spec, rows=1, device="cpu").head_blocks == ()

@@ -48,7 +48,7 @@ def decodes(count: int, *, seq_len: int = 17, token: int = 5):
         (GraphConfig(enabled=False), 64, ()),
     ],
 )
-def test_sizes(config, most, sizes):
+def test_decode_graph_sizes_follow_the_limits(config, most, sizes):
     assert graph_sizes(config, most=most) == sizes
 
 

@@ -215,7 +215,7 @@ def test_long_step_in_transfer_uses_no_graph_for_layer_reports():
         (GraphConfig(enabled=False), 64, ()),
     ],
 )
-def test_sizes(config, most, sizes):
+def test_prompt_graph_sizes_follow_the_limits(config, most, sizes):
     assert prompt_sizes(config, SMALL, most=most) == sizes
 
 

@@ -16,12 +16,11 @@ pytest.importorskip("numba")
 
 from numba.core import registry
 
-from tandem_engine.kernels.cpu import kept
+from tandem_engine.kernels.cpu import build, kept
+from tandem_engine.kernels.cpu.build import BYTES_OF_BUILDER, builders_at_work, place_of_builder, places
 from tandem_engine.kernels.cpu.builders import Builders
 from tandem_engine.kernels.cpu.target import target
-from tandem_engine.kernels.store import slots
 from tandem_engine.kernels.store.keys import KernelKey
-from tandem_engine.kernels.store.slots import BYTES_OF_BUILDER, builders_at_work, place_of_builder, places
 
 TWO_PLACES = 2 * BYTES_OF_BUILDER
 
@@ -218,7 +217,7 @@ def test_late_kernel_without_builder_compiles_on_use(kernels):
 
 @pytest.mark.parametrize(("memory", "cores", "count"), [(0, 8, 1), (TWO_PLACES, 8, 2), (1 << 40, 3, 3)])
 def test_builders_are_bounded_by_memory_and_cores(monkeypatch, memory, cores, count):
-    monkeypatch.setattr(slots, "allowed_cpus", lambda: frozenset(range(cores)))
+    monkeypatch.setattr(build, "allowed_cpus", lambda: frozenset(range(cores)))
     assert places(memory) == count
 
 

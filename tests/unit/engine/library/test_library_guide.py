@@ -59,7 +59,7 @@ def ended(folder) -> dict[str, int]:
 
 @pytest.mark.timeout(600)  # all of them, in the first
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_runs(name, ended, folder) -> None:
+def test_guide_example_exits_with_zero_and_prints(name, ended, folder) -> None:
     out, err = ((folder / f"{name.replace('/', '-')}.{stream}").read_text() for stream in ("out", "err"))
     assert ended[name] == 0, err
     assert out.strip()

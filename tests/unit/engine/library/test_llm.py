@@ -185,7 +185,7 @@ def test_logit_edits_are_applied(llm, params, holds):
     assert holds(llm.generate("The fox", params, use_tqdm=False)[0].outputs[0].token_ids)
 
 
-def test_bad_word_does_not_occur(llm):
+def test_bad_word_is_absent_from_the_output(llm):
     [free] = llm.generate("Once upon a time", GREEDY, use_tqdm=False)
     word = next(word for word in free.outputs[0].text.split() if word.isalpha())
     [clean] = llm.generate("Once upon a time", replace(GREEDY, bad_words=[word]), use_tqdm=False)

@@ -68,7 +68,7 @@ def test_planning_a_match_changes_nothing(memory: KvMemory) -> None:
     assert_conserved(memory)
 
 
-def test_without_a_free_row_nothing_is_taken(memory: KvMemory) -> None:  # [admission-unwinds]
+def test_admission_without_a_free_row_takes_no_pages(memory: KvMemory) -> None:  # [admission-unwinds]
     live = [start_request(memory, PROMPT) for _ in range(4)]
     assert memory.begin(PROMPT, space=BASE_SPACE, max_match=9) is None
     assert_conserved(memory, live)

@@ -42,7 +42,7 @@ def test_encoded_message_decodes_to_an_equal_one(codec, message) -> None:
     ],
     ids=["empty", "header only", "other version", "unknown kind", "field missing", "wrong type", "deep", "pickle"],
 )
-def test_anything_else_is_refused(codec, data) -> None:
+def test_malformed_message_raises_a_wire_error(codec, data) -> None:
     with pytest.raises(WireError):
         codec.decode(data)
 

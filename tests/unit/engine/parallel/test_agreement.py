@@ -59,7 +59,7 @@ def test_fact_counts_when_it_holds_on_every_rank():  # [least-of-ranks] [record-
     assert on_ranks(3, lambda p: Agreement(p.schedule).least(progress[p.rank])) == [[0, 3]] * 3
 
 
-def test_without_facts_nothing_is_exchanged():
+def test_agreement_without_values_exchanges_no_message():
     assert Agreement(SingleRank(rank=1, size=2)).least([]) == []
 
 

@@ -71,7 +71,7 @@ def running(leader) -> Leader:
     return leader
 
 
-def test_it_begins_when_all_are_here_at_the_same_time(leader, time):
+def test_nodes_begin_when_all_have_joined_within_the_timeout(leader, time):
     assert not join(leader, 1).begin
     time.now += SILENCE_S + 1
     assert not join(leader, 2).begin

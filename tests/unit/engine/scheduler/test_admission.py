@@ -30,7 +30,7 @@ def test_admission_reason_is_set_only_while_a_request_waits():
     assert why(engine) == ""
 
 
-def test_no_row():
+def test_request_without_a_free_row_waits_for_no_row():
     engine = make_engine(max_rows=1)
     for rid in ("one", "two"):
         engine.add(make_message(rid, [1, 2], max_tokens=4))

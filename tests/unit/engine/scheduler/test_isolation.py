@@ -57,7 +57,7 @@ def test_poisoned_prompt_ends_alone(overlap, mixed, page_size):
     assert "ValueError" in finish.error
     engine.assert_expected("late", *(f"good-{i}" for i in range(4)))
     engine.assert_nothing_held()
-    assert engine.scheduler.stats().convicted_total == 1
+    assert engine.scheduler.stats().poison_requests_total == 1
 
 
 def test_several_poison_requests_fail_alone_in_bounded_steps(overlap):
@@ -200,7 +200,7 @@ def test_nan_logits_end_their_request_and_leave_the_others(enable_overlap):
     assert engine.output("bad") == []
     engine.assert_expected("good", "other")
     engine.assert_nothing_held()
-    assert engine.scheduler.stats().unsound_total == 1
+    assert engine.scheduler.stats().corrupted_requests_total == 1
     assert engine.memory.cached_len((1, 2, 3, POISON), space=BASE_SPACE, max_match=4) <= 2, "a prefix of `good` at most"
 
 

@@ -41,7 +41,7 @@ class Bench:
         return self.builder.build(ScheduleBatch(step=3, extends=list(extends), decodes=list(decodes)))
 
 
-def test_prepare_extend():
+def test_extend_batch_has_tokens_positions_and_lengths():
     bench = Bench()
     whole = bench.request(5, room=5)
     chunk = bench.request(9, launched=4, room=3)
@@ -64,7 +64,7 @@ def test_prepare_extend():
     assert batch.sampling.position.tolist() == [5]
 
 
-def test_prepare_decode():
+def test_decode_batch_has_known_and_unresolved_tokens():
     bench = Bench()
     settled = bench.request(3, outputs=2, launched=4)
     flying = bench.request(8, outputs=0, launched=8)

@@ -27,7 +27,7 @@ def trial_steps(trials: Trials, steps: int) -> list[int]:
     return tried
 
 
-def test_at_first_steps_are_plain():
+def test_first_steps_are_plain():
     trials = Trials()
     for _ in range(FIRST_PLAIN_STEPS):
         assert trials.plain_left

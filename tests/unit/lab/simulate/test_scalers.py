@@ -37,5 +37,5 @@ def test_hpa_scales_down_only_after_its_window():
     assert hpa.decide(service.load(), {"prefill": 4, "decode": 1})[0]["prefill"] == 1
 
 
-def test_static_stays():
+def test_static_scaler_keeps_the_number_under_load():
     assert Static().decide(load(queued_tokens=1e9), {"prefill": 3, "decode": 2}) == ({"prefill": 3, "decode": 2}, 0)

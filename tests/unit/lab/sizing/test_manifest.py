@@ -5,8 +5,8 @@ import pytest
 import yaml
 
 from tandem_lab.sizing.load import Objectives
-from tandem_lab.sizing.manifest import ServiceNames, as_yaml, manifest
 from tandem_lab.sizing.rates import WorkerRates
+from tandem_lab.sizing.report import ServiceNames, as_yaml, manifest
 from tandem_lab.sizing.search import Cell, Fleet, Score
 from tandem_operator.api.model_service import ModelService
 from tandem_testing.api_schemas import errors, supported_releases

@@ -37,7 +37,7 @@ def fields(part: dict[str, Any], path: str = "") -> dict[str, dict[str, Any]]:
     return found
 
 
-def test_committed_manifest_is_what_the_classes_say():
+def test_committed_crds_equal_those_of_the_classes():
     committed = (ROOT / "charts/tandem/crds/tandem.dev.yaml").read_text()
     assert committed == to_yaml(crds()), "run python -m tandem_operator.api.crds > charts/tandem/crds/tandem.dev.yaml"
 
@@ -94,7 +94,7 @@ CEL_WORDS = set("all startsWith size matches metadata name memory exists exists_
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_examples_decode(path):
+def test_example_manifest_decodes_to_a_model_service(path):
     manifest = yaml.safe_load(path.read_text())
     assert (manifest.pop("apiVersion"), manifest.pop("kind")) == ("tandem.dev/v1beta1", "ModelService")
     assert len(manifest.pop("metadata")["name"]) <= 40

@@ -64,7 +64,7 @@ def test_picker_reads_the_tokenizer_as_gateways_do(tokenizer, has_volume):
     assert bool(claims) is has_volume
 
 
-def test_without_it_the_route_goes_to_the_service():
+def test_route_without_inference_pool_points_to_the_service():
     objects = made()
     assert not {("InferencePool", "chat"), ("Deployment", "chat-router"), ("NetworkPolicy", "chat-router")} & {*objects}
     assert backend(objects) == {"name": "chat-gateway", "port": 80}

@@ -300,7 +300,7 @@ def test_group_is_one_worker_with_pods_numbered_by_controller():
         assert not selector.items() <= leader["metadata"]["labels"].items()
 
 
-def test_gateways_are_told_that_lost_workers_are_replaced():
+def test_gateways_have_the_flag_for_replaced_workers():
     """By a variable: images of earlier releases refuse unknown flags, and only warn of unknown variables."""
     shared = of_its_gateway(OperatorSettings())
     own = manifests(ROOT / "examples/minimal.yaml")

@@ -171,7 +171,7 @@ DENIED = [
 
 
 @pytest.mark.parametrize(("spec", "sentence"), DENIED, ids=[sentence[:40] for _, sentence in DENIED])
-def test_what_is_not_for_a_patch_is_refused_by_name(spec: dict[str, Any], sentence: str) -> None:
+def test_pod_fields_not_for_a_patch_are_named(spec: dict[str, Any], sentence: str) -> None:
     """Whatever the administrator allows."""
     for allow in ((), ("privileged", "host-paths", "service-accounts")):
         message = problems_of(pod(**spec), *allow)

@@ -11,10 +11,10 @@ import pytest
 
 from tandem_operator.api.adapters import AdapterStatus
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.types import condition
 from tandem_operator.controller.adapter_sync import FIRST_PAUSE_S, AdapterSync
 from tandem_operator.controller.observations import Parts, Subject
 from tandem_operator.controller.store import MODEL_ADAPTER
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.status import VALID
 from tandem_operator.telemetry.worker_control import ModelAt, OrderFailedError
 from tandem_testing.kube_cluster import service_of

@@ -37,7 +37,7 @@ from tandem_operator.controller.store import (
 )
 from tandem_operator.planning.model_cache import ProgressReading
 from tandem_operator.settings import OperatorSettings
-from tandem_operator.telemetry.cache_progress import fetch_progress
+from tandem_operator.telemetry.pods import fetch_progress
 from tandem_testing.kube_gateways import behind, gateway_of, plan_of
 from tandem_testing.kube_objects import a_service, an_object
 

@@ -3,8 +3,8 @@
 import msgspec
 
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.types import condition
 from tandem_operator.controller.events import ServiceEvent, events_for_transition
-from tandem_operator.planning.conditions import condition
 
 
 def status(*conditions, revision=""):
@@ -15,7 +15,7 @@ READY = condition("Ready", True, "CanaryPassed", "a request went through")
 UNREADY = condition("Ready", False, "Starting", "0 of 1 workers are ready")
 
 
-def test_status_that_stays_tells_nothing():
+def test_unchanged_status_emits_no_event():
     assert events_for_transition(status(READY), status(READY)) == []
     assert events_for_transition(status(UNREADY), status(condition("Ready", False, "Starting", "1 of 2"))) == []
 
@@ -35,7 +35,7 @@ def test_initial_state_becomes_an_event_only_if_bad():
     assert (told.kind, told.reason) == ("Warning", "InvalidSpec")
 
 
-def test_degraded_is_good_news_when_it_ends():
+def test_end_of_degraded_emits_a_normal_event():
     bad, good = condition("Degraded", True, "PodsFailing", "worker: OOM"), condition("Degraded", False, "AllWell")
     assert [told.kind for told in events_for_transition(status(good), status(bad))] == ["Warning"]
     assert [told.kind for told in events_for_transition(status(bad), status(good))] == ["Normal"]

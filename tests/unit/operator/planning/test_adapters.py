@@ -162,7 +162,7 @@ def test_undecodable_model_adapter_is_refused():
         (SQL, HeldAdapter(digest=A, folder="other"), Load(wanted=SQL, digest="")),
     ],
 )
-def test_what_is_not_registered_as_wanted_is_loaded(wanted, held, expected):
+def test_adapter_not_registered_as_wanted_is_loaded(wanted, held, expected):
     reading = Reading(held={} if held is None else {"sql": held})
     assert next_command([wanted], {"sql": False}, reading, WORKERS, []) == expected
 

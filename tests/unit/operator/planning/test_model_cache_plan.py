@@ -8,8 +8,8 @@ import pytest
 from tandem_operator.api.model_cache import ModelCacheSpec, ModelCacheStatus
 from tandem_operator.api.model_service import ModelServiceSpec, ModelServiceStatus
 from tandem_operator.api.sources import ClaimSource
+from tandem_operator.api.types import condition
 from tandem_operator.builders.served import served
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.model_cache import (
     CacheObserved,
     CacheWanted,

@@ -235,7 +235,7 @@ def test_status_counts_services_and_shows_what_is_wrong():
         ({"pod": {"patch": {"spec": {"hostNetwork": True}}}}, "spec.pod.patch"),
     ],
 )
-def test_what_a_model_gateway_cannot_have_is_refused_by_name(spec, sentence):
+def test_model_gateway_settings_not_allowed_are_named(spec, sentence):
     settings = OperatorSettings(apis=ClusterApis(inference_pools=True), allow=frozenset())
     if "inferencePool" in spec:
         settings = OperatorSettings(apis=ClusterApis(inference_pools=True), allow=frozenset({"routes"}))

@@ -3,9 +3,9 @@
 import pytest
 
 from tandem_operator.api.model_service import ModelServiceStatus
+from tandem_operator.api.types import condition
 from tandem_operator.controller.reconcile import Finalizer
 from tandem_operator.controller.store import POD, WORKER_POOL, ServiceKey
-from tandem_operator.planning.conditions import condition
 from tandem_operator.planning.deletion import drain_bound_s, leaving
 from tandem_testing.kube_objects import an_object
 

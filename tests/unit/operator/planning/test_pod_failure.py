@@ -64,7 +64,7 @@ def test_running_pod_reports_no_failure(container):
     assert troubles(**container) == []
 
 
-def test_without_last_words_the_kubelet_is_quoted():
+def test_pod_without_exit_message_shows_the_kubelets_reason():
     waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
     assert troubles(state=waiting) == ["worker: CrashLoopBackOff: back-off 10s restarting failed container"]
 

@@ -78,7 +78,7 @@ def test_fewer_only_after_the_window_and_one_at_a_time():
     assert service.there["prefill"] == 7
 
 
-def test_with_little_to_spare_all_stay():
+def test_scale_down_without_reserve_is_rejected():
     """1.95 workers' worth of load on three: two would do, but not with one bad moment."""
     service = FluidService(config_of(flip_roles=False), there={"prefill": 3, "decode": 1})
     for _ in range(60):
@@ -161,7 +161,7 @@ def test_gpu_budget_is_shared_in_proportion(wanted, budget, given):
     assert within_budget(wanted, {"prefill": 1, "decode": 1}, {"prefill": 1, "decode": 1}, budget) == given
 
 
-def test_windows_forget():
+def test_window_drops_old_samples():
     window = Window()
     for at in range(100):
         window = window.add(float(at), at, 10.0)

@@ -36,7 +36,7 @@ def test_new_reason_to_hold_is_reported():
     assert new_events(told, [other]) == [other]
 
 
-def test_events():
+def test_scaling_decisions_become_named_events():
     assert event_of(scale(3)) == ("Normal", "ScaledUp", "decode from 1 to 3: 3 run and 9 wait")
     assert event_of(scale(1, before=2))[1] == "ScaledDown"
     assert event_of(hold(16)) == ("Warning", "ScalingHeld", "3 workers stay: metrics are 16 s old")

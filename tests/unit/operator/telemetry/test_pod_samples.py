@@ -68,7 +68,7 @@ def test_restarted_gateway_gains_its_whole_counters():
     assert (load.decode.arrived_per_s, load.prefill.arrived_tokens_per_s) == (2.0, 100.0)
 
 
-def test_totals_since():
+def test_gateway_totals_subtract_and_restart_from_zero():
     assert GatewayTotals(choices=5.0).since(GatewayTotals(choices=3.0)).choices == 2.0
     assert GatewayTotals(choices=5.0, finished=1.0).since(GatewayTotals(finished=9.0)).choices == 5.0
 
@@ -144,7 +144,7 @@ def test_deleted_pods_are_forgotten_by_uid_not_by_name():
     assert seen.load is None, "it has been looked at once"
 
 
-def test_without_gateways_nothing_is_known():
+def test_load_without_gateways_is_unknown():
     seen = looked(IDLE, IDLE, pods=(P, D))
     assert (seen.load, seen.reason) == (None, "no gateway reports its queue")
 

@@ -35,7 +35,7 @@ def pod(**changes: Any) -> dict[str, Any]:
     }
 
 
-def test_worker_pod() -> None:
+def test_worker_pod_is_read_with_role_ports_and_revision() -> None:
     assert PodSeen.of(pod()) == PodSeen(
         name="chat-decode-1f-x",
         uid="u1",
@@ -80,7 +80,7 @@ def test_foreign_deletion_cost_is_ignored() -> None:
     assert seen.deletion_cost == 0
 
 
-def test_addresses() -> None:
+def test_pod_urls_have_declared_ports_and_ipv6_brackets() -> None:
     seen = PodSeen.of(pod())
     assert seen is not None
     assert seen.url("health", "/metrics") == "http://10.0.0.7:9090/metrics"

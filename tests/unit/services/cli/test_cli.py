@@ -11,11 +11,11 @@ import httpx
 import pytest
 
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.config import memory_share
+from tandem_services.cli import machine_shares
 from tandem_services.cli.chat.conversation import Turn
-from tandem_services.cli.cores import Cores
 from tandem_services.cli.flags import bundled_model, model_folder
 from tandem_services.cli.gateway import models_of
+from tandem_services.cli.machine_shares import Cores
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.cli.start_watch import readiness
@@ -191,7 +191,7 @@ def args(*argv: str):
 def test_plan_names_every_worker_and_shares_the_cores(tmp_path, monkeypatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 64)
     monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(4, 12)))
-    monkeypatch.setattr(memory_share, "memory_limit", lambda: None)
+    monkeypatch.setattr(machine_shares, "memory_limit", lambda: None)
     todo = plan(args("--prefill", "2", "--decode", "1", "--both", "1", "--port", "0", "--run-dir", str(tmp_path)))
     assert [name for name, _, _ in todo.workers] == ["prefill-0", "prefill-1", "decode-0", "both-0"]
     assert todo.threads == 2

@@ -7,7 +7,7 @@ import pytest
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config.flags import engine_argv, engine_config
-from tandem_services.cli import cores, up
+from tandem_services.cli import machine_shares, up
 from tandem_services.cli.main import build_parser
 from tandem_services.cli.processes import Child, Supervisor
 
@@ -39,7 +39,7 @@ def claim(tmp_path):
     given = []
 
     def claimed_of(count, *, workers, folder=tmp_path):
-        given.append(cores.claim(range(count), workers=workers, threads=1, folder=folder))
+        given.append(machine_shares.claim(range(count), workers=workers, threads=1, folder=folder))
         return given[-1]
 
     yield claimed_of
@@ -114,7 +114,7 @@ def test_up_divides_cores_itself(claimed):
 
 
 def test_core_claims_lock_files_in_the_users_folder(tmp_path):
-    claimed = cores.claim({4, 5}, workers=2, threads=1)
+    claimed = machine_shares.claim({4, 5}, workers=2, threads=1)
     assert sorted(Path(lock.name) for lock in claimed.locks) == [
         tmp_path / f"tandem-{os.getuid()}" / "cores" / name for name in ("4", "5")
     ]
@@ -126,7 +126,7 @@ def test_every_worker_is_started_with_its_cores(tmp_path, monkeypatch):
     monkeypatch.setattr(Child, "start", lambda _: None)
     args = build_parser().parse_args(["up", "--redis-url", "redis://h", "--port", "0", "--run-dir", str(tmp_path)])
     supervisor = Supervisor()
-    up.start(args, up.plan(args), supervisor, cores.Cores(of_worker=("4,5", "6,7")))
+    up.start(args, up.plan(args), supervisor, machine_shares.Cores(of_worker=("4,5", "6,7")))
     flag = "--cpu-affinity"
     told = {child.name: child.argv[child.argv.index(flag) + 1] for child in supervisor.children if flag in child.argv}
     assert told == {"prefill-0": "4,5", "decode-0": "6,7"}

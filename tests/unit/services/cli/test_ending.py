@@ -8,8 +8,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tandem_services.cli.ending import Ending, how_to_end
-from tandem_services.cli.processes import Child, Supervisor
+from tandem_services.cli.processes import Child, Ending, Supervisor, how_to_end
 from tandem_services.common.tasks import ending_signals
 from tandem_testing.waiting import wait_for
 
@@ -91,7 +90,7 @@ time.sleep(600)
 RUN = """
 import sys, time
 from pathlib import Path
-from tandem_services.cli.ending import Ending
+from tandem_services.cli.processes import Ending
 from tandem_services.cli.processes import Child, Supervisor
 
 folder = Path(sys.argv[1])

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.base.extras import EXTRAS, lacking
-from tandem_engine.base.version import DISTRIBUTION
+from tandem_engine.base.release import DISTRIBUTION
 from tandem_lab import __main__ as cli
 from tandem_services.cli import entry
 from tandem_services.cli import main as command

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 from tandem_services.cli import run_dir
-from tandem_services.cli.proc import Identity
+from tandem_services.cli.processes import Identity
 from tandem_services.cli.run_dir import KEPT_LOGS, RUN_FILE, Run, describe_killed_run, prepare_run_dir, record_run
 from tandem_services.common.errors import StartupError
 from tandem_testing.control_groups import can_limit, new_group
@@ -158,7 +158,7 @@ EATS_MEMORY = """
 import os, sys
 from pathlib import Path
 from tandem_engine.base.cgroups import machine_memory_kills
-from tandem_services.cli.proc import Identity
+from tandem_services.cli.processes import Identity
 from tandem_services.cli.run_dir import Run, record_run
 record_run(Path(sys.argv[1]), Run(
     up=Identity.of(os.getpid()), version="1", model="m", model_path="/m", port=1, url="http://h:1", processes=(),

@@ -12,7 +12,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 import pytest
 
 from tandem_services.cli.main import main
-from tandem_services.cli.proc import Identity
+from tandem_services.cli.processes import Identity
 from tandem_services.cli.run_dir import RUN_FILE, Run, StartedProcess, prepare_run_dir, read_run, record_run
 from tandem_services.common.errors import StartupError
 

@@ -10,9 +10,9 @@ from rich.progress import DownloadColumn, Progress
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.checkpoint_source.hub import Hub
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
-from tandem_services.cli.cores import Cores
 from tandem_services.cli.flags import bundled_model
 from tandem_services.cli.gateway import models_of
+from tandem_services.cli.machine_shares import Cores
 from tandem_services.cli.main import build_parser, main
 from tandem_services.cli.models.download_view import Bar, Lines
 from tandem_services.cli.models.locate import model_source

@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from tandem_engine.base.errors import ConfigError
-from tandem_services.cli.proc import session_cpu_seconds
-from tandem_services.cli.processes import MAX_RESTARTS, Child, Supervisor
+from tandem_services.cli.processes import MAX_RESTARTS, Child, Supervisor, session_cpu_seconds
 from tandem_services.cli.start_view import Lines
 from tandem_services.cli.start_watch import Readiness, StartWatch, Watched
 from tandem_services.common.errors import StartupError

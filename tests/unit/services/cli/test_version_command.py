@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tandem_engine.base.version import product_version
+from tandem_engine.base.release import product_version
 from tandem_engine.kernels.cpu.target import NATIVE, TARGETS
 from tandem_services.cli import version
 from tandem_services.cli.main import main
@@ -35,7 +35,7 @@ def test_version_flag_imports_next_to_nothing():
     assert ours == {
         "tandem_engine",
         "tandem_engine.base",
-        "tandem_engine.base.version",
+        "tandem_engine.base.release",
         "tandem_services",
         "tandem_services.cli",
         "tandem_services.cli.start",

@@ -25,7 +25,7 @@ from tandem_services.common.redis_url import Kind, RedisUrl
         ("unix:///home/me@here/redis.sock", Kind.SOCKET, False, "", "", 0),
     ],
 )
-def test_url_means_its_servers(url, kind, tls, addresses, service, database):
+def test_url_parses_to_kind_servers_and_database(url, kind, tls, addresses, service, database):
     read = RedisUrl.parse(url)
     assert (read.kind, read.tls, read.service, read.database) == (kind, tls, service, database)
     assert read.addresses == tuple(map(Address.parse, addresses.split()))

@@ -54,7 +54,7 @@ def test_missing_service_manager_is_reported_once(tmp_path, caplog) -> None:
     assert str(tmp_path / "gone") in record.getMessage()
 
 
-def test_without_a_manager_nothing_is_sent(monkeypatch) -> None:
+def test_status_without_a_service_manager_is_not_sent(monkeypatch) -> None:
     def fail(*_: object) -> None:
         raise AssertionError("a socket was opened")
 

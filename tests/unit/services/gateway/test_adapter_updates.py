@@ -228,7 +228,7 @@ async def test_full_worker_is_503_with_retry_after(fleet):
     assert "--max-cpu-loras is 0" in answer.json()["error"]["message"]
 
 
-async def test_without_workers_a_load_is_503(fleet):
+async def test_adapter_load_without_workers_returns_503(fleet):
     fleet.chooser.dead.update(view.incarnation for view in fleet.chooser.fleet)
     answer = await fleet.load()
     assert (answer.status_code, "retry-after" in answer.headers) == (503, True)

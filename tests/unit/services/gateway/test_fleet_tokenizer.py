@@ -227,7 +227,7 @@ async def test_folder_of_tokenizers_is_bounded(engine, bundle, monkeypatch):
     assert [each.name for each in root.iterdir()] == [newer.digest]
 
 
-async def test_kept_folder_is_not_taken_from_who_reads_it(bundle):
+async def test_kept_folder_is_not_removed_while_it_is_read(bundle):
     """Two models of one tokenizer are opened at a time."""
     first = fleet_tokenizer._keep(bundle)
     with (first.folder / "tokenizer.json").open("rb") as reading:

@@ -94,7 +94,7 @@ def test_length_is_that_of_the_text_model(tmp_path):
 @pytest.mark.parametrize(
     "content", [b"", b"[]", b'{"max_position_embeddings": "x"}', b'{"max_position_embeddings": 0}']
 )
-def test_checkpoint_that_does_not_say_is_named(tmp_path, content):
+def test_checkpoint_without_a_length_is_an_error_that_names_config(tmp_path, content):
     (tmp_path / "config.json").write_bytes(content)
     with pytest.raises(CheckpointError, match=r"config\.json"):
         checkpoint_length(tmp_path)

@@ -51,7 +51,7 @@ async def test_chat_stream_has_role_first_one_finish_and_usage_last(gateway):
     assert chunks[-1]["usage"]["completion_tokens"] == 6
 
 
-async def test_without_include_usage_no_chunk_mentions_it(gateway):
+async def test_stream_without_include_usage_has_no_usage(gateway):
     chunks = events(await gateway.chat(max_tokens=4, stream=True))
     assert not any("usage" in chunk for chunk in chunks)
 

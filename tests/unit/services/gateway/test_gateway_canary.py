@@ -118,7 +118,7 @@ async def test_without_a_prefill_worker_there_is_no_pair(rack, tokenizer):
     assert await failed(rack, tokenizer) == "no prefill worker can be paired with d"
 
 
-async def test_without_workers(rack, tokenizer):
+async def test_canary_without_workers_fails_with_the_reason(rack, tokenizer):
     assert (await failed(rack, tokenizer)).startswith("no worker can serve it")
 
 

@@ -279,7 +279,7 @@ async def test_error_that_no_worker_can_help_is_not_retried(rack, faulty):
     assert not other.received
 
 
-async def test_without_workers_a_new_request_is_refused_at_once(faulty):
+async def test_new_request_without_workers_is_rejected_at_once(faulty):
     async with faulty() as gateway:
         answer = await gateway.complete(max_tokens=3)
         assert (await gateway.http.get("/ready")).status_code == 503

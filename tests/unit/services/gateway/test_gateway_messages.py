@@ -185,7 +185,7 @@ async def test_messages_stream_without_workers_ends_with_error_event(says):
 # What a request means
 
 
-async def test_it_means_the_same_as_the_chat(says, rack):
+async def test_messages_request_equals_the_equivalent_chat_request(says, rack):
     call = {"id": "toolu_1", "name": "weather", "input": {"city": "Bern"}}
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "Weather?"}, {"type": "text", "text": "In Bern."}]},

@@ -172,7 +172,7 @@ async def test_new_request_waits_for_a_worker_to_come_back(rack, serving):  # [s
         assert await metric(gateway, "tandem_gateway_num_requests_waiting") == 0
 
 
-async def test_only_so_many_wait_and_only_so_long(rack, serving):  # [streams-wait]
+async def test_waiting_requests_are_bounded_in_number_and_time(rack, serving):  # [streams-wait]
     rack.add("w", healthy())
     clock = ServiceClock()
     async with serving(max_waiting=1, queue_s=10.0, clock=clock) as gateway:
@@ -215,7 +215,7 @@ async def until_waiting(gateway, count: int) -> None:
 # Without prefill workers
 
 
-async def test_without_prefill_workers_decode_workers_compute_prompts(rack, serving):  # [decode-computes-prompts]
+async def test_decode_workers_compute_prompts_without_prefill_workers(rack, serving):  # [decode-computes-prompts]
     decode = rack.add("d", healthy(), Role.DECODE)
     async with serving() as gateway:
         assert (await gateway.complete(max_tokens=3)).status_code == 200

@@ -20,7 +20,7 @@ def received(rack) -> list[list[int]]:
         ({"truncation_side": "right"}, IDS),
     ],
 )
-async def test_so_many_tokens_of_a_prompt_stay(gateway, rack, fields, kept):
+async def test_truncation_keeps_the_requested_prompt_tokens(gateway, rack, fields, kept):
     answer = await gateway.complete(IDS, max_tokens=1, **fields)
     assert received(rack) == [kept]
     assert answer.json()["usage"]["prompt_tokens"] == len(kept)

@@ -1,4 +1,4 @@
-"""Which requests are convicted of killing workers, who remembers them, and for how long [poison-quarantined]."""
+"""Which requests are quarantined for killing workers, and for how long gateways remember them [poison-quarantined]."""
 
 from dataclasses import dataclass, field
 
@@ -95,7 +95,7 @@ def test_quarantine_matches_request_regardless_of_seed(make):
         assert not refuses(quarantine, other)
 
 
-def test_it_is_forgotten_in_time(make, clock):
+def test_quarantine_ends_after_its_duration(make, clock):
     quarantine = make()
     convict(quarantine, Ask())
     clock.advance(QUARANTINE_S - 1)

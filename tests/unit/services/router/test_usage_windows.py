@@ -63,7 +63,7 @@ def test_excess_tokens_count_when_they_are_settled():
     assert windows.take(limits, Ask(tokens=1), 91.0).refused is Refused.NOTHING
 
 
-def test_so_many_run_at_once():
+def test_concurrency_limit_counts_running_requests():
     windows, limits = UsageWindows(), UsageLimits(concurrency=2)
     asks = [windows.take(limits, Ask(requests=1, lease=name), 0.0).refused for name in "abc"]
     assert asks == [Refused.NOTHING, Refused.NOTHING, Refused.CONCURRENCY]
@@ -74,7 +74,7 @@ def test_so_many_run_at_once():
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_in_no_minute_is_more_than_the_limit(seed):
+def test_requests_within_any_minute_stay_within_the_limit(seed):
     random, windows, limits = Random(seed), UsageWindows(), UsageLimits(requests=7, tokens=500)
     granted: list[tuple[float, int]] = []
     now = 0.0

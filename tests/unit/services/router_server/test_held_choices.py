@@ -108,7 +108,7 @@ async def test_choice_records_are_bounded_and_newest_is_found(holds, clock):
     assert holds.find("same") is None
 
 
-async def test_in_the_end_everything_is_given_back(holds, ledger, clock):
+async def test_held_choices_are_all_released_at_shutdown(holds, ledger, clock):
     for name in "ab":
         holds.hold(held(name, clock))
     await holds.close()

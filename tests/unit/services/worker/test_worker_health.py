@@ -1,4 +1,5 @@
 import asyncio
+import re
 import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import replace
@@ -44,6 +45,14 @@ from tandem_testing.mock_engine_process import idle_stats, ready_message
 
 TOKEN = "t" * 64
 JSON = {"content-type": "application/json"}
+FORMER_NAMES = [
+    ("poison_requests", "requests_convicted"),
+    ("corrupted_requests", "requests_unsound"),
+    ("kv_transfer_unexpected_errors", "kv_transfer_mishaps"),
+    ("prefix_fetch_requested", "prefix_fetch_asked"),
+    ("prefix_fetch_served", "prefix_fetch_lent"),
+    ("prefix_fetch_served_pages", "prefix_fetch_lent_pages"),
+]
 ORDER = {"authorization": f"Bearer {TOKEN}", **JSON}
 
 
@@ -234,7 +243,9 @@ async def test_every_engine_statistic_is_exported(client):
         "kernels_compiled_starting", "kernels_compiled_serving",
     }  # fmt: skip
     flat = [name for name in flat if name not in of_two_families]
-    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 2 + len(flat) + 2 + 2
+    assert text.count("# TYPE tandem_worker_") == len(ServiceNumbers.__slots__) + 2 + len(flat) + 2 + 2 + len(
+        FORMER_NAMES
+    )
     assert "spec_decode" not in text
 
 
@@ -289,6 +300,19 @@ async def test_failed_load_is_reported_with_its_reason(probed, client):
     assert report["memory"]["failed"][0] == {"name": "sql", "digest": digest, "reason": failed.reason}
     text = (await client.get("/metrics")).text
     assert 'tandem_worker_lora_adapter_load_failed{adapter_name="sql"} 1.0' in text
+
+
+@pytest.mark.parametrize(("name", "former"), FORMER_NAMES)
+async def test_renamed_counters_keep_their_former_names(probed, client, name, former):
+    probed.stats = idle_stats(
+        poison_requests_total=3,
+        corrupted_requests_total=4,
+        transfer_unexpected_errors_total=5,
+        prefix_fetch=PrefixFetchStats(requested_total=6, served_total=7, served_pages_total=8),
+    )
+    values = re.findall(rf"^tandem_worker_(?:{name}|{former})_total (.*)$", (await client.get("/metrics")).text, re.M)
+    assert len(values) == 2
+    assert values[0] == values[1] != "0.0"
 
 
 async def test_prefix_cache_hit_metrics_split_by_tier(probed, client):

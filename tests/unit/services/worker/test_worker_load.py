@@ -4,8 +4,8 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.messages.stats import LinkReport, StepFit
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.figures import FIGURES, Figures, kept_figures, read_figures
 from tandem_services.router.registry import WorkerState, readable_fields
+from tandem_services.router.row_values import FIGURES, Figures, kept_figures, read_figures
 from tandem_services.worker.config import WorkerConfig
 from tandem_services.worker.registration import LoadMonitor, describe, drain_summary
 from tandem_testing.mock_engine_process import idle_stats, ready_message

@@ -31,7 +31,7 @@ from tandem_engine.messages.grammar import GrammarSpec
 from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary, refusal, translate
 
 LIMITS = LLParserLimits(
-    # About 20 MiB; the states of a grammar are shared by all who follow it.
+    # About 20 MiB; the states of a grammar are shared by all requests that follow it.
     max_lexer_states=10_000,
     # What clients are told must not quote a parser's state.
     verbose_errors=False,

@@ -72,7 +72,7 @@ def _regex(spec: GrammarSpec, _: LLTokenizer) -> str:
 
 
 def _ebnf(spec: GrammarSpec, _: LLTokenizer) -> str:
-    # vLLM's clients send either syntax in one field, so Lark is recognised and left alone.
+    # vLLM's clients send either syntax in one field, so Lark is recognized and left alone.
     return LLMatcher.grammar_from_lark(any_to_lark(spec.source))
 
 

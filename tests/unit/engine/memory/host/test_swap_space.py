@@ -79,7 +79,7 @@ def test_host_pages_rest_until_the_copies_are_acked(tiers):  # [copy-acked]
     assert tiers.host.tier.pages.available == 6
 
 
-def test_without_room_nothing_is_swapped():
+def test_full_host_memory_swaps_no_request():
     tiers = make_tiers(host_pages=2, swap_pages=2)
     assert swap_out(tiers, PROMPT) is None
     assert tiers.device.seen == []

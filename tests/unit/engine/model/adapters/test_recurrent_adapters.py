@@ -8,7 +8,7 @@ import torch
 from tandem_engine.base.errors import CheckpointError
 from tandem_engine.config import DeltaConfig
 from tandem_engine.model.adapters.checkpoint import open_adapter
-from tandem_engine.model.adapters.recurrent import recurrent_rows
+from tandem_engine.model.adapters.weights import recurrent_rows
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_testing.adapters import STATES, read_files, write_adapter, write_files
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint

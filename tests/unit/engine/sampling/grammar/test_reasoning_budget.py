@@ -66,7 +66,7 @@ def test_call_that_ends_the_reasoning_is_not_cut_by_the_budget():
     assert following.accept((80,)) == 0
 
 
-def test_token_that_ends_the_reasoning_follows_the_grammar_of_the_answer():
+def test_end_of_reasoning_token_obeys_the_answers_grammar():
     rule = ToyRule(every=2, length=6)
     fits, other = (
         next(token for token in range(70, 90) if (token in rule.allowed(())) is right) for right in (True, False)

@@ -47,7 +47,7 @@ def test_queue_wait_is_bounded_by_aging_period(policy):
 
 
 @pytest.mark.parametrize("policy", [SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT, SchedulePolicy.PRIORITY])
-def test_without_its_age_it_would_have_waited_for_all_of_them(policy):
+def test_request_without_aging_waits_for_all_later_ones(policy):
     assert seconds_until_served(policy) >= AGEING - 1
 
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from tandem_services.cli.chat.history import MAX_LINES
+from tandem_services.cli.chat.loop import MAX_LINES
 from tandem_testing.chat_server import ChatServer, chat_server
 from tandem_testing.terminal import on_terminal
 from tandem_testing.waiting import wait_for

@@ -5,8 +5,7 @@ import io
 import pytest
 from rich.console import Console
 
-from tandem_services.cli.chat.markdown_blocks import render, split_blocks
-from tandem_services.cli.chat.plain_text import WordWrap, harmless
+from tandem_services.cli.chat.display import WordWrap, harmless, render, split_blocks
 
 DOCUMENT = """\
 # Title

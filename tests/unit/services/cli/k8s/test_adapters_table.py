@@ -3,7 +3,7 @@
 import pytest
 
 from tandem_services.cli.k8s import command
-from tandem_services.cli.k8s.adapters import adapters_table
+from tandem_services.cli.k8s.resources import adapters_table
 from tandem_testing.forwarding_api_server import ForwardingApiServer
 from tandem_testing.kubernetes_objects import SERVICES, deployed
 

@@ -1,7 +1,7 @@
 """`kubectl tandem caches`: what statuses of ModelCaches have, and who uses them."""
 
 from tandem_services.cli.k8s import command
-from tandem_services.cli.k8s.caches import caches_table
+from tandem_services.cli.k8s.resources import caches_table
 from tandem_testing.forwarding_api_server import ForwardingApiServer
 from tandem_testing.kubernetes_objects import deployed
 

@@ -300,7 +300,7 @@ def test_reason_for_missing_decisions_is_shown(spec, why):
     assert decisions_text([model_service(**spec)]) == f"no decisions: {why}"
 
 
-def test_durations_are_short():
+def test_durations_are_shown_in_one_unit():
     shown = [seconds(value) for value in (None, 0.0, 0.0001, 0.0123, 1.26, 42.4)]
     assert shown == ["-", "0 s", "100 µs", "12 ms", "1.3 s", "42 s"]
     assert [age(value) for value in (5, 130, 7300, 200_000)] == ["5s", "2m", "2h", "2d"]

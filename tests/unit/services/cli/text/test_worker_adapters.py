@@ -1,6 +1,6 @@
 """`tandem ctl HOST:PORT adapters`."""
 
-from tandem_services.cli.text.worker_adapters import adapters_table
+from tandem_services.cli.ctl import adapters_table
 
 ONE, TWO, THREE = ("1" * 32, "2" * 32, "3" * 32)
 

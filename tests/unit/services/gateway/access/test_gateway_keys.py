@@ -319,7 +319,7 @@ async def test_concurrency_limit_is_released_at_end_or_disconnect(guarded, rack,
     assert (await ask(guarded, "single")).status_code == 200
 
 
-async def test_with_redis_away_limits_hold_and_nothing_fails(rack, tokenizer, keys):
+async def test_limits_hold_without_failures_while_redis_is_away(rack, tokenizer, keys):
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
     config = {"api_keys": keys, "usage": DeadBoard(), "fairness": DeadBoard()}
     async with live_gateway(rack.context, tokenizer, rack.engines, **config) as gateway:
@@ -332,7 +332,7 @@ async def test_with_redis_away_limits_hold_and_nothing_fails(rack, tokenizer, ke
 
 
 @as_chat_and_response
-async def test_without_room_for_it_a_request_waits(guarded, rack, path, body):
+async def test_request_without_capacity_waits(guarded, rack, path, body):
     guarded.chooser.room = 0
     waiting = asyncio.ensure_future(ask(guarded, "ann", path, body))
     await until(lambda: _waits(guarded), 60.0, "it waits")

@@ -118,7 +118,7 @@ async def test_secret_is_swapped_as_a_whole(tmp_path):
 
 
 @pytest.mark.parametrize("make", ["absent", "empty folder", "bad"])
-def test_without_good_keys_there_is_no_start(tmp_path, make):
+def test_gateway_does_not_start_with_invalid_keys(tmp_path, make):
     path = tmp_path / "keys"
     if make == "empty folder":
         path.mkdir()

@@ -13,12 +13,12 @@ def served(**fields: Any) -> bool:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "::1", "localhost"])
-def test_on_this_machine_alone_it_is_served(host):
+def test_console_on_loopback_is_served_by_default(host):
     assert served(host=host)
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "10.0.0.5", "gateway", ""])
-def test_on_a_network_it_needs_keys_or_a_port_of_its_own(host):
+def test_console_on_a_network_needs_keys_or_an_admin_port(host):
     assert not served(host=host)
     assert served(host=host, api_keys=Path("keys.json"))
     assert served(host=host, admin_port=9090)

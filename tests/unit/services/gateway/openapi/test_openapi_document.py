@@ -103,7 +103,7 @@ def test_component_names_hold_no_module_path():
     assert [name for name in openapi_document(GUARDED)["components"]["schemas"] if "." in name] == []
 
 
-def test_without_keys_nothing_is_said_about_them():
+def test_document_without_keys_has_no_security_scheme():
     document = openapi_document(FREE)
     assert "security" not in document
     needs_token = {
@@ -114,7 +114,7 @@ def test_without_keys_nothing_is_said_about_them():
     assert needs_token == set(ADAPTER_PATHS)
 
 
-def test_without_metrics_there_are_none():
+def test_document_without_metrics_has_no_metrics_route():
     paths = openapi_document(GUARDED)["paths"]
     assert not {"/metrics", *ADAPTER_PATHS} & set(paths)
 

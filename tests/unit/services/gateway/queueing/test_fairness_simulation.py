@@ -96,7 +96,7 @@ def test_flood_does_not_double_anothers_p99(seed):
     assert p99(beside["steady"]) <= 2 * p99(alone)
 
 
-def test_without_fairness_it_does():
+def test_arrival_order_lets_a_flood_delay_a_steady_tenant():
     alone = simulate(steady(0), ArrivalOrder())["steady"]
     beside = simulate(steady(0) + flood(0), ArrivalOrder())["steady"]
     assert p99(beside) > 10 * p99(alone)

@@ -505,7 +505,7 @@ async def test_expected_wait_contains_the_start_of_what_is_lacking():
     blocked.cancel()
 
 
-async def test_worker_that_answers_late_after_a_start_refuses_nobody():
+async def test_late_answer_after_a_start_rejects_no_request():
     """In the view before the router can choose it, such as one that has just come."""
     harness = QueueHarness(Fleet(alive=False, places=1, starts=(STARTING,), too_long=0))
     waiting = harness.come("x")

@@ -5,12 +5,12 @@ import sys
 
 import msgspec
 
-from tandem_engine.base.decoders import msgpack_decoder
+from tandem_engine.messages.codec import msgpack_decoder
 
 RACE = """
 import dataclasses, sys, threading
 import msgspec
-from tandem_engine.base.decoders import msgpack_decoder
+from tandem_engine.messages.codec import msgpack_decoder
 
 sys.setswitchinterval(1e-6)
 for turn in range(200):
