@@ -22,6 +22,7 @@ OTHER_COLONS = {
     "engine/tandem_engine/disaggregation/nixl/agent.py": {"part.partition(':')"},
     "engine/tandem_engine/base/cgroups.py": {"line.split(':', 2)"},
     "engine/tandem_engine/executor/memory_profile.py": {"line.partition(':')"},
+    "engine/tandem_engine/base/library_pages.py": {"entry.partition(':')"},
     "services/tandem_services/cli/k8s/cluster.py": {"str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(':')"},
     # Functions of modules.
     "engine/tandem_engine/kernels/store/keys.py": {
@@ -35,7 +36,7 @@ OTHER_COLONS = {
     # Names of fields of server-sent events.
     "services/tandem_services/cli/chat/conversation.py": {"line.partition(':')"},
     # An adapter and its base: base:adapter.
-    "services/tandem_services/gateway/models/model.py": {"f'{self.name}:{name}'"},
+    "services/tandem_services/gateway/models/model.py": {"f'{self.name}:{name}'", "name.rpartition(':')"},
     "services/tandem_services/gateway/models/catalog.py": {
         "name.rpartition(':')",
         "f'{service.model.name}:{name}'",

@@ -43,7 +43,7 @@ def faults(tmp_path):
 
 def test_armed_function_raises_once_for_each_order(faults):
     with faults.learning():
-        pass
+        wait_for(lambda: any("MonotonicClock.now" in name for name in faults.names()), PATIENCE_S)
     (name,) = [name for name in faults.names() if "MonotonicClock.now" in name]
     for times in (1, 2, 3):  # also in threads that have raised before
         faults.arm(name)

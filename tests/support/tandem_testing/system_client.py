@@ -107,7 +107,11 @@ class SystemClient:
 
     async def metric(self, name: str, url: str = "") -> float:
         """Sum of a metric's series, of the gateway or of the worker at `url`."""
-        return metric_sum((await self.http.get(f"{url}/metrics")).text, name)
+        try:
+            answer = await self.http.get(f"{url}/metrics")
+        except httpx.RemoteProtocolError:  # a connection that its server closed while it was idle
+            answer = await self.http.get(f"{url}/metrics")
+        return metric_sum(answer.text, name)
 
     async def streams(self, specs: Sequence[RequestSpec], sampling: Sampling = GREEDY) -> list[Measurement]:
         """Stream all of `specs` at the same time, results in their order."""

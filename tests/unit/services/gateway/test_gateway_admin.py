@@ -23,7 +23,7 @@ ROUTES = {
     "adapters": {("POST", path) for path in ADAPTER_PATHS},
     "operator": {
         *(("POST", "/canary"), ("GET", "/operator/adapters")),
-        *(("POST", f"/operator/adapters/{name}") for name in ("load", "unload")),
+        *(("POST", f"/operator/adapters/{name}") for name in ("announce", "load", "unload")),
     },
 }
 

@@ -20,6 +20,8 @@ KINDS = (Kind.GREEDY, Kind.SEEDED, Kind.PLAIN, Kind.CHOICES, Kind.SCHEMA, Kind.R
 REQUESTS, TOKENS = 8, 24
 DISTINCT = 4
 """Loads that differ: the reference answers each once."""
+DRAWN = 4
+"""Functions for each fault at most: one that ran while functions were collected may not run again."""
 LATER_S = 1.0
 """For functions that run once a second."""
 IDLE_S = 60.0
@@ -42,7 +44,9 @@ async def raise_everywhere(run: Run, process: str) -> None:
     places = await functions(run, process)
     run.random.shuffle(places)
     ends: Counter[str] = Counter()
-    for number, (role, name) in enumerate(places[: run.scale.exceptions]):
+    for number, (role, name) in enumerate(places[: run.scale.exceptions * DRAWN]):
+        if ends["raised"] + ends["ended"] == run.scale.exceptions:
+            break
         ends[await raise_once(run, await victim_of(run, role), process, name, number)] += 1
     run.expect(ends["raised"] + ends["ended"], "no function raised")
     counts = ", ".join(f"{ends[end]} {end}" for end in ("raised", "ended", "not called"))
