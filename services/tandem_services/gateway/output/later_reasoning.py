@@ -52,8 +52,9 @@ class LaterReasoning:
     def finish(self) -> list[Part]:
         """The rest, when the output has ended or a call begins."""
         read: list[Part] = []
-        self._write(self._buffer.rstrip() if self.reasons else self._buffer, read)
-        self._buffer, self._at = "", "outside"
+        reasoned = self.reasons
+        self._write(self._buffer.rstrip() if reasoned else self._buffer, read)
+        self._buffer, self._at, self._fresh = "", "outside", self._fresh or reasoned
         return read
 
     def _step(self, read: list[Part]) -> bool:

@@ -172,6 +172,19 @@ CALL = '<|tool_call>call:weather{city:<|"|>TEXT<|"|>}<tool_call|>'
             f"A{THOUGHT}\nb\n" + CALL,
             [Content("A"), Reasoning("b"), CallBegin(0, "weather"), CallArguments(0, '{"city": "TEXT"}')],
         ),
+        *(
+            (
+                f"A{THOUGHT}\nb\n{end}{CALL}c",
+                [
+                    Content("A"),
+                    Reasoning("b"),
+                    CallBegin(0, "weather"),
+                    CallArguments(0, '{"city": "TEXT"}'),
+                    Content("\nc"),
+                ],
+            )
+            for end in (END, "")
+        ),
         (
             CALL.replace("TEXT", f"{THOUGHT}x{END}"),
             [CallBegin(0, "weather"), CallArguments(0, json.dumps({"city": f"{THOUGHT}x{END}"}))],
