@@ -221,8 +221,8 @@ class EmbeddingEndpoint:
         try:
             with limit:
                 plan = await self._planner.plan(request, served, identity.caller)
+                identity.body.release()
                 plan = replace(plan, adapter=await named.resolved())
-            identity.body.release()
             await self._answer(plan, served, identity, limit, deadline, send)
         finally:
             limit.stop()

@@ -273,8 +273,8 @@ class GenerationEndpoint(Generic[R]):
         try:
             with limit:
                 plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
+                identity.body.release()
                 plan = plan.computed_by(await named.resolved())
-            identity.body.release()
             await self._answer(plan, served, identity, objectives, limit, deadline, client, send)
         finally:
             limit.stop()

@@ -192,6 +192,7 @@ class ModelCatalog:
         """All that `caller` may use, by the name that is enough."""
         each = [(s, name, adapter) for s in self._services for name, adapter in s.model.adapters_for(caller).items()]
         times = Counter(name for _, name, _ in each)
+        times.update(name for service in self._services for name in service.model.expected_for(caller))
         return {
             name if times[name] == 1 and name not in self._by_name else f"{service.model.name}:{name}": (
                 service,

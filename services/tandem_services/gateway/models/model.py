@@ -123,8 +123,9 @@ class ServedModel:
 
     def expected_for(self, caller: Caller) -> tuple[str, ...]:
         """Those that `caller` may use."""
+        adapters = self.adapters
         names = (name for name in self.announced_adapters if self.may_use_adapter(caller, name))
-        return tuple(name for name in names if self.expects(name))
+        return tuple(name for name in names if adapters.find(name) is None)
 
     def reported_adapters(self) -> Mapping[str, ServedAdapter] | None:
         """What names stand for at its workers. None where there are none."""

@@ -1,22 +1,24 @@
 """Adapters behind a gateway: what a name stands for, for which key, and what its requests carry."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.messages.control import AdapterMemory, FailedAdapter, ServedAdapter
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_services.gateway.config import GatewayConfig, ModelConfig
+from tandem_services.gateway.models import model as model_module
 from tandem_services.gateway.models.adapters import AdapterNames
 from tandem_services.gateway.models.service import Fleet
 from tandem_services.router.decision import Choice, RouteQuery, WorkerView
-from tandem_services.router.registered_adapters import RegisteredAdapters
+from tandem_services.router.registered_adapters import MAX_ANNOUNCED, RegisteredAdapters
 from tandem_testing.gateway_builders import FULL, FakeChooser, SessionShelf, serving_fleets
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.metric_text import metric_sum
@@ -45,7 +47,7 @@ def fleets(rack, tokenizer):
     """llama, also called gpt, has the adapters sql, shared and qwen; qwen has shared. Yields clients, and engines."""
 
     @asynccontextmanager
-    async def start(**config):
+    async def start(*, registered: Mapping[str, RegisteredAdapters] | None = None, **config):
         adapters = {
             "llama": (adapter("sql"), adapter("shared", "2"), adapter("qwen", "3")),
             "qwen": (adapter("shared", "4"),),
@@ -67,6 +69,7 @@ def fleets(rack, tokenizer):
                     sessions=SessionShelf(),
                     context=rack.context,
                     tokenizer=tokenizer,
+                    adapters=(registered or {}).get(model.name),
                 )
             )
         settings = GatewayConfig(models=tuple(models), ping_interval_s=5.0, **config)
@@ -294,6 +297,10 @@ async def test_request_of_the_model_passes_a_full_adapter(rack, tokenizer):
     assert [received.adapter is not None for received in engines[0].received] == [True]
 
 
+async def is_held(http: httpx.AsyncClient, requests: int) -> bool:
+    return metric_sum((await http.get("/metrics")).text, "tandem_gateway_num_requests_held") == requests
+
+
 @pytest.fixture
 def announcing(rack, tokenizer):
     """One model whose registered names are given."""
@@ -327,11 +334,7 @@ async def test_request_of_an_announced_adapter_waits_for_it(announcing, path):
         assert [(card["id"], card["parent"]) for card in cards] == [("mock", None), ("sql", "mock")]
         assert (await http.get("/v1/models/sql")).json()["parent"] == "mock"
         answer = asyncio.create_task(http.post(path, json={"model": "sql", **body}))
-
-        async def held() -> bool:
-            return metric_sum((await http.get("/metrics")).text, "tandem_gateway_num_requests_held") == 1
-
-        await until(held, 10.0, "the request is held")
+        await until(lambda: is_held(http, 1), 30.0, "the request is held")
         assert engine.received == []
         await registered.register(adapter("sql", "7"), source="folder")
         assert (await answer).status_code == 200
@@ -345,7 +348,7 @@ async def test_withdrawn_announcement_is_404(announcing):
     await registered.announce(["sql"])
     async with announcing(registered) as (http, engine):
         answer = asyncio.create_task(http.post("/v1/chat/completions", json={"model": "sql", **CHAT}))
-        await asyncio.sleep(0.1)
+        await until(lambda: is_held(http, 1), 30.0, "the request waits")
         await registered.announce([])
         assert (await answer).status_code == 404
         again = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
@@ -364,8 +367,60 @@ async def test_adapter_that_no_worker_loads_in_time_is_503(announcing):
 async def test_requests_of_announced_adapters_are_bounded(announcing):
     registered = RegisteredAdapters(model="mock")
     await registered.announce(["sql"])
-    async with announcing(registered, max_waiting=1, queue_s=0.5, start_wait_s=0.5) as (http, _):
-        sent = [http.post("/v1/chat/completions", json={"model": "sql", **CHAT}) for _ in range(3)]
-        answers = await asyncio.gather(*sent)
-    assert sorted("Too many" in answer.text for answer in answers) == [False, True, True]
-    assert {answer.status_code for answer in answers} == {503}
+    async with announcing(registered, max_waiting=1) as (http, _):
+        body = {"model": "sql", **CHAT}
+        first = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        await until(lambda: is_held(http, 1), 30.0, "the first waits")
+        further = [await http.post("/v1/chat/completions", json=body) for _ in range(2)]
+        assert [("Too many" in answer.text, answer.status_code) for answer in further] == [(True, 503)] * 2
+        first.cancel()
+        await until(lambda: is_held(http, 0), 30.0, "its client has left")
+        later = asyncio.create_task(http.post("/v1/chat/completions", json=body))
+        await until(lambda: is_held(http, 1), 30.0, "its place is free")
+        await registered.announce([])
+        assert (await later).status_code == 404
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/embeddings"])
+async def test_request_of_an_announced_adapter_holds_no_body(announcing, path):
+    """Bodies in flight are bounded for all models together, and it may wait for minutes."""
+    registered = RegisteredAdapters(model="mock")
+    await registered.announce(["sql"])
+    body = {"input": "hi"} if path == "/v1/embeddings" else CHAT
+    async with announcing(registered) as (http, _):
+        answer = asyncio.create_task(http.post(path, json={"model": "sql", **body}))
+        await until(lambda: is_held(http, 1), 30.0, "it waits")
+        assert metric_sum((await http.get("/metrics")).text, "tandem_gateway_request_body_bytes") == 0
+        await registered.announce([])
+        assert (await answer).status_code == 404
+
+
+async def test_announced_name_of_another_model_is_listed_with_models(fleets):
+    registered = RegisteredAdapters(model="qwen")
+    await registered.announce(["sql"])
+    async with fleets(registered={"qwen": registered}) as (http, _, _):
+        cards = (await http.get("/v1/models")).json()["data"]
+        answers = {name: await http.get(f"/v1/models/{name}") for name in ("sql", "llama:sql", "qwen:sql")}
+    assert {card["id"] for card in cards if card["id"].endswith("sql")} == {"llama:sql", "qwen:sql"}
+    assert {name: answer.status_code for name, answer in answers.items()} == {
+        "sql": 400,
+        "llama:sql": 200,
+        "qwen:sql": 200,
+    }
+
+
+async def test_list_of_many_announced_adapters_looks_at_the_fleet_once(announcing, monkeypatch):
+    registered = RegisteredAdapters(model="mock")
+    await registered.announce([f"sql-{number}" for number in range(MAX_ANNOUNCED)])
+    views = []
+
+    class CountedNames(AdapterNames):
+        def __init__(self, *args: Any, **facts: Any) -> None:
+            views.append(self)
+            super().__init__(*args, **facts)
+
+    async with announcing(registered) as (http, _):
+        monkeypatch.setattr(model_module, "AdapterNames", CountedNames)
+        cards = (await http.get("/v1/models")).json()["data"]
+    assert len(cards) == 1 + MAX_ANNOUNCED
+    assert len(views) < 10
