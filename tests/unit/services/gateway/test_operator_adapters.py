@@ -149,6 +149,9 @@ async def test_request_without_the_token_is_rejected(served, token):
         await registered_adapters(served.client, GATEWAY, token)
     report = await send_command(served.client, GATEWAY, token, Load(wanted=SQL, digest=""))
     assert (report.done, "401" in report.message) == (False, True)
+    with pytest.raises(OrderFailedError, match="401"):
+        await announce(served.client, GATEWAY, token, ["sql"])
+    assert await served.announced() == frozenset()
     headers = bearer("alice")
     assert (await served.client.get(GATEWAY.url("admin", "/operator/adapters"), headers=headers)).status_code == 401
 

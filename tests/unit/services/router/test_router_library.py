@@ -1,3 +1,6 @@
+import pytest
+
+from tandem_services.router import redis_functions
 from tandem_services.router.redis_functions import CONSTANTS, SCRIPTS, library_source
 
 
@@ -6,6 +9,15 @@ def test_name_follows_the_content():
     assert source.text.startswith(f"#!lua name={source.name}\n")
     assert library_source({**CONSTANTS, "LEASE_MS": 1}).name != source.name
     assert library_source() == source
+
+
+@pytest.mark.parametrize("changed", SCRIPTS)
+def test_name_follows_each_script(monkeypatch, changed):
+    source, script = library_source(), redis_functions._script
+    monkeypatch.setattr(redis_functions, "_script", lambda name: script(name) + "-- another\n" * (name == changed))
+    other = library_source()
+    assert other.name != source.name
+    assert "-- another" in other.text
 
 
 def test_every_function_documents_its_arguments_and_answer():  # STYLE 16
