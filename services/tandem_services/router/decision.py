@@ -73,6 +73,13 @@ class WorkerView:
     encoding: str = ""
     """Digest of its `tokenizer.json` alone; "" where it reports none."""
 
+    @property
+    def held_adapters(self) -> frozenset[str]:
+        """Digests of all adapters in its memory: `has_adapter` of each."""
+        if self.adapter_memory is not None:
+            return frozenset(self.adapter_memory.resident)
+        return frozenset(adapter.digest for adapter in self.adapters.values())
+
     def has_adapter(self, digest: bytes) -> bool:
         """Whether the adapter with this content is in its memory, under whatever name."""
         wanted = digest.hex()

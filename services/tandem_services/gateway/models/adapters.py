@@ -87,6 +87,7 @@ class AdapterNames:
         current = self.all()
         sources = [*(tally.adapters for tally in self._tally()), self._former, self._registered]
         named = {(each.name, each.digest): each for source in sources for each in source.values()}
+        holders, failures = self._holders(), self._failures()
         held = {
             key: HeldAdapter(
                 model=model,
@@ -97,8 +98,8 @@ class AdapterNames:
                 requested=current[adapter.name].digest == adapter.digest,
                 registered=adapter.name in self._registered,
                 source=self._source_of(adapter),
-                workers=sorted(w.worker_id for w in self._all if w.has_adapter(bytes.fromhex(adapter.digest))),
-                failed=self._failed(adapter.digest),
+                workers=sorted(holders.get(adapter.digest, ())),
+                failed=failures.get(adapter.digest, {}),
             )
             for key, adapter in named.items()
         }
@@ -114,14 +115,21 @@ class AdapterNames:
             self._tallies = tuple(found.values())
         return self._tallies
 
-    def _failed(self, digest: str) -> dict[str, str]:
-        return {
-            worker.worker_id: failure.reason
-            for worker in self._all
-            if worker.adapter_memory is not None
-            for failure in worker.adapter_memory.failed
-            if failure.digest == digest
-        }
+    def _holders(self) -> dict[str, list[str]]:
+        """Ids of the workers that have an adapter in memory, by its digest."""
+        holders: dict[str, list[str]] = {}
+        for worker in self._all:
+            for digest in worker.held_adapters:
+                holders.setdefault(digest, []).append(worker.worker_id)
+        return holders
+
+    def _failures(self) -> dict[str, dict[str, str]]:
+        """Reasons by worker, by the digest of the adapter."""
+        failures: dict[str, dict[str, str]] = {}
+        for worker in self._all:
+            for failure in () if worker.adapter_memory is None else worker.adapter_memory.failed:
+                failures.setdefault(failure.digest, {})[worker.worker_id] = failure.reason
+        return failures
 
     def _source_of(self, adapter: ServedAdapter) -> str:
         entry = self._registered.get(adapter.name)

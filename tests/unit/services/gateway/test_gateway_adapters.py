@@ -235,6 +235,36 @@ def test_names_of_a_large_fleet_cost_little():
     assert counted <= 4 * len(many), "once for all workers that have the same adapters"
 
 
+def test_list_of_held_adapters_reads_each_memory_once():
+    """The operator asks for it often, and meanwhile no other request is served."""
+    reads = 0
+
+    class Counted(tuple[Any, ...]):
+        def __iter__(self):
+            nonlocal reads
+            reads += 1
+            return super().__iter__()
+
+        def __contains__(self, value):
+            return any(each == value for each in self)
+
+    many = {
+        f"a{number}": ServedAdapter(name=f"a{number}", digest=f"{number:032x}", rank=4, root="r")
+        for number in range(256)
+    }
+    resident = Counted(each.digest for each in many.values())
+    failed = Counted([FailedAdapter(name="a7", digest=f"{7:032x}", reason="no such folder")])
+    memory = AdapterMemory(limit=256, loads=True, resident=resident, failed=failed)
+    workers = [
+        make_view(f"w{number:02}", number=1 + number, adapters=many, adapter_memory=memory) for number in range(50)
+    ]
+    held = names_of(workers).held("llama")
+    names = [each.worker_id for each in workers]
+    assert all(each.workers == names for each in held)
+    assert {each.name: list(each.failed) for each in held if each.failed} == {"a7": names}
+    assert reads <= 2 * len(workers)
+
+
 def test_name_stands_for_the_adapter_that_most_workers_have():
     old, new = adapter("sql", "1"), adapter("sql", "2")
     workers = [worker("a@1", old), worker("b@2", old), worker("c@10", new)]

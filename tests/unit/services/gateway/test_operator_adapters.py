@@ -159,7 +159,7 @@ async def test_request_without_the_token_is_rejected(served, token):
 async def test_operator_gets_a_bounded_number_of_failed_workers(served, monkeypatch):
     await served.load()
     everywhere = {f"d{number:03d}": "no such folder" for number in range(4 * MAX_FAILED)}
-    monkeypatch.setattr(AdapterNames, "_failed", lambda *_: everywhere)
+    monkeypatch.setattr(AdapterNames, "_failures", lambda _: {CONTENT["one"]: everywhere})
     found = await served.registered()
     assert found["sql"].failed == dict(sorted(everywhere.items())[:MAX_FAILED])
     assert found["sql"].failures == len(everywhere)
