@@ -441,6 +441,9 @@ class EngineConnection:
             if not self._identified:
                 self._set_silent(True)
             if self._unanswered >= self._timing.unanswered_pings:
+                # The reader may rest (`reading_pace`), or have been kept from its turn.
+                self._hear_rest()
+            if self._unanswered >= self._timing.unanswered_pings:
                 self._die("no answer to pings")
                 return
             self._unanswered += 1

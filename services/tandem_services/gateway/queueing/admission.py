@@ -43,7 +43,7 @@ class Admission:
     binding: LateBinding
     """Receives charges. The end of a request is reported to `Admission` instead: a queued request may wait for it."""
     _charges: dict[str, OutputCharge] = field(default_factory=dict)
-    """By tenant, as many as there are in the key file."""
+    """By tenant. One that leaves the key file leaves its charge, of a few hundred bytes."""
     _pump: "asyncio.Task[None] | None" = None
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
 
