@@ -224,7 +224,8 @@ class Planner:
         chunked = self.queues.chunked
         if chunked is not None and chunked.to_finish is None:
             if answer.ok and adder.budget.shared is not None:
-                self._admit(adder, before=chunked)
+                if not self.queues.tenants.has_passed(chunked):
+                    self._admit(adder, before=chunked)
                 adder.budget.keep_going()
             resumed = self._resume(adder, chunked)
             answer = answer if resumed.ok else resumed

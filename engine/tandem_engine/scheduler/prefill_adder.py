@@ -10,6 +10,7 @@ of the prefix that only host memory has is copied to the first of the pages.
 for the step of another. A prompt of a tenant that is behind the others has the usual limits, and all that is left of
 the step where it would have to wait for another's partly computed prompt. That adds up to at most as many tokens as the
 others had before. Its step is short (`beside`): prompts of others would delay its first token, and have the next step.
+A partly computed prompt gets its part of `shared` before them once others have passed it (`TenantOrder.has_passed`).
 
 The page estimate covers the whole rest of the prompt and the expected part of the output, not only the chunk, for this
 request and for all running ones (`reserved`). So a started prompt can be finished, unless outputs grow longer than

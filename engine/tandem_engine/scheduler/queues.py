@@ -222,6 +222,11 @@ class TenantOrder:
         if reached == req.turn_end:
             line.pending.discard(req)
 
+    def has_passed(self, req: Request) -> bool:
+        """Whether others have been computed beyond the end of the turn of `req`, which is not. A tenant may be behind
+        many others together, and these behind it: no prompt is to wait for all that they send."""
+        return self.now >= req.turn_end
+
     def gone(self, req: Request) -> None:
         """`req` ended or left. A tenant whose prompts have all gone is not charged for what was not computed."""
         line = self._lines.get(req.tenant)

@@ -128,6 +128,23 @@ def test_step_of_a_tenant_behind_has_few_tokens_of_a_queue(length):
     engine.assert_expected()
 
 
+def test_chunked_prompt_is_computed_beside_many_tenants_behind():
+    """Each tenant is behind all others together: the prompt has the first tokens of steps once its turn has passed."""
+    engine = engine_of()
+    send(engine, "long", "big", 300)
+    engine.step(2)
+    steps = 0
+    while "long" not in first_tokens(engine):
+        send(engine, f"short{steps}", f"tenant {steps}", SHARED)
+        engine.step()
+        steps += 1
+    # The others have as many tokens as the whole prompt first, and the rest of it the usual part of each step.
+    assert steps <= 300 // SHARED + 300 // SHARED
+    assert len(first_tokens(engine)) >= steps, "the others are computed as they come"
+    engine.run()
+    engine.assert_expected()
+
+
 def test_prompts_that_end_before_their_turn_are_not_charged():
     engine = engine_of()
     for number in range(8):
