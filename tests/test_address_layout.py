@@ -22,7 +22,6 @@ OTHER_COLONS = {
     "engine/tandem_engine/disaggregation/nixl/agent.py": {"part.partition(':')"},
     "engine/tandem_engine/base/cgroups.py": {"line.split(':', 2)"},
     "engine/tandem_engine/executor/memory_profile.py": {"line.partition(':')"},
-    "engine/tandem_engine/base/library_pages.py": {"entry.partition(':')"},
     "services/tandem_services/cli/k8s/cluster.py": {"str(config.KUBE_CONFIG_DEFAULT_LOCATION).split(':')"},
     # Functions of modules.
     "engine/tandem_engine/kernels/store/keys.py": {
