@@ -110,6 +110,12 @@ def to_huge_pages(ranges: Iterable[Range], *, advance: Callable[[int], object] =
     return moved
 
 
+def prefer_huge_pages(address: int, size: int) -> bool:
+    """Ask for huge pages where memory from `address` on, the beginning of a page, is used first. Kernels without them
+    refuse; the memory is slower then, and as right."""
+    return sys.platform.startswith("linux") and advise(address, size, _MADV_HUGEPAGE)
+
+
 def whole_pages(ranges: Iterable[Range]) -> list[Range]:
     """The huge pages within `ranges`. Those that nearly touch count as one: their neighbours are of the same heap."""
     joined: list[tuple[int, int]] = []

@@ -22,6 +22,7 @@ import numpy as np
 import torch
 
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.linux import prefer_huge_pages
 from tandem_engine.base.names import PageId
 from tandem_engine.config import KvCacheDtype
 from tandem_engine.kernels.interface import FLOAT8, HeadTurn, KvScales, by_triton, from_float8, to_float8
@@ -266,9 +267,10 @@ def untouched_zeros(size: int) -> torch.Tensor:
     torch writes its zeros. calloc may take memory that the heap holds already, and writes zeros there too.
     """
     memory = mmap.mmap(-1, max(size, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    numbers = np.frombuffer(memory, dtype=np.uint8)[:size]
     if size >= HUGE_PAGES_FROM:
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.from_numpy(np.frombuffer(memory, dtype=np.uint8)[:size])
+        prefer_huge_pages(numbers.ctypes.data, size)
+    return torch.from_numpy(numbers)
 
 
 DTYPES = {

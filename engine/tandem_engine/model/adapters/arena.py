@@ -7,13 +7,12 @@ are one run of bytes, and share pages of 2 MiB where they fill most of one.
 
 import mmap
 from collections.abc import Iterable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from tandem_engine.base.linux import HUGE
+from tandem_engine.base.linux import HUGE, prefer_huge_pages
 from tandem_engine.model.adapters.tensor_names import Site
 from tandem_engine.model.adapters.weights import AdapterPart, SiteWeights
 
@@ -62,9 +61,7 @@ class _Range:
         first = -memory.data_ptr() % HUGE
         whole = size // HUGE * HUGE + (HUGE if size % HUGE >= FILLED else 0)
         if whole:
-            # Without huge pages it is slower, and as right.
-            with suppress(OSError):
-                mapped.madvise(mmap.MADV_HUGEPAGE, first, min(whole, len(memory) - first))
+            prefer_huge_pages(memory.data_ptr() + first, min(whole, len(memory) - first))
         self._rest = memory[first:]
 
     def copy(self, tensor: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
 import pytest
 import torch
 
+from tandem_engine.base import linux
 from tandem_engine.base.names import DUMMY_PAGE, PageId
-from tandem_engine.memory.pool import KvPool
+from tandem_engine.memory.pool import HUGE_PAGES_FROM, KvPool, untouched_zeros
 
 
 def make_pool(dtype: torch.dtype = torch.float32) -> KvPool:
@@ -26,6 +27,16 @@ def test_page_is_one_run_of_bytes(dtype: torch.dtype, itemsize: int) -> None:
 
 def test_dummy_page_holds_finite_numbers() -> None:  # [finite-padding]
     assert not make_pool().data[DUMMY_PAGE].any()
+
+
+def test_large_pool_is_made_where_no_huge_pages_exist(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As a real-time kernel."""
+    asked = []
+    monkeypatch.setattr(linux, "advise", lambda *range_: bool(asked.append(range_)))
+    zeros = untouched_zeros(HUGE_PAGES_FROM + 1)
+    assert zeros.shape == (HUGE_PAGES_FROM + 1,)
+    assert not zeros.any()
+    assert [size for _, size, _ in asked] == [HUGE_PAGES_FROM + 1]
 
 
 def test_page_view_is_no_copy() -> None:

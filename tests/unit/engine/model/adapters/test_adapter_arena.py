@@ -5,7 +5,9 @@ from itertools import pairwise
 import pytest
 import torch
 
+from tandem_engine.base import linux
 from tandem_engine.base.linux import HUGE
+from tandem_engine.model.adapters import arena
 from tandem_engine.model.adapters.arena import ALIGNED, Sites, together
 from tandem_engine.model.adapters.tensor_names import Site
 from tandem_testing.adapters import random_adapter
@@ -46,3 +48,13 @@ def test_layers_and_products_come_in_the_order_of_a_step() -> None:
 
 def test_adapter_without_tensors_takes_no_memory() -> None:
     assert together({}) == {}
+
+
+def test_weights_are_moved_where_a_kernel_has_no_huge_pages(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+    monkeypatch.setattr(linux, "advise", lambda *range_: bool(asked.append(range_)))
+    monkeypatch.setattr(arena, "FILLED", 1)
+    sites = random_adapter(small_config(), seed=1, rank=3).sites
+    moved = together(sites)
+    assert all(torch.equal(moved[place].a, site.a) for place, site in sites.items())
+    assert asked
