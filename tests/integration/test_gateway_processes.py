@@ -148,6 +148,7 @@ async def test_processes_answer_as_one_gateway(redis, tmp_path):
         assert (await api.get("/metrics")).status_code == 404
         before = await admin.get("/metrics")
         assert counted(before.text) == REQUESTS
+        assert f"tandem_gateway_processes {PROCESSES:.1f}" in before.text.splitlines()
         assert (await admin.get("/v1/models")).json()["data"][0]["id"] == "m"
 
         os.kill(running.pids[0], signal.SIGKILL)

@@ -353,8 +353,11 @@ def _failed(failure: Failure | None, held: HeldAdapter | None, most: int) -> lis
 
 
 def _cut(text: str, most: int) -> str:
-    """The beginning of `text`, of at most `most` bytes of JSON: a character takes one to six of them."""
-    cut = text[:most]
+    """The beginning of `text`, of at most `most` bytes of JSON: a character takes one to six of them.
+
+    Halves of surrogate pairs, which JSON may escape and UTF-8 does not have, become question marks.
+    """
+    cut = text[:most].encode("utf-8", "replace").decode("utf-8")
     while (size := len(msgspec.json.encode(cut)) - 2) > most:
         cut = cut[: len(cut) * most // size]
     return cut

@@ -20,6 +20,9 @@ from tandem_operator.settings import ClusterApis, ObjectPrivilege, Privilege
 MAX_GROUPED_NAME = 32
 """StatefulSets have names of at most 52 characters, to which a label adds a hash; ours add role, revision and group."""
 
+MIB_OF_PROCESS = 256
+"""Least memory of one of several processes of a gateway: 90 MiB at rest, and what requests and a tokenizer take."""
+
 
 class _Optional(NamedTuple):
     """An object of an API that a cluster may lack, required by a field of the spec."""
@@ -231,14 +234,21 @@ def _quantities(service: Served) -> Iterator[str]:
 
 
 def _processes(service: Served) -> Iterator[str]:
-    """A process that waits for its share of a CPU delays every stream that it has."""
+    """A process that waits for its share of a CPU delays every stream that it has, and the pod is killed with all of
+    them where its memory does not suffice: the default limit is that of few.
+    """
     gateway = service.spec.gateway
-    limit = gateway.resources.limits.get("cpu")
-    if gateway.processes is not None and limit is not None and parse_quantity(limit) < gateway.processes:
-        yield (
-            f"spec.gateway.processes: {gateway.processes} processes use {gateway.processes} CPUs, and "
-            f"spec.gateway.resources.limits[cpu] is {limit}; raise the limit, or lower processes"
-        )
+    count, limits = gateway.processes or 1, gateway.resources.limits
+    needs = {"cpu": (str(count), f"use {count} CPUs")}
+    if count > 1:
+        needs["memory"] = (f"{count * MIB_OF_PROCESS}Mi", f"need {MIB_OF_PROCESS}Mi of memory each")
+    for name, (least, text) in needs.items():
+        limit = limits.get(name)
+        if gateway.processes is not None and limit is not None and parse_quantity(limit) < parse_quantity(least):
+            yield (
+                f"spec.gateway.processes: {count} processes {text}, and spec.gateway.resources.limits[{name}] is "
+                f"{limit}; raise the limit to {least}, or lower processes"
+            )
 
 
 def _device(service: Served, role: RoleName) -> Iterator[str]:

@@ -29,6 +29,7 @@ MAX_WORKERS = 1 << 16
 _Text = Annotated[str, msgspec.Meta(max_length=8192)]
 _Workers = Annotated[list[_Text], msgspec.Meta(max_length=MAX_WORKERS)]
 _Bits = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]*$", max_length=MAX_WORKERS // 4)]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=MAX_WORKERS)]
 
 
 class _Registered(msgspec.Struct):
@@ -40,7 +41,7 @@ class _Registered(msgspec.Struct):
     """Places in the table, in place of `workers`."""
     failed: dict[_Text, _Text] = {}
     """None from gateways of former releases, as all that follows."""
-    failures: int = 0
+    failures: _Count = 0
 
 
 class _Names(msgspec.Struct):
@@ -53,7 +54,7 @@ class _Report(msgspec.Struct):
     done: bool
     message: str = ""
     failed: dict[str, str] = {}
-    failures: int = 0
+    failures: _Count = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -108,8 +109,8 @@ def _workers(one: _Registered, table: Sequence[str], sets: dict[str, frozenset[s
     if not one.held:
         return frozenset(one.workers)
     if one.held not in sets:
-        bits = int(one.held, 16)
-        sets[one.held] = frozenset(worker for place, worker in enumerate(table) if bits >> place & 1)
+        bits = reversed(f"{int(one.held, 16):b}")
+        sets[one.held] = frozenset(worker for worker, bit in zip(table, bits, strict=False) if bit == "1")
     return sets[one.held]
 
 

@@ -72,6 +72,7 @@ GATEWAY_LATENCY_NAMES = frozenset(
     GATEWAY + name
     for name in (
         "arrival_gap_square_seconds_total",
+        "processes",
         "generation_tokens_total",
         "uncached_prompt_tokens_bucket",
         "uncached_prompt_tokens_sum",

@@ -25,6 +25,8 @@ class Traffic:
 
     gateway: str = ""
     """Which one."""
+    processes: int = 1
+    """Of the gateway."""
     seconds: float
     choices: float
     requested_tokens: float
@@ -94,7 +96,9 @@ class LatencyWindow:
             )
             for each in (self._arrivals, self._lengths, self._measured, self._objectives):
                 each.take(together, self._steps_per_s(decoding))
-            self._gaps.take([Arrivals(t.gateway, t.seconds, t.choices, t.latency.gap_square_s) for t in taken])
+            self._gaps.take(
+                [Arrivals(t.gateway, t.seconds, t.choices, t.latency.gap_square_s, t.processes) for t in taken]
+            )
         self.factors = LatencyFactors.together(factors)
 
     def prompts(self, step_base_s: float) -> PromptFigures | None:

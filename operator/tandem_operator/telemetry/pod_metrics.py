@@ -11,6 +11,9 @@ from tandem_operator.telemetry.latency_metrics import LatencyFactors, LatencyTot
 MAX_RELEASE = 1_000_000
 """Greater numbers were not written by a release."""
 
+MAX_PROCESSES = 64
+"""More than a gateway has."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class WorkerFigures:
@@ -114,6 +117,8 @@ class GatewayFigures:
     latency: LatencyTotals = field(default_factory=LatencyTotals)
     factors: LatencyFactors | None = None
     """None before a request was predicted."""
+    processes: int = 1
+    """Whose counts are sums in its metrics."""
 
     @staticmethod
     def of(exposition: Exposition, model: str = "") -> "GatewayFigures":
@@ -121,6 +126,7 @@ class GatewayFigures:
         `UnusableFiguresError`.
         """
         release = _release(exposition)
+        processes = exposition.sum_or_zero(GATEWAY + "processes")
         if model:
             # The gateway itself is known to report by now.
             exposition.sum(GATEWAY + "models")
@@ -149,6 +155,7 @@ class GatewayFigures:
             release=release,
             latency=LatencyTotals.of(exposition),
             factors=LatencyFactors.of(exposition),
+            processes=int(min(max(1.0, processes), MAX_PROCESSES)),
         )
 
     @staticmethod

@@ -45,10 +45,13 @@ class Gain:
     waiting_tokens: float
     """Growth of its queue; negative if it has shrunk."""
     latency: LatencyTotals = field(default_factory=LatencyTotals)
+    processes: int = 1
+    """Of the gateway."""
 
     def traffic(self, gateway: str) -> Traffic:
         return Traffic(
             gateway=gateway,
+            processes=self.processes,
             seconds=self.seconds,
             choices=self.totals.choices,
             requested_tokens=self.totals.requested_tokens,
@@ -330,6 +333,7 @@ def _gain(before: PodSample | None, at: float, now: Figures) -> Gain | None:
         seconds=at - before.at,
         waiting_tokens=now.waiting_tokens - before.figures.waiting_tokens,
         latency=now.latency.since(before.figures.latency),
+        processes=now.processes,
     )
 
 

@@ -3,8 +3,8 @@
 from collections.abc import Callable
 from typing import Any
 
-import numba
 import numpy.typing as npt
+from numba.core import registry
 
 from tandem_engine.kernels.cpu.jit import compiled
 from tandem_engine.kernels.cpu.kept import compiled_now
@@ -32,14 +32,26 @@ def compiled_callback(function: Callable[..., Any], signature: Any) -> Any:
     return compiled_now(function, signature, _OPTIONS)
 
 
+class _Piece(registry.CPUDispatcher):  # type: ignore[misc]
+    """Its text is part of the symbols of pieces that it is passed to, and the same in every process: that of numba has
+    the address of the function. Pieces with equal names stay apart: each symbol has a number of its own, too.
+    """
+
+    def __init__(self, function: Callable[..., Any], options: dict[str, Any]) -> None:
+        super().__init__(py_func=function, targetoptions={"nopython": True, "boundscheck": None, **options})
+
+    def __repr__(self) -> str:
+        return f"{self.py_func.__module__}.{self.py_func.__qualname__}"
+
+
 def inlined(function: Callable[..., Any]) -> Any:
     """A piece of a kernel, expanded where it is called so that the caller's constants reach its loops."""
-    return numba.njit(**kernel_piece_options())(function)
+    return _Piece(function, kernel_piece_options())
 
 
 def compiled_piece(function: Callable[..., Any]) -> Any:
     """A piece of a kernel that is large enough to be called."""
-    return numba.njit(**_PIECE)(function)
+    return _Piece(function, _PIECE)
 
 
 def kernel_piece_options() -> dict[str, Any]:

@@ -31,6 +31,7 @@ class HttpMetrics:
         )
 
         self._bodies = families.gauge("tandem_gateway_request_body_bytes", "Bytes of request bodies in flight")
+        families.gauge("tandem_gateway_processes", "Processes of this gateway, whose metrics are added up").set(1)
 
     def watch_bodies(self, held: Callable[[], int]) -> None:
         """Ask for the bytes at each scrape."""

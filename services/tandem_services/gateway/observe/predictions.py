@@ -93,7 +93,7 @@ class Predictions:
         )
         self._calibrated = families.gauge(
             "tandem_gateway_latency_calibrated",
-            "1 while no factor of the kind and placement is beyond its bounds of 1/3 and 3",
+            "1 while no factor of the kind and placement is beyond its bounds of 1/3 and 3; queues may be below",
             [MODEL, "kind", "placement"],
         )
         self._slo = families.counter(

@@ -32,7 +32,7 @@ from pathlib import Path
 from numba.core import types
 
 from tandem_engine.kernels.cpu.kept import kept
-from tandem_engine.kernels.cpu.pieces import compiled_callback
+from tandem_engine.kernels.cpu.pieces import compiled_callback, compiled_piece, inlined
 
 HERE = Path(__file__).parent
 
@@ -50,6 +50,29 @@ def build(number: int):
         return x + number
 
     return compiled_callback(add, types.int64(types.int64))
+
+
+@compiled_piece
+def applied(function, x):
+    return function(x) + x
+
+
+@kept
+def build_with_pieces(number: int):
+    note(number)
+
+    @inlined
+    def add(x):
+        return x + number
+
+    @inlined
+    def multiply(x):
+        return x * number
+
+    def add_both(x):
+        return applied(add, x) + applied(multiply, x)
+
+    return compiled_callback(add_both, types.int64(types.int64))
 
 
 @kept
@@ -109,8 +132,9 @@ def test_kernels_needed_by_two_processes_are_compiled_once(kernels, tmp_path):
 
 
 def test_reproducible_builds_of_one_plan_give_equal_files(kernels, tmp_path, monkeypatch):
-    """Two builders share a plan differently each time, and symbols have numbers of their process."""
-    plan, files = [kernels.build.spec(number) for number in (1, 2, 3)], []
+    """Two builders share a plan differently each time, and symbols have numbers of their process. Those of a piece that
+    gets a piece have its name."""
+    plan, files = [kernels.build_with_pieces.spec(number) for number in (1, 2, 3)], []
     for name in ("some", "others"):
         monkeypatch.setenv("TANDEM_CACHE_DIR", str(tmp_path / name))
         kept.store.cache_clear()
@@ -124,6 +148,7 @@ def test_reproducible_builds_of_one_plan_give_equal_files(kernels, tmp_path, mon
     assert len(files[0]) == 3
     assert files[0] == files[1]
     assert compiled_in(tmp_path) == ["1", "2", "3"] * 2
+    assert call(kernels.build_with_pieces(3), 10) == 10 + 3 + 10 + 10 * 3 + 10
 
 
 def test_builders_target_cpu_level_and_process_its_own_cpu(kernels):

@@ -120,6 +120,16 @@ async def test_name_is_loaded_once_the_status_lists_it(sync, gateway):
     assert (len(gateway.commands), sync.expecting) == (1, False)
 
 
+@pytest.mark.parametrize("failures", [-1, 10**30], ids=["negative", "huge"])
+async def test_impossible_number_of_failed_workers_is_refused(sync, gateway, failures):
+    """A status with it is no status for the API server."""
+    gateway.has("sql", "claims/adapters/sql")
+    gateway.registered["sql"]["failures"] = failures
+    reading = await sync.step(seen(SPEC, "sql"))
+    assert reading.held is None
+    assert "failures" in reading.problem
+
+
 async def test_command_in_flight_is_not_waited_for(sync, gateway):
     gateway.may_answer.clear()
     two = {"adapters": [SQL, {**SQL, "name": "law"}]}

@@ -347,6 +347,13 @@ def test_status_of_256_adapters_on_1000_workers_fits_into_etcd(character):
     assert len(status.adapters) == MAX_LISTED
 
 
+def test_reason_with_half_a_surrogate_pair_is_shown():
+    """JSON of a gateway may escape one; UTF-8 of a status has none."""
+    failure = Failure(wanted=SQL, message="\ud800 m", workers={"d2": "r \udfff"})
+    (status,) = statuses_of([SQL], [], Reading(held={}, failures={"sql": failure}), WORKERS)
+    assert (status.message, status.failed[0].reason) == ("? m", "r ?")
+
+
 def test_few_failing_adapters_name_more_workers():
     failure = Failure(wanted=SQL, message="m", workers={f"d{n}": "r 128" for n in range(MAX_FAILED)}, failures=900)
     (status,) = statuses_of([SQL], [], Reading(held={}, failures={"sql": failure}), WORKERS)

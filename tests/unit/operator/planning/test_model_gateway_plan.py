@@ -230,7 +230,12 @@ def test_status_counts_services_and_shows_what_is_wrong():
         ({"args": ["--processes=2"]}, "set spec.processes"),
         (
             {"processes": 4, "resources": {"limits": {"cpu": "2500m"}}},
-            "spec.processes: 4 processes use 4 CPUs, and spec.resources.limits[cpu] is 2500m; raise the limit",
+            "spec.processes: 4 processes use 4 CPUs, and spec.resources.limits[cpu] is 2500m; raise the limit to 4",
+        ),
+        (
+            {"processes": 3, "resources": {"limits": {"memory": "512Mi"}}},
+            "spec.processes: 3 processes need 256Mi of memory each, and spec.resources.limits[memory] is 512Mi; raise "
+            "the limit to 768Mi, or lower processes",
         ),
         ({"pod": {"patch": {"spec": {"hostNetwork": True}}}}, "spec.pod.patch"),
     ],

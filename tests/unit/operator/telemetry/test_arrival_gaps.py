@@ -9,7 +9,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tandem_operator.scaling.slo_need import MAX_VARIATION as USED_VARIATION
-from tandem_operator.telemetry.arrival_gaps import HALF_LIFE_S, MAX_GAP_S, MAX_VARIATION, ArrivalGaps, Arrivals
+from tandem_operator.telemetry.arrival_gaps import (
+    HALF_LIFE_S,
+    MAX_GAP_S,
+    MAX_GATEWAYS,
+    MAX_VARIATION,
+    ArrivalGaps,
+    Arrivals,
+)
 from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
 from tandem_operator.telemetry.latency_metrics import LatencyTotals
 
@@ -100,12 +107,53 @@ def test_idle_gateway_changes_nothing_when_it_returns():
     assert 0.6 < after(busy, idle).variation < 1.5
 
 
+def test_independent_arrivals_at_many_idle_gateways_vary_as_such():
+    """Most times at a gateway are left out; those that remain are more even than all."""
+    each = [looks_of(poisson(number, 1 / 90, 0.0, 3_000.0), 3_000.0, f"g{number}") for number in range(40)]
+    assert 0.9 < after(*each).variation < 1.6
+
+
+def test_gateway_that_misses_a_look_keeps_its_wait():
+    """The next look at it begins where the last one has ended. It has a request every 50 s."""
+    gaps = ArrivalGaps()
+    for _ in range(20):
+        gaps.take([Arrivals("other", 40.0, 0, 0.0), Arrivals("g", 40.0, 0, 0.0)])
+        gaps.take([Arrivals("other", 5.0, 0, 0.0)])
+        gaps.take([Arrivals("other", 5.0, 0, 0.0), Arrivals("g", 10.0, 1, 2_500.0)])
+    assert gaps.variation == pytest.approx(0.0, abs=0.01)
+
+
+def test_bursts_within_looks_longer_than_a_gap_are_variation():
+    times = [50.0 * index + 0.001 * number for index in range(1, 120) for number in range(10)]
+    assert after(looks_of(times, 6_000.0, look_s=300.0)).variation == pytest.approx(9.0, rel=0.15)
+
+
+@pytest.mark.parametrize("processes", [2, 4, 8])
+def test_arrivals_divided_among_processes_do_not_vary_more(processes):
+    """Each process measures the times between its own, which are longer, and the gateway adds up their squares."""
+    of_each = [looks_of(poisson(number, 8 / processes, 0.0, 600.0), 600.0) for number in range(processes)]
+    gaps = ArrivalGaps()
+    for same in zip(*of_each, strict=True):
+        number, square_s = sum(one.number for one in same), sum(one.gap_square_s for one in same)
+        gaps.take([Arrivals("g", LOOK_S, number, square_s, processes)])
+    assert 0.9 < gaps.variation < 1.4
+
+
+def test_gateways_that_are_gone_are_forgotten():
+    gaps = ArrivalGaps()
+    for number in range(3 * MAX_GATEWAYS):
+        gaps.take([Arrivals("stays", 5.0, 0, 0.0), Arrivals(f"g{number}", 5.0, 0, 0.0)])
+    assert len(gaps._waiting_s) == MAX_GATEWAYS
+    assert "stays" in gaps._waiting_s
+
+
 looks = st.builds(
     Arrivals,
     st.sampled_from(["a", "b"]),
     st.floats(-1e6, 1e6),
     st.integers(0, 10**9),
     st.floats(0.0, 1e15),
+    st.integers(1, 8),
 )
 
 

@@ -46,3 +46,4 @@ def test_gateway_exposition_gives_metrics():
     assert figures.totals.finished_s == 0.3
     assert (figures.latency.good, figures.latency.judged) == (1, 1)
     assert figures.factors is not None
+    assert figures.processes == 1

@@ -1,8 +1,13 @@
 """PodSampler at pods, one after the other, with a clock of the test's own."""
 
+from dataclasses import replace
+from math import inf
+
 import pytest
 
+from tandem_operator.scaling.distribution import Distribution
 from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
+from tandem_operator.telemetry.latency_metrics import LatencyTotals
 from tandem_operator.telemetry.pod_metrics import GatewayTotals, WorkerFigures
 from tandem_operator.telemetry.samples import PodSampler
 from tandem_testing.pod_builders import gateway, pod, worker
@@ -59,6 +64,18 @@ def test_queued_requests_leave_the_cached_share_unchanged():
     load = looked(first, second).load
     assert load.prefill.arrived_tokens_per_s == 2000.0
     assert load.prefill.queued_tokens == 10_000
+
+
+def test_arrivals_at_processes_of_a_gateway_do_not_vary_more():
+    """Four, each with one arrival per second: their metrics are sums."""
+
+    def four(seconds: float):
+        prompts = Distribution.of((128.0, inf), (4 * seconds, 0.0), 400 * seconds)
+        latency = LatencyTotals(gap_square_s=4 * seconds, uncached=prompts)
+        return replace(gateway(choices=4 * seconds), processes=4, latency=latency)
+
+    load = looked({**IDLE, "g0": four(5.0)}, {**IDLE, "g0": four(10.0)}).load
+    assert load.prefill.prompts.arrivals_variation == 1.0
 
 
 def test_restarted_gateway_gains_its_whole_counters():

@@ -6,12 +6,12 @@ import httpx
 import pytest
 
 from tandem_engine.base.release import RELEASE
-from tandem_operator.telemetry.exposition import Exposition, UnusableFiguresError
-from tandem_operator.telemetry.pod_metrics import GatewayFigures
+from tandem_operator.telemetry.exposition import Exposition, Sample, UnusableFiguresError
+from tandem_operator.telemetry.pod_metrics import MAX_PROCESSES, GatewayFigures
 from tandem_operator.telemetry.worker_control import ModelAt, run_canary
 from tandem_services.common.metrics import MetricFamilies, new_registry, render
 from tandem_services.gateway.models.file import ModelsFileMetrics
-from tandem_services.gateway.observe.metrics import GatewayMetrics
+from tandem_services.gateway.observe.metrics import GatewayMetrics, HttpMetrics
 from tandem_services.gateway.queueing.admission import QueueMetrics
 from tandem_testing.pod_builders import pod
 
@@ -22,6 +22,7 @@ async def exposition() -> Exposition:
     registry = new_registry()
     families = MetricFamilies(registry)
     ModelsFileMetrics(families, served=2)
+    HttpMetrics(families)
     for model, choices in (("a", 2), ("b", 1)):
         metrics = GatewayMetrics(families, model=model)
         metrics.choices.inc(choices)
@@ -37,6 +38,12 @@ def test_only_one_model_counts(exposition):
     assert (a.answering, a.totals.choices, a.totals.first_token_s) == (2, 2, 2.0)
     assert (b.answering, b.totals.choices, b.totals.first_token_s) == (1, 1, 1.0)
     assert GatewayFigures.of(exposition).totals.choices == 3
+
+
+@pytest.mark.parametrize(("summed", "processes"), [(0.0, 1), (4.0, 4), (1e12, MAX_PROCESSES)])
+def test_processes_of_a_gateway_count_for_each_model(exposition, summed, processes):
+    exposition.samples["tandem_gateway_processes"][:] = [Sample({}, summed)]
+    assert GatewayFigures.of(exposition, "a").processes == processes
 
 
 def test_gateway_without_the_model_answers_nothing(exposition):
