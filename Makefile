@@ -112,7 +112,7 @@ skew: setup ## Roll a fleet from older releases, taken from git, to this one und
 fuzz: setup ## Ask a gateway a hundred thousand random requests (ARGS="--requests N --seed N --first N")
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.request_fuzz $(ARGS)
 
-mutate: setup ## Change config.json of tiny checkpoints and compare with transformers (ARGS="--model NAME --only N", --seed N, --json FILE)
+mutate: setup ## Change config.json of tiny checkpoints and compare with transformers (ARGS="--model NAME --seed N --json FILE", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.mutated_configs $(ARGS)
 
 random-models: setup ## Draw models of every family with sizes that no test has, and compare with transformers (ARGS="--family NAME --paths")

@@ -12,6 +12,7 @@ from tandem_testing.redis_server import REDIS_SERVER
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(600),  # a user without a cache compiles all kernels
     pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
 ]
 SOME = ("user without an entry or HOME", "30 threads and processes")

@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from tandem_testing.mutated_configs.__main__ import parsed
 from tandem_testing.mutated_configs.comparison import Outcome, compare
 from tandem_testing.mutated_configs.mutations import ABSENT, FULL, SLIDING, Mutation, drawn_pairs, mutations
 from tandem_testing.mutated_configs.run import run
@@ -124,6 +125,20 @@ def test_pairs_of_mutations_follow_from_seed_and_number():
     assert pairs == [str(each) for each in drawn_pairs(config, 5, 20)][:8]
     assert pairs != [str(each) for each in drawn_pairs(config, 6, 8)]
     assert not set(pairs) <= {str(each) for each in mutations(config)}
+
+
+@pytest.mark.parametrize(
+    ("argv", "fix"),
+    [
+        (["--every", "0"], "must be at least 1"),
+        (["--count", "5"], "--count needs --seed"),
+        (["--json", "/absent/counts.json"], "make the folder /absent first"),
+    ],
+)
+def test_flags_that_cannot_work_are_refused_before_a_run(argv, fix, capsys):
+    with pytest.raises(SystemExit):
+        parsed(argv)
+    assert fix in capsys.readouterr().err
 
 
 def test_stored_head_that_is_not_the_embedding_is_served(tmp_path):

@@ -10,7 +10,8 @@
     places       `tandem up` in containers of other shapes, see `tandem_testing.limits.places`: it answers, or an error
                  names the limit
 
-Prints a JSON object per case. A case whose control group cannot be made here is printed as not checked.
+Prints a JSON object per case. A case whose control group cannot be made here is printed as not checked; one that does
+not come to its end is printed with its error. Exits 1 if a case ended with an error or not as it should.
 """
 
 import argparse
@@ -44,6 +45,8 @@ NONE_MORE = 1
 """Threads and processes of a group that has more: those that run stay."""
 PATIENCE_S = 600.0
 LEAST_RATIO = 0.8
+COMPUTED = 64
+"""Requests of the case `cpu`."""
 TICKS = os.sysconf("SC_CLK_TCK")
 Figures = dict[str, Any]
 
@@ -105,23 +108,31 @@ def descriptors() -> Figures:
 
 
 def cpu() -> Figures:
-    rates, clocks, threads = {}, {}, {}
+    rates, clocks, threads, ended = {}, {}, {}, Counter[str]()
     for name, flags in {"default": (), "threads_1": ("--threads", "1")}.items():
         with limited("cpu", 1.0) as group, run_within(group, *flags) as system:
             asyncio.run(statuses(system.url, completions(8), at_once=8))
             began, used = perf_counter(), used_cpu_s(group)
-            ended = asyncio.run(statuses(system.url, completions(64), at_once=16))
-            clocks[name] = ended["200"] / (perf_counter() - began)
-            rates[name] = ended["200"] / (used_cpu_s(group) - used)
+            ended += asyncio.run(statuses(system.url, completions(COMPUTED), at_once=16))
+            clocks[name] = COMPUTED / (perf_counter() - began)
+            rates[name] = COMPUTED / (used_cpu_s(group) - used)
             threads[name] = described_threads(system)
     ratio = rates["default"] / rates["threads_1"]
-    return {"requests_per_s": clocks, "requests_per_cpu_s": rates, "ratio": ratio, "threads": threads}
+    return {"ended": ended, "requests_per_s": clocks, "requests_per_cpu_s": rates, "ratio": ratio, "threads": threads}
 
 
 def used_cpu_s(group: ControlGroup) -> float:
-    """Of all processes that are in the group, since each has started."""
-    stats = [Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split() for pid in group.processes()]
-    return sum(int(stat[11]) + int(stat[12]) for stat in stats) / TICKS
+    """Of all processes that are in the group, and of their children that have ended, since each has started."""
+    return sum(map(_cpu_s, group.processes()))
+
+
+def _cpu_s(pid: int) -> float:
+    """0 for a process that has ended since it was listed: its parent has its time."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    return sum(map(int, stat.rpartition(")")[2].split()[11:15])) / TICKS
 
 
 def described_threads(system: System) -> str:
@@ -143,8 +154,18 @@ def limited(controller: str, most: float) -> Iterator[ControlGroup]:
         yield group
 
 
+def figures_of(run: Callable[[], Figures]) -> Figures:
+    """What a case has measured, or its error: the other cases still run."""
+    try:
+        return run()
+    except (AssertionError, OSError, httpx.HTTPError) as error:
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
 def broken(case: str, figures: Figures) -> bool:
     """Whether a promise of the module docstring is not kept."""
+    if "error" in figures:
+        return True
     allowed = {"200", "503"} if case == "descriptors" else {"200"}
     if case == "places":
         return bool(figures.get("problem"))
@@ -172,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if args.only not in (None, case):
             continue
         checked = not controller or can_limit(controller)
-        figures = run() if checked else {"not_checked": f"no control group of {controller} can be made here"}
+        figures = figures_of(run) if checked else {"not_checked": f"no control group of {controller} can be made here"}
         failed |= checked and broken(case, figures)
         sys.stdout.write(json.dumps({"case": case, **shape, **figures}) + "\n")
         sys.stdout.flush()

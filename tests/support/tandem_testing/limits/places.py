@@ -4,7 +4,6 @@ Each is a command that starts another one in it, and perhaps a control group. Th
 mount namespace of their own, for which the user has to be root.
 """
 
-import os
 import re
 import subprocess
 import tempfile
@@ -36,16 +35,25 @@ def mounted(script: str) -> tuple[str, ...]:
     return ("unshare", "--mount", "sh", "-euc", f'{script}\nexec "$@"', "sh")
 
 
-READ_ONLY = f'mount --bind "${RUN_DIR}" "${RUN_DIR}"\nmount -o remount,bind,ro /\n'
-"""Nothing of the root filesystem can be written, the run directory excepted."""
+READ_ONLY = f"""\
+for folder in /tmp /var/tmp; do
+    mount --bind "$folder" "$folder"
+    mount -o remount,bind,ro "$folder"
+done
+mount --bind "${RUN_DIR}" "${RUN_DIR}"
+mount -o remount,bind,rw "${RUN_DIR}"
+mount -o remount,bind,ro /
+cd /
+"""
+"""Nothing of the root filesystem can be written, nor of other ones for temporary files, the run directory excepted."""
 OWN_TEMPORARY = f'mkdir "${RUN_DIR}/tmp"\nexport TMPDIR="${RUN_DIR}/tmp"\n'
 NO_SHARED_MEMORY = mounted("mount -t tmpfs -o ro none /dev/shm")
-OTHER_USER = (
-    *("sh", "-euc", f'chown {UID} "${RUN_DIR}"\nexec "$@"', "sh"),
+AS_OTHER_USER = (
     *("setpriv", "--reuid", UID, "--regid", UID, "--clear-groups"),
     # It reads the interpreter and the packages, wherever they are.
     *("--inh-caps=-all,+dac_read_search", "--ambient-caps=-all,+dac_read_search"),
 )
+OTHER_USER = ("sh", "-euc", f'chown {UID} "${RUN_DIR}"\nexec "$@"', "sh", *AS_OTHER_USER)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,10 +74,10 @@ class Place:
         """Why it cannot be made here; "" where it can."""
         if self.controller and not can_limit(self.controller):
             return f"no control group of {self.controller} can be made here"
-        if "unshare" in self.prefix and not _can_mount():
+        if "unshare" in self.prefix and not _succeeds((*mounted("mount -t tmpfs none /dev/shm"), "true")):
             return "nothing can be mounted here"
-        if "setpriv" in self.prefix and os.geteuid() != 0:
-            return "the user cannot be changed here"
+        if "setpriv" in self.prefix and not _succeeds((*AS_OTHER_USER, "true")):
+            return "the user cannot be changed here, or no other user may read the packages"
         return ""
 
 
@@ -77,7 +85,9 @@ PLACES = (
     Place(name="quota of 0.4 CPUs", controller="cpu", most=0.4),
     Place(name="cpuset of one CPU", controller="cpuset", most=1),
     Place(name="few threads and processes", controller="pids", most=80 + 10 * len(allowed_cpus())),
-    Place(name="30 threads and processes", controller="pids", most=30, refused=r"at most 30 threads and processes"),
+    Place(
+        name="30 threads and processes", controller="pids", most=30, refused=r"of (at most )?30 threads and processes"
+    ),
     Place(name="memory.high of 0.7 GiB", controller="memory.high", most=0.7 * (1 << 30)),
     Place(name="256 open files, more on request", prefix=("prlimit", "--nofile=256:4096")),
     Place(name="read-only root filesystem, TMPDIR elsewhere", prefix=mounted(READ_ONLY + OWN_TEMPORARY)),
@@ -157,6 +167,9 @@ def last_said(system: System) -> str:
 
 
 @cache
-def _can_mount() -> bool:
-    command = [*mounted("mount -t tmpfs none /dev/shm"), "true"]
-    return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
+def _succeeds(command: tuple[str, ...]) -> bool:
+    """False without its program, too."""
+    try:
+        return subprocess.run(command, check=False, stderr=subprocess.DEVNULL).returncode == 0
+    except FileNotFoundError:
+        return False

@@ -4,7 +4,7 @@
     python -m tandem_testing.mutated_configs --seed 3 [--count 20]
 
 With --seed, pairs of mutations that the seed draws. Prints each fault and how many mutations ended how; exits 1 on a
-fault. A mutation is named MODEL#NUMBER, of a seed or of the list.
+fault, and 2 if there was nothing to compare. A mutation is named MODEL#NUMBER, of a seed or of the list.
 """
 
 import argparse
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from tandem_testing.mutated_configs.run import MODELS, run
+
+PAIRS = 20
 
 
 def main(arguments: argparse.Namespace) -> int:
@@ -35,6 +37,9 @@ def main(arguments: argparse.Namespace) -> int:
                 if result.outcome.is_fault or arguments.verbose:
                     say(f"{name}#{number} {mutation}: {result.outcome}: {result.detail[:300]}")
     say(json.dumps(counts, indent=1, sort_keys=True))
+    if not any(counter.total() for counter in counts.values()):
+        say(f"no checkpoint has a mutation {arguments.only}")
+        return 2
     if arguments.json is not None:
         document = {"seed": arguments.seed, "counts": counts, "faults": faults}
         arguments.json.write_text(json.dumps(document, indent=1) + "\n", "utf-8")
@@ -51,13 +56,25 @@ def parsed(argv: Sequence[str] | None = None) -> argparse.Namespace:
         prog="make mutate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--model", choices=MODELS, action="append", help="a checkpoint instead of all; repeatable")
-    parser.add_argument("--only", type=int, help="number of one mutation")
-    parser.add_argument("--every", type=int, default=1, help="take every N-th mutation")
-    parser.add_argument("--seed", type=int, help="draw pairs of mutations")
-    parser.add_argument("--count", type=int, default=20, help="pairs of each checkpoint (default: %(default)s)")
+    parser.add_argument("--only", type=int, metavar="N", help="number of one mutation")
+    parser.add_argument("--every", type=_positive, default=1, metavar="N", help="take every N-th mutation")
+    parser.add_argument("--seed", type=int, metavar="N", help="draw pairs of mutations")
+    parser.add_argument("--count", type=_positive, metavar="N", help=f"pairs of each checkpoint (default: {PAIRS})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write counts and faults to it")
     parser.add_argument("--verbose", action="store_true", help="print every mutation")
-    return parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
+    if arguments.count is not None and arguments.seed is None:
+        parser.error("--count needs --seed: the list of mutations has no pairs to count")
+    if arguments.json is not None and not arguments.json.parent.is_dir():
+        parser.error(f"--json {arguments.json}: make the folder {arguments.json.parent} first")
+    arguments.count = arguments.count or PAIRS
+    return arguments
+
+
+def _positive(text: str) -> int:
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, got {number}")
+    return number
 
 
 if __name__ == "__main__":

@@ -6,7 +6,9 @@ of transformers, whose weights have the adapter merged.
 """
 
 import asyncio
+import atexit
 import os
+import shutil
 import signal
 import tempfile
 from collections.abc import Awaitable, Callable
@@ -95,6 +97,7 @@ FAULTS: tuple[Fault, ...] = (a_decode_worker, one_rank, the_prefill_worker, a_ga
 
 @scenario(74, shape=ON_DEMAND, timeout_s=1800.0)
 async def processes_die_while_adapters_load(run: Run) -> None:
+    atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
     folders = {name: write_adapter(FOLDER / name, bundled_model(), seed=seed) for seed, name in enumerate(NAMES, 1)}
     await run.fleet.all_ready(READY_TIMEOUT_S)
     for name, folder in folders.items():
