@@ -92,6 +92,10 @@ class ControlGroup:
         counts = dict(line.split() for line in self._read("memory.events", "memory.oom_control").splitlines())
         return int(counts["oom_kill"])
 
+    def starting(self) -> tuple[str, ...]:
+        """Command that enters this group and then runs its arguments. Threads of this process are never counted."""
+        return ("sh", "-euc", f'echo $$ > {self.folder}/cgroup.procs\nexec "$@"', "sh")
+
     def enter(self) -> None:
         (self.folder / "cgroup.procs").write_text(str(os.getpid()))
 

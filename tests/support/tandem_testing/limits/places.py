@@ -136,10 +136,11 @@ def started(place: Place) -> Iterator[System]:
         Path(folder).chmod(0o755)
         run_dir = Path(folder) / "run"
         with new_group(place.controller) if place.controller else nullcontext() as group:
+            prefix = place.prefix
             if group is not None:
                 group.limit(place.most)
-            with nullcontext() if group is None else group.entered():
-                system = System.launch(run_dir, *place.flags, env={RUN_DIR: str(run_dir)}, prefix=place.prefix)
+                prefix = (*group.starting(), *prefix)
+            system = System.launch(run_dir, *place.flags, env={RUN_DIR: str(run_dir)}, prefix=prefix)
             try:
                 yield system
             finally:
