@@ -4,12 +4,14 @@ import json
 import os
 import subprocess
 import sys
+from threading import Event, Thread
 from time import process_time
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tandem_testing.control_groups import can_limit, new_group
 from tandem_testing.limits import __main__ as limits
 from tandem_testing.limits.places import Place, problem
 
@@ -68,6 +70,23 @@ def test_cpu_time_of_ended_children_is_counted():
     subprocess.run([sys.executable, "-c", BURN], check=True)
     of_children = limits.used_cpu_s(group) - before - (process_time() - own)
     assert of_children > BURN_S - 2 / limits.TICKS
+
+
+@pytest.mark.skipif(not can_limit("pids"), reason="NOT CHECKED: no control group of processes can be made here")
+def test_group_of_few_processes_starts_beside_many_threads():
+    """As of a worker of pytest, in which many tests have run."""
+    over = Event()
+    threads = [Thread(target=over.wait) for _ in range(20)]
+    try:
+        for thread in threads:
+            thread.start()
+        with new_group("pids") as group:
+            group.limit(10)
+            assert subprocess.run([*group.starting(), "true"], check=False).returncode == 0
+    finally:
+        over.set()
+        for thread in threads:
+            thread.join()
 
 
 @pytest.mark.parametrize(
