@@ -8,6 +8,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Sequence
 
+from tandem_services.router.membership import RETRY_LOST_AFTER_S
 from tandem_testing.chaos.families.redis_faults import back_in_use
 from tandem_testing.chaos.fleet import Fleet, Shape
 from tandem_testing.chaos.parts import Worker
@@ -24,6 +25,8 @@ PARTITION_S = 15.0
 """Longer than any lease of the registry (`keys.FENCE_AFTER_MS`), and than peers take to ask whether one lives."""
 SILENT_S = 6.0
 """Longer than it takes to give up a silent worker."""
+FORGOTTEN_S = 1.2 * RETRY_LOST_AFTER_S
+"""Longer than a worker that Redis has forgotten stays a member without an answer."""
 WAVE_S = 0.5
 BACKGROUND = 4
 """Streams that speak at any moment of a fault, however fast they are."""
@@ -103,7 +106,7 @@ async def workers_lose_redis_and_gateways_keep_it(run: Run) -> None:
 
 @scenario(75, shape=UNCONNECTED)
 async def workers_that_were_never_asked_lose_redis(run: Run) -> None:
-    """Redis forgets all of them before the first request, so that no gateway has had an answer of any."""
+    """Redis forgets all of them long before the first request: no gateway has had an answer for one."""
     fleet, starts = run.fleet, starts_of(run)
     lines = [fleet.redis_lines[worker.id] for worker in fleet.workers]
     held = [line.held for line in lines]
@@ -112,6 +115,7 @@ async def workers_that_were_never_asked_lose_redis(run: Run) -> None:
         for line in lines:
             line.weather = SILENT
         await until(lambda: fleet.redis.command("HLEN", rows).strip() == ":0", PATIENCE_S, "Redis forgets all workers")
+        await asyncio.sleep(FORGOTTEN_S)
         since = run.now()
         async with run.load() as load:
             load.send(endless(run))
