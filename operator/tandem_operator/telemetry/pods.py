@@ -186,7 +186,7 @@ async def bounded_text(client: httpx.AsyncClient, url: str, *, headers: Mapping[
 #
 # It is shown and decides nothing: which commit is whole, and why one is not, is in the pod's status.
 
-PATH = "/progress"
+PROGRESS_PATH = "/progress"
 
 
 async def fetch_progress(client: httpx.AsyncClient, url: str) -> ProgressReading | None:
