@@ -1,4 +1,4 @@
-"""Pods of a ModelService as the autoscaler sees them, and reading their metrics over HTTP.
+"""Pods of a ModelService as the autoscaler sees them, and reading their metrics, or progress, over HTTP.
 
 All pods are read concurrently, bounded in time, bytes and number. A pod is not trusted to answer or to end its answer:
 responses are cut off at `MAX_BYTES`, and redirects are not followed, so that a pod cannot direct the operator to
