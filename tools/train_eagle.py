@@ -257,6 +257,7 @@ def export(head: Head, target: PreTrainedModel, out: Path) -> None:
     save_file(tensors, new / "model.safetensors", metadata={"format": "pt"})
     (new / "model.safetensors").chmod(0o644)
     config = target.config.to_dict()
+    config.pop("_name_or_path", None)  # where the model was on this machine
     config |= {"num_hidden_layers": 1, "architectures": [type(target).__name__], "dtype": "bfloat16"}
     if config.get("layer_types"):
         config["layer_types"] = config["layer_types"][:1]

@@ -103,10 +103,9 @@ async def test_handed_off_output_equals_output_of_one_worker(engines):
 
 
 @pytest.mark.timeout(600)  # starts four engines
-@pytest.mark.parametrize("family", ["qwen3-next", "qwen3.5-moe"])
-async def test_handed_off_states_give_the_output_of_one_worker(family, tmp_path):
-    """Each rank gets its heads of the state, from projections that are joined and from those that are not."""
-    checkpoint = write_tiny_checkpoint(family, tmp_path / "model")
+async def test_handed_off_states_give_the_output_of_one_worker(tmp_path):
+    """Each rank gets its heads of the state, from projections that are joined. The exactness matrix has the others."""
+    checkpoint = write_tiny_checkpoint("qwen3-next", tmp_path / "model")
     async with AsyncExitStack() as stack:
         starting = [serving(checkpoint, tmp_path, f"{role}{ranks}", ranks) for role, ranks in WAYS]
         await check_ways(*[await stack.enter_async_context(each) for each in starting])

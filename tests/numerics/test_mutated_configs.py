@@ -1,4 +1,7 @@
-"""config.json field by field against transformers: equal, or refused. `make mutate` tries every mutation."""
+"""config.json field by field against transformers: equal, or refused [config-equal-or-refused].
+
+`make mutate` tries every mutation.
+"""
 
 import json
 

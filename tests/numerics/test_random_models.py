@@ -10,10 +10,10 @@ from tandem_testing.random_models.through_transformers import PLAIN, WITH_STATES
 from tandem_testing.random_models.towers import TOWERS
 from tandem_testing.tiny_checkpoints import FALLBACK_MODELS, STATEFUL_MODELS, TOWER_MODELS, write_checkpoint
 
-COMPILED = ("llama", "mistral", "phi3", "seed_oss", "ernie4_5", "qwen2", "qwen2-tower")
+COMPILED = ("llama", "mistral", "phi3", "seed_oss", "ernie4_5", "qwen2", "qwen2-tower", "qwen3", "qwen3-tower")
 """Steps of these are compiled for the sizes of each model, which takes longer than all others together."""
-ON_ENGINES = (("gpt_oss", 3), ("deepseek_v3", 4), ("qwen3_next", 0), ("nemotron-h", 1))
-"""Draws that take paths of `tandem verify`."""
+ON_ENGINES = (("gpt_oss", 3), ("qwen3_next", 0))
+"""Draws that take paths of `tandem verify`: with windows, and with states. A path takes a second of CPU."""
 
 
 @pytest.mark.parametrize("family", [family for family in DRAWS if family not in COMPILED])
@@ -24,6 +24,7 @@ def test_random_models_give_the_logits_of_transformers(family):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("family", "seed"), ON_ENGINES, ids=[family for family, _ in ON_ENGINES])
 def test_random_models_give_the_tokens_of_transformers(family, seed, tmp_path):
     result = by_paths(write_checkpoint(draw(family, seed), tmp_path, seed=seed))

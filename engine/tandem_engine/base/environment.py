@@ -1,4 +1,4 @@
-"""The only place of the engine that reads the process environment; read once at start."""
+"""The only place of the engine that reads the process environment, once at start, and that sets it for libraries."""
 
 import contextlib
 import logging

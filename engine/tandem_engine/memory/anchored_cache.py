@@ -9,7 +9,7 @@ prompts to workers that compute them from the beginning. So a block is
     4. dropped    the tree has dropped it
 
 The longest prefix that a router finds is then what a request can continue from, or less than the distance to the next
-anchor more, for a prompt that leaves the path to one.
+anchor more, for a prompt that leaves the path to one [events-promise-usable].
 """
 
 from collections.abc import Sequence

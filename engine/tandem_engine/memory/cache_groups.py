@@ -1,7 +1,7 @@
 """What each layer of a model remembers, and how layers share pages.
 
     KvSpec        of one layer: which earlier tokens it reads, and what it keeps of a token
-    CacheGroup    layers with equal specs: they have one pool, and a page of it holds all of them
+    CacheGroup    layers with equal specs: they have one pool, and a page of it holds all of them [window-by-layer]
     CacheLayout   the groups of a model, those that read all tokens first, and the place of each layer
 
 A layer whose tokens see the newest `window` tokens, or those of their chunk, needs no others: once n tokens are

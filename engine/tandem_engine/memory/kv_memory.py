@@ -124,7 +124,9 @@ class KvMemory:
         """Take a row and lock the longest cached prefix of at most `max_match` tokens.
 
         The caller passes the length less one, so that at least one token is computed [one-token-computed]. None when
-        every row is taken; nothing is held then, nor after an exception [admission-unwinds].
+        every row is taken; nothing is held then, nor after an exception [admission-unwinds]. The match is held in every
+        group before anything can be evicted: its path is locked, its windows are in use and its anchor is pinned
+        [match-held-in-groups].
         """
         with ExitStack() as undo:
             row = self.rows.alloc()
@@ -211,7 +213,7 @@ class KvMemory:
         return True
 
     def reserve_pages(self, n: int, writer: Writer = Writer.STREAM) -> list[PageId] | None:
-        """Pages for a holder that is no request, until `give_back`. None if eviction cannot make room."""
+        """Pages for a holder that is no request, until `give_back`: of all groups, or None [groups-all-or-none]."""
         shortfall = n - self.allocator.available
         if shortfall > self.cache.evictable_pages() or not self.windows_have(n):
             return None
@@ -231,7 +233,7 @@ class KvMemory:
         return all(n <= window.available for window in self.windows)
 
     def pass_by(self, kv: RequestKv) -> None:
-        """Drop what no token after the committed ones reads. For layers with a window alone."""
+        """Drop what no token after the committed ones reads [windows-pass-committed]. Only layers with a window do."""
         cached = kv.cache_protected_len // self.page_size
         for index, window in enumerate(self.windows):
             first, last = kv.passed[index], window.passed_blocks(kv.committed_len)
@@ -357,7 +359,9 @@ class KvMemory:
         return begun
 
     def distrust(self, kv: RequestKv) -> None:
-        """Steps with `kv` raised, maybe before they copied its state: no copy that is pending becomes an anchor."""
+        """Steps with `kv` raised, maybe before they copied its state: no pending copy becomes an anchor
+        [state-steps-once].
+        """
         if self.anchors is not None:
             drop_anchors(kv, self.anchors)
 
@@ -418,7 +422,10 @@ class KvMemory:
         return len(pages)
 
     def _release_kv(self, kv: RequestKv, after_step: int | None, *, keep_row: bool = False) -> list[PageId]:
-        """Row and lock back; the private pages, and with `keep_row` the row, are the caller's now."""
+        """Row and lock back; the private pages, and with `keep_row` the row, are the caller's now.
+
+        Windows and anchors that the request uses are given back here too, on every path [every-group-released].
+        """
         self._assert_live(kv)
         kv.released = True
         if kv.slower is not None:

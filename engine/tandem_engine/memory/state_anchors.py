@@ -1,8 +1,8 @@
 """Anchors: copies of states at whole blocks of the prefix cache, from which other requests continue.
 
-A state is that of one length. So a cached prefix can be continued from where such a copy was made, and nowhere between.
-An anchor belongs to the page id of the block that ends at its length, and lies in a slot of the state pool behind those
-of requests.
+A state is that of one length. So a cached prefix can be continued from where such a copy was made, and nowhere between
+[state-at-its-length]. An anchor belongs to the page id of the block that ends at its length, and lies in a slot of the
+state pool after those of requests.
 
     1. pending   a step is launched that copies a request's state, and has not settled; or the tree lacks the page
     2. attached  the tree has it: other requests may continue here. One page has one anchor
@@ -17,7 +17,7 @@ fill a quarter of the slots with them at most, so others always have some.
 Copies and steps run in the order of launches: a slot may be given away as soon as the step that reads it is launched.
 
 Lengths are multiples of `grain`, a whole number of blocks and of chunks of the delta rule: a copy in the middle of a
-prompt then leaves the bits of its state as they are.
+prompt then leaves the bits of its state as they are [chunks-keep-bits].
 """
 
 from collections import Counter, OrderedDict
@@ -67,7 +67,7 @@ class StateAnchors:
         """Called with the page of an anchor that is on trial no longer."""
 
     def at_most(self, tokens: int) -> int:
-        """The longest length of an anchor within so many tokens."""
+        """The longest length of an anchor within so many tokens, all of them included [whole-grain-hit]."""
         return tokens // self.grain * self.grain
 
     def usable_blocks(self, pages: Sequence[PageId], *, trials: bool = True) -> int:
@@ -153,7 +153,7 @@ class StateAnchors:
         )
 
     def drop(self, pages: Iterable[PageId]) -> None:
-        """`pages` are free. Those without an anchor are ignored."""
+        """`pages` are free, and so are the slots of their anchors [anchor-with-its-page]. Others are ignored."""
         if not self._slot_of:
             return
         for page in pages:

@@ -10,8 +10,9 @@ All layers of one sequence are one run of bytes:
 The slot of a sequence is the row of its request. So admission, release, fence and audit of rows are those of states,
 and a request has a state as soon as it has a row: none waits for the other.
 
-Where a sequence begins nothing is read: its step takes zeros, whatever the slot holds. States change in place, in the
-order of steps, so a row that is given to another request needs no clearing and no further fence.
+Where a sequence begins nothing is read: its step takes zeros, whatever the slot holds [stale-bytes-unread]. States
+change in place, in the order of steps, so a row that is given to another request needs no clearing and no further
+fence.
 """
 
 from collections.abc import Iterator, Sequence
@@ -85,7 +86,7 @@ class StateSpec:
         """Bytes of one key head in each run of heads of a slot, in order; empty where they cannot be distinguished.
 
         A run has all heads, one after the other: one of matrices per layer, then of inputs per layer and token three,
-        of q, k and v.
+        of q, k and v. Ranks divide a state by these, never by bytes [state-heads-by-rank].
         """
         if not self.key_heads:
             return ()
@@ -175,7 +176,7 @@ class Run(NamedTuple):
     stop: int
     row: int
     fresh: bool
-    """The sequence begins with them."""
+    """The sequence begins with them; false after a state that was received or loaded [received-state-kept]."""
     snapshots: tuple["StateCopy", ...] = ()
     """Of the state within them or after them, ascending: after whole chunks, or the last token."""
 
@@ -280,7 +281,8 @@ class DraftedInputs(NamedTuple):
 class DraftedRuns:
     """The last N sequences of a step, each with up to L tokens of which some may be rejected drafts.
 
-    The step leaves their states as they are. They are computed once it is known how many tokens count.
+    The step leaves their states as they are. They are computed once it is known how many tokens count
+    [drafts-move-states].
     """
 
     rows: Tensor

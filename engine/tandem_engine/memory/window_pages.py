@@ -17,7 +17,8 @@ continued: `usable_blocks`.
     4. dropped    free; the page id stays and has a hole here
 
 A step in flight reads from its first token on, less its window, and pages are passed by what was committed before it:
-no step, however late it runs, reads a page that was passed while it was in flight [page-fence].
+no step, however late it runs, reads a page that was passed while it was in flight [page-fence]
+[window-page-in-use].
 """
 
 from collections import Counter, OrderedDict
@@ -78,7 +79,11 @@ class WindowPages:
         return blocks if limit is None else min(blocks, limit)
 
     def located(self, page_table: npt.NDArray[np.int32], slots: npt.NDArray[np.int64]) -> GroupPages:
-        """Where this group has the pages and slots of a step; copied, as it changes while the step runs."""
+        """Where this group has the pages and slots of a step; copied, as it changes while the step runs.
+
+        The table stays indexed by block of the sequence; its values alone are those of the group
+        [window-table-by-block].
+        """
         pages = self.page_of[slots // self.page_size].astype(np.int64)
         return GroupPages(
             page_table=torch.from_numpy(self.page_of[page_table]),
@@ -140,7 +145,10 @@ class WindowPages:
         self._release(pages, self._idle)
 
     def fill(self, hole: PageId, page: PageId) -> None:
-        """Both hold the same tokens, `hole` in the tree: it takes over the page of the other if it has none."""
+        """Both hold the same tokens, `hole` in the tree: it takes over the page of the other if it has none.
+
+        One of the two has the page afterwards, so it is freed once [window-page-once].
+        """
         if self.page_of[hole] == DUMMY_PAGE:
             self.page_of[hole], self.page_of[page] = self.page_of[page], DUMMY_PAGE
 

@@ -31,7 +31,7 @@ from tandem_operator.planning.model_gateway import Former
 from tandem_operator.planning.observed import CacheSeen
 from tandem_operator.planning.pod_failure import on_one_line, pod_failure
 from tandem_operator.planning.status import READY
-from tandem_operator.telemetry.pods import PATH
+from tandem_operator.telemetry.pods import PROGRESS_PATH
 
 _ENDED = ("Succeeded", "Failed")
 MAX_RESULT = 4096
@@ -146,7 +146,7 @@ def progress_url(parts: Iterable[Seen]) -> str | None:
         if pod.ref.kind != POD.name or pod.deleting or status.get("phase") != "Running" or not status.get("podIP"):
             continue
         for port in _ports(pod):
-            return Address(status["podIP"], port).url(PATH)
+            return Address(status["podIP"], port).url(PROGRESS_PATH)
     return None
 
 

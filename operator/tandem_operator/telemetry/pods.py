@@ -1,4 +1,4 @@
-"""Pods of a ModelService as the autoscaler sees them, and reading their metrics over HTTP.
+"""Pods of a ModelService as the autoscaler sees them, and reading their metrics, or progress, over HTTP.
 
 All pods are read concurrently, bounded in time, bytes and number. A pod is not trusted to answer or to end its answer:
 responses are cut off at `MAX_BYTES`, and redirects are not followed, so that a pod cannot direct the operator to
@@ -186,7 +186,7 @@ async def bounded_text(client: httpx.AsyncClient, url: str, *, headers: Mapping[
 #
 # It is shown and decides nothing: which commit is whole, and why one is not, is in the pod's status.
 
-PATH = "/progress"
+PROGRESS_PATH = "/progress"
 
 
 async def fetch_progress(client: httpx.AsyncClient, url: str) -> ProgressReading | None:

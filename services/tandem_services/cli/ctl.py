@@ -60,15 +60,15 @@ def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
             yield (failure["name"], failure["digest"], "-", "failed", reasons[failure["digest"]])
 
 
-SILENCE_S = 300.0
-"""Longer than a whole measurement."""
+MEASUREMENT_SILENCE_S = 300.0
+"""Longer than a whole measurement of rates."""
 
 
 def measure_rates(client: "httpx.Client", *, out: Path | None, force: bool) -> int:
     """The exit status: 1 when the worker cannot be measured now. Raises `StartupError` and what httpx raises."""
     if out is not None and not out.parent.is_dir():
         raise StartupError(f"--out {out}: the folder {out.parent} does not exist")
-    with client.stream("POST", "/rates", json={"force": force}, timeout=SILENCE_S) as response:
+    with client.stream("POST", "/rates", json={"force": force}, timeout=MEASUREMENT_SILENCE_S) as response:
         if not response.is_success:
             answer = json.loads(response.read())
             hint = "; --force measures all the same" if answer.get("code") == "busy" and not force else ""
@@ -103,13 +103,13 @@ def _followed(items: Iterable[dict[str, Any]]) -> dict[str, Any]:
     return last
 
 
-HEADER = ("PEER", "GB/s", "1 PAGE", "TRANSPORT", "AGE", "NOTE")
+LINKS_HEADER = ("PEER", "GB/s", "1 PAGE", "TRANSPORT", "AGE", "NOTE")
 
 
 def links_table(links: Sequence[Mapping[str, Any]]) -> str:
     """`links` as `GET /links` answers them; fields that say nothing are absent there."""
-    rows = [HEADER, *sorted(map(_row, links))]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADER))]
+    rows = [LINKS_HEADER, *sorted(map(_row, links))]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(LINKS_HEADER))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
     )

@@ -8,6 +8,8 @@ Life of a process
     stop       SIGTERM in reverse order of start: finish what runs. SIGINT after the grace period: end now.
                SIGKILL for what is left then. What the others use until their end (Redis) is stopped after them
 The first signal to `tandem up` lets running requests finish, the second ends everything now.
+
+/proc tells one process from another of the same number (`Identity`), and how much CPU time each has used.
 """
 
 import contextlib

@@ -4,7 +4,7 @@
 
 1. Every choice is noted with the prefill work and the sequence that it adds, also one that Redis made (`OwnLoad`).
 2. The cost model uses these notes in place of reports and reservations. In place of the index it assumes that a prompt
-   is cached on the worker that its first block hashes to (`hash_ring`). If that worker's wait exceeds recomputing the
+   is cached on the worker that its first block hashes to (`HashRing`). If that worker's wait exceeds recomputing the
    prompt, another one is chosen.
 3. Blocks of prompts that this gateway has just sent to a worker count as cached there (`in_flight`).
 

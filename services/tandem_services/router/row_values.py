@@ -1,4 +1,4 @@
-"""Values of a worker's readable fields in Redis, each read and bounded. Functions raise `ValueError`.
+"""Values of a worker's readable fields in Redis, each read and bounded. Reading one for routing raises `ValueError`.
 
 `Figures` are for display only: a worker writes them with its description, the view keeps the text, and they are parsed
 only when they are displayed. Malformed statistics are dropped without their worker.

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from tandem_engine.base.release import WINDOW
 from tandem_engine.config import Role
 from tandem_engine.messages.control import AdapterMemory, EngineReady
 from tandem_engine.messages.kv_events import Tier
@@ -163,7 +164,10 @@ _FORMER_NAMES = {
     "prefix_fetch_served_pages": "prefix_fetch_lent_pages",
 }
 """Counters → their names in release 0, for dashboards and alerts written for it. They are exported as long as workers
-of release 0 may serve in the same fleet: up to release 2."""
+of release 0 may serve in the same fleet."""
+
+LAST_OF_FORMER_NAMES = WINDOW
+"""The last release that works with release 0, and has its names."""
 
 _SPECULATION: tuple[tuple[str, str, Callable[[SpeculationStats], float]], ...] = (
     ("spec_decode_num_drafts", "Drafted runs verified.", lambda s: s.runs_total),
@@ -383,7 +387,7 @@ def _speculation(stats: SpeculationStats) -> Iterator[Metric]:
 
 def _former(name: str) -> str:
     """The help text of the former name of counter `name`."""
-    return f"Former name of {PREFIX}{name}_total; the last release that exports it is 2."
+    return f"Former name of {PREFIX}{name}_total; the last release that exports it is {LAST_OF_FORMER_NAMES}."
 
 
 def _gauge(name: str, text: str, value: float) -> Metric:

@@ -94,7 +94,7 @@ ADDED_PATHS = {
     ),
     # The same from matrices that hold several projections.
     "qwen3.5": (CHUNKED, RETRACTED, SHARED, DISAGGREGATED, MOVED, SWAPPED),
-    "qwen3.5-moe": (MIXED, f"{MOVED}, 2 to 1 ranks"),
+    "qwen3.5-moe": (MIXED, UNEQUAL[0], f"{MOVED}, 2 to 1 ranks"),
     # A gated shared expert next to experts in every second layer.
     "qwen2-moe": (MIXED, SHARED),
 }

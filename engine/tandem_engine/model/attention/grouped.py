@@ -85,7 +85,7 @@ class GroupedGraphPlan(TurningPlan):
         return self.plan.turn_and_attend(layer, q, k, v, turn)
 
     def load(self, batch: ForwardBatch) -> None:
-        """See `GraphPlan.load`: every tensor of every group, whatever an earlier step left there."""
+        """See `GraphPlan.load`: every tensor of every group, whatever an earlier step left [graph-tables-whole]."""
         self.slots.copy_(batch.out_cache_loc, non_blocking=True)
         for graph, each in zip(self.graphs, self.batches(batch), strict=True):
             graph.load(each)

@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from textwrap import wrap
 from typing import TYPE_CHECKING, Protocol, TextIO
 
+# Loaded before a request is sent: later, it would count as time to the first token.
 from markdown_it import MarkdownIt
 from markdown_it.token import Token
 from rich.cells import cell_len, chop_cells
@@ -139,9 +140,6 @@ def _trim_end(line: Line) -> Line:
     if line and not (line[-1].style and line[-1].style.bgcolor):
         line[-1] = Segment(line[-1].text.rstrip(), line[-1].style)
     return line
-
-
-# Loaded before a request is sent: later, it would count as time to the first token.
 
 
 DEFAULT_COLUMNS = 80

@@ -27,7 +27,7 @@ from tandem_services.common.errors import RemoteError
 # They are in a file that only this user can read, at most `MAX_LINES` of them. Without GNU readline in Python, or
 # without a place for the file, lines are edited by what the terminal has.
 
-FILE = "chat_history"
+HISTORY_FILE = "chat_history"
 MAX_LINES = 1000
 MAX_LINE_BYTES = 4096
 """Of a line that is kept: a document that was pasted is not."""
@@ -50,7 +50,7 @@ class LineHistory:
         editor.set_auto_history(False)
         editor.set_history_length(MAX_LINES)
         try:
-            path = _private_file(state_folder() / FILE)
+            path = _private_file(state_folder() / HISTORY_FILE)
             editor.read_history_file(path)
         except (OSError, ConfigError) as error:
             print(f"typed lines are not kept: {error}", file=sys.stderr)

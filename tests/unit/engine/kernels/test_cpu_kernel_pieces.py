@@ -138,7 +138,7 @@ def test_gated_activation_equals_reference(dice: np.random.Generator, bfloat16: 
 
 
 @pytest.mark.parametrize("sink", [None, 1.5])
-def test_merged_chunks_equal_one_softmax(dice: np.random.Generator, sink: float | None) -> None:
+def test_merged_chunks_equal_one_softmax(dice: np.random.Generator, sink: float | None) -> None:  # [sink-counts-once]
     queries, keys, values = random(dice, 2, HEAD_DIM), random(dice, KEYS, HEAD_DIM), random(dice, KEYS, HEAD_DIM)
     partial = np.empty((3, 2, HEAD_DIM + 2), np.float32)
     for chunk, part in enumerate((slice(0, 2), slice(2, 6), slice(6, KEYS))):

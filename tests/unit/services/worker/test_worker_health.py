@@ -10,6 +10,7 @@ import pytest
 from prometheus_client import CollectorRegistry
 
 from tandem_engine.base.names import LinkTransport
+from tandem_engine.base.release import RELEASE
 from tandem_engine.config import Role
 from tandem_engine.messages.control import (
     AbortRequests,
@@ -39,7 +40,7 @@ from tandem_services.common.health import Health
 from tandem_services.common.tokens import OrderAccess
 from tandem_services.worker.engine_process import OrderRefusedError
 from tandem_services.worker.http_api import AdapterReport, HealthServer, WorkerProbes, build_app
-from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
+from tandem_services.worker.metrics import LAST_OF_FORMER_NAMES, ServiceNumbers, WorkerCollector
 from tandem_services.worker.rates import DecodeStep, MeasurementError, Progress, Prompt, Rates
 from tandem_testing.mock_engine_process import idle_stats, ready_message
 
@@ -302,8 +303,12 @@ async def test_failed_load_is_reported_with_its_reason(probed, client):
     assert 'tandem_worker_lora_adapter_load_failed{adapter_name="sql"} 1.0' in text
 
 
+def test_former_names_end_with_the_window_of_release_0():
+    assert RELEASE <= LAST_OF_FORMER_NAMES, "remove former names of counters here, in the code and in observability.md"
+
+
 @pytest.mark.parametrize(("name", "former"), FORMER_NAMES)
-async def test_renamed_counters_keep_their_former_names(probed, client, name, former):
+async def test_renamed_counter_has_equal_value_under_its_former_name(probed, client, name, former):
     probed.stats = idle_stats(
         poison_requests_total=3,
         corrupted_requests_total=4,
