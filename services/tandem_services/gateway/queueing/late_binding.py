@@ -254,6 +254,8 @@ class LateBinding:
     async def sync(self) -> None:
         """Exchange charges and queue heads with other gateways. Called every `SYNC_S`."""
         self._timeouts.note_lack()
+        if self._timeouts.lacking_since is not None:
+            self._note_workers()  # turns end with the last request that waits
         head = self.queue.next(self.clock.now())
         left, wanted = 0, self._lacking()
         if head is not None and self._yields(head):

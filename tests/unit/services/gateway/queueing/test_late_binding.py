@@ -452,6 +452,22 @@ async def test_worker_lost_while_no_request_waited_is_awaited_afresh():
     await second
 
 
+async def test_workers_that_return_after_the_queue_is_empty_are_noticed():
+    harness = QueueHarness(Fleet(alive=False))
+    waiting = harness.come("x")
+    await harness.waiting(1)
+    await until(lambda: harness.binding.has_lacked_workers_since(harness.clock.now()), 10.0, "the lack is noticed")
+    waiting.cancel()
+    await harness.waiting(0)
+    harness.fleet.alive = True
+    harness.clock.advance(1.0)
+    await harness.binding.sync()
+    harness.clock.advance(1.0)
+    arrived = harness.clock.now()
+    await harness.come("y")
+    assert not harness.binding.has_lacked_workers_since(arrived)
+
+
 async def test_wait_for_a_start_is_bounded_and_names_the_time_it_takes():
     """However often the worker begins again."""
     harness = QueueHarness(Fleet(alive=False, starts=(STARTING,)), start_s=100.0)
