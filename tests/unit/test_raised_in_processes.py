@@ -1,6 +1,5 @@
 """Exceptions armed through files, in functions of another process."""
 
-import os
 import subprocess
 import sys
 
@@ -34,8 +33,7 @@ PATIENCE_S = 30.0
 
 @pytest.fixture
 def faults(tmp_path):
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
-    with subprocess.Popen([sys.executable, "-c", TURNS, str(tmp_path)], env=env) as process:
+    with subprocess.Popen([sys.executable, "-c", TURNS, str(tmp_path)]) as process:
         yield RemoteFaults(tmp_path)
         process.kill()
 

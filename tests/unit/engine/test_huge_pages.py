@@ -96,13 +96,13 @@ def test_machine_that_has_them_switched_off_is_left_alone(tmp_path: Path, monkey
     setting = tmp_path / "enabled"
     setting.write_text("always madvise [never]\n")
     monkeypatch.setattr(linux, "SETTING", setting)
-    monkeypatch.setattr(linux, "advise", lambda *_: pytest.fail("nobody is to be asked"))
+    monkeypatch.setattr(linux, "advise", lambda *_: pytest.fail("the kernel is called"))
     assert to_huge_pages([(HUGE, HUGE)]) == 0
 
 
 def test_system_without_them_is_left_alone(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(linux, "SETTING", tmp_path / "absent")
-    monkeypatch.setattr(linux, "advise", lambda *_: pytest.fail("nobody is to be asked"))
+    monkeypatch.setattr(linux, "advise", lambda *_: pytest.fail("the kernel is called"))
     assert to_huge_pages([(HUGE, HUGE)]) == 0
 
 

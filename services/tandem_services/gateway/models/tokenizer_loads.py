@@ -49,7 +49,7 @@ class TokenizerLoads:
 
     clock: Clock
     on_failure: Callable[[str], None] = _ignored
-    """Called with the model's name whenever a tokenizer was parsed in vain."""
+    """Called with the model's name whenever a tokenizer cannot be loaded."""
     _failures: dict[str, _Failure] = field(default_factory=dict)
     """By the model's name, oldest first."""
 

@@ -1,4 +1,4 @@
-"""Reasoning that a model begins anew after it has written content or a tool call.
+"""Reasoning that begins again after content or a tool call.
 
 It reads the parts of an output, not its text: a marker inside the arguments of a call is an argument.
 """

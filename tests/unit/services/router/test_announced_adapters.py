@@ -5,8 +5,7 @@ import pytest
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import ServedAdapter
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.registered_adapters import RegisteredAdapters
-from tandem_testing.adapter_board import SharedTexts
+from tandem_testing.adapter_board import SharedTexts, gateways_of
 
 MODEL = "mock"
 
@@ -18,12 +17,7 @@ def board() -> SharedTexts:
 
 @pytest.fixture
 def gateway(board):
-    deployment = Deployment.of(KeyPair.generate())
-
-    def make(*, of: Deployment = deployment, model: str = MODEL) -> RegisteredAdapters:
-        return RegisteredAdapters(model=model, deployment=of, board=board)
-
-    return make
+    return gateways_of(board, model=MODEL)
 
 
 async def test_other_gateways_have_announced_names(gateway):

@@ -5,8 +5,8 @@ import pytest
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.messages.control import ServedAdapter
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.registered_adapters import MAX_REPORTED, RegisteredAdapters
-from tandem_testing.adapter_board import SharedTexts
+from tandem_services.router.registered_adapters import MAX_REPORTED
+from tandem_testing.adapter_board import SharedTexts, gateways_of
 
 MODEL = "mock"
 
@@ -18,12 +18,7 @@ def board() -> SharedTexts:
 
 @pytest.fixture
 def gateway(board):
-    deployment = Deployment.of(KeyPair.generate())
-
-    def make(*, of: Deployment = deployment, model: str = MODEL) -> RegisteredAdapters:
-        return RegisteredAdapters(model=model, deployment=of, board=board)
-
-    return make
+    return gateways_of(board, model=MODEL)
 
 
 def adapters(*names: str, number: int = 1) -> dict[str, ServedAdapter]:

@@ -29,7 +29,7 @@ from tandem_testing.waiting import until
 NAMES = ("one", "two", "three", "four")
 ROOM = 2
 FOLDER = Path(tempfile.gettempdir(), f"tandem-chaos-adapters-{os.getpid()}")
-"""Workers are told before the scenario begins."""
+"""Workers allow it at their start, before the scenario begins."""
 
 ON_DEMAND = Shape(
     prefill=1,

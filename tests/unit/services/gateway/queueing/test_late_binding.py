@@ -417,38 +417,38 @@ async def test_request_waits_while_a_worker_starts():
 
 
 async def test_successor_of_a_lost_worker_is_awaited_without_report():
-    desk = QueueHarness(Fleet(alive=False, replaced=True), start_s=100.0)
-    waiting = desk.come("x")
-    await desk.waiting(1)
+    harness = QueueHarness(Fleet(alive=False, replaced=True), start_s=100.0)
+    waiting = harness.come("x")
+    await harness.waiting(1)
     for _ in range(9):
-        assert await waits_on(desk, waiting, 11.0)
-    assert not await waits_on(desk, waiting, 10.0)
+        assert await waits_on(harness, waiting, 11.0)
+    assert not await waits_on(harness, waiting, 10.0)
     with pytest.raises(ApiError, match="No worker") as refused:
         await waiting
     assert (refused.value.status, refused.value.retry_after) == (503, 2.0)
-    late = desk.come("late")
-    await desk.waiting(1)
-    assert not await waits_on(desk, late, 9.1), "as without a successor"
+    late = harness.come("late")
+    await harness.waiting(1)
+    assert not await waits_on(harness, late, 9.1), "as without a successor"
     with pytest.raises(ApiError, match="No worker"):
         await late
 
 
 async def test_worker_lost_while_no_request_waited_is_awaited_afresh():
     """A former loss, during which a request was refused, does not count."""
-    desk = QueueHarness(Fleet(alive=False, replaced=True), start_s=100.0)
-    first = desk.come("x")
-    await desk.waiting(1)
-    assert not await waits_on(desk, first, 110.0)
+    harness = QueueHarness(Fleet(alive=False, replaced=True), start_s=100.0)
+    first = harness.come("x")
+    await harness.waiting(1)
+    assert not await waits_on(harness, first, 110.0)
     with pytest.raises(ApiError):
         await first
     for alive in (True, False):
-        desk.fleet.alive = alive
-        desk.clock.advance(50.0)
-        await desk.binding.sync()
-    second = desk.come("y")
-    await desk.waiting(1)
-    assert await waits_on(desk, second, 60.0)
-    desk.fleet.alive = True
+        harness.fleet.alive = alive
+        harness.clock.advance(50.0)
+        await harness.binding.sync()
+    second = harness.come("y")
+    await harness.waiting(1)
+    assert await waits_on(harness, second, 60.0)
+    harness.fleet.alive = True
     await second
 
 
