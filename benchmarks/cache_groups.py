@@ -345,13 +345,17 @@ def dense(bench: Bench) -> dict[str, Ratio]:
 def offline_rate(checkout: Path) -> float:
     """Output tokens per second."""
     path = os.pathsep.join(str(checkout / part) for part in ("engine", "services", "lab"))
-    # Before there was a lab, the engine had the command.
-    name = ("tandem_lab", "bench", "offline") if (checkout / "lab").is_dir() else ("tandem_engine.cli", "bench")
-    command = [sys.executable, "-m", *name, *OFFLINE, "--model", str(ROOT / "models" / "tandem-mini")]
+    model = str(ROOT / "models" / "tandem-mini")
+    command = [sys.executable, "-m", *offline_module(checkout), *OFFLINE, "--model", model]
     environment = {**os.environ, "PYTHONPATH": path}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
     report = json.loads(done.stdout.splitlines()[-1])
     return float(report["tandem"]["offline_output_tokens_per_s"])
+
+
+def offline_module(checkout: Path) -> tuple[str, str]:
+    """Module and command of the offline benchmark. Before there was a lab, the engine had it."""
+    return ("tandem_lab" if (checkout / "lab").is_dir() else "tandem_engine.cli", "bench")
 
 
 CASES: dict[str, Callable[[Bench], dict[str, Ratio]]] = {
