@@ -8,10 +8,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tandem_engine.config import SchedulePolicy
+from tandem_engine.messages.control import AbortRequests, Drain
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import FirstFailure
-from tandem_engine.parallel.inputs import Abort, AbortAll, AbortClient, Add, Drain, Input
+from tandem_engine.parallel.inputs import Add, Input
 from tandem_engine.scheduler.lockstep import AgreedInputs
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
 from tandem_testing.scheduler_builders import Engine, ManualClock, make_engine, make_message
@@ -84,8 +85,8 @@ inputs = st.one_of(
     adds,
     adds,
     adds,
-    st.builds(lambda number: Abort(rid=f"r{number}"), st.integers(0, 9)),
-    st.sampled_from([AbortClient(client=b"odd"), AbortAll(), Drain()]),
+    st.builds(lambda number: AbortRequests(rid=f"r{number}"), st.integers(0, 9)),
+    st.sampled_from([AbortRequests(rid=None, client=b"odd"), AbortRequests(rid=None), Drain()]),
 )
 
 

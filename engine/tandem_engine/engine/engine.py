@@ -27,31 +27,23 @@ from tandem_engine.executor.self_test import SelfTestReport
 from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.memory.audit import ConservationReport
 from tandem_engine.messages.control import (
+    AbortRequests,
     AdapterMemory,
-    KvGeometry,
-    LoadAdapter,
-    PauseMode,
-    ServedAdapter,
-    UnloadAdapter,
-)
-from tandem_engine.messages.requests import GenerateRequest, Peer
-from tandem_engine.messages.stats import EngineStats
-from tandem_engine.parallel.group import Departure, device_of_rank
-from tandem_engine.parallel.inputs import (
-    Abort,
-    AbortAll,
-    AbortClient,
-    Add,
-    CloseSession,
     DecodeElsewhere,
     Drain,
     FlushCache,
-    LoadWeights,
-    LosePeer,
-    Meet,
-    Pause,
-    Resume,
+    KvGeometry,
+    LoadAdapter,
+    PauseGeneration,
+    PauseMode,
+    ResumeGeneration,
+    ServedAdapter,
+    UnloadAdapter,
 )
+from tandem_engine.messages.requests import CloseSession, GenerateRequest, Peer
+from tandem_engine.messages.stats import EngineStats
+from tandem_engine.parallel.group import Departure, device_of_rank
+from tandem_engine.parallel.inputs import Add, LoadWeights, LosePeer, Meet
 from tandem_engine.scheduler.output_stream import Sink
 
 if TYPE_CHECKING:
@@ -158,19 +150,19 @@ class Engine:
 
     def abort(self, rid: RequestId) -> None:
         """See `Scheduler.abort`."""
-        self._inputs.submit(Abort(rid=rid))
+        self._inputs.submit(AbortRequests(rid=rid))
 
     def abort_client(self, client: bytes) -> None:
         """See `Scheduler.abort_client`."""
-        self._inputs.submit(AbortClient(client=client))
+        self._inputs.submit(AbortRequests(rid=None, client=client))
 
     def close_session(self, session_id: str, *, cache_salt: str = "") -> None:
         """Forget a conversation. Unknown ids are ignored."""
-        self._inputs.submit(CloseSession(salt=cache_salt, session=session_id))
+        self._inputs.submit(CloseSession(cache_salt=cache_salt, session=session_id))
 
     def abort_all(self) -> None:
         """See `Scheduler.abort_all`."""
-        self._inputs.submit(AbortAll())
+        self._inputs.submit(AbortRequests(rid=None))
 
     def drain(self) -> None:
         """See `Scheduler.drain`."""
@@ -299,11 +291,11 @@ class Engine:
 
     def pause(self, mode: PauseMode, *, refuse_new: bool = False) -> None:
         """See `Scheduler.pause`."""
-        self._inputs.submit(Pause(mode=mode, refuse_new=refuse_new))
+        self._inputs.submit(PauseGeneration(mode=mode, refuse_new=refuse_new))
 
     def resume(self) -> None:
         """See `Scheduler.resume`."""
-        self._inputs.submit(Resume())
+        self._inputs.submit(ResumeGeneration())
 
     def decode_elsewhere(self, *, wanted: bool, within_s: float = inf) -> None:
         """See `Scheduler.decode_elsewhere`."""

@@ -234,6 +234,10 @@ class Shutdown(msgspec.Struct, frozen=True, kw_only=True, tag="shutdown"):
     """Abort what is left and exit."""
 
 
+UNANSWERED = 0
+"""Nonce of a command that the process of the engine gives itself, which nothing is answered to."""
+
+
 class PauseMode(StrEnum):
     """What happens to running requests. Names follow SGLang's pause_generation."""
 
@@ -245,25 +249,29 @@ class PauseMode(StrEnum):
 
 
 class AbortRequests(msgspec.Struct, frozen=True, kw_only=True, tag="abort_requests"):
-    """End one request by its exact id [exact-ids], or all."""
+    """End one request by its exact id [exact-ids], those of a client that is gone, or all."""
 
-    nonce: int
+    nonce: int = UNANSWERED
     rid: str | None
+    """None: those of `client`; of all clients if that is None as well."""
+    client: bytes | None = None
 
 
 class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
     """Empty the prefix cache. Refused while requests hold KV."""
 
-    nonce: int
+    nonce: int = UNANSWERED
 
 
 class PauseGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="pause"):
-    nonce: int
+    nonce: int = UNANSWERED
     mode: PauseMode
+    refuse_new: bool = True
+    """New requests are refused, so that other workers serve them; else they wait here."""
 
 
 class ResumeGeneration(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
-    nonce: int
+    nonce: int = UNANSWERED
 
 
 class ReloadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="reload"):
@@ -315,7 +323,7 @@ class StopProfile(msgspec.Struct, frozen=True, kw_only=True, tag="stop_profile")
 class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_elsewhere"):
     """Have running requests, and those that will run, continue at other workers; or no longer."""
 
-    nonce: int
+    nonce: int = UNANSWERED
     wanted: bool
     within_s: float = inf
     """Requests without another worker by then end with a retryable error."""

@@ -6,8 +6,17 @@ received it an iteration later, would plan another batch, and the next collectiv
 
 import msgspec
 
-from tandem_engine.messages.control import LoadAdapter, PauseMode, UnloadAdapter
-from tandem_engine.messages.requests import GenerateRequest, Peer
+from tandem_engine.messages.control import (
+    AbortRequests,
+    DecodeElsewhere,
+    Drain,
+    FlushCache,
+    LoadAdapter,
+    PauseGeneration,
+    ResumeGeneration,
+    UnloadAdapter,
+)
+from tandem_engine.messages.requests import CloseSession, GenerateRequest, Peer
 from tandem_engine.messages.transfer import PeerMessage
 
 
@@ -16,53 +25,10 @@ class Add(msgspec.Struct, frozen=True, kw_only=True, tag="add"):
     client: bytes
 
 
-class Abort(msgspec.Struct, frozen=True, kw_only=True, tag="abort"):
-    rid: str
-
-
-class AbortClient(msgspec.Struct, frozen=True, kw_only=True, tag="abort_client"):
-    """The client is gone: end all of its requests."""
-
-    client: bytes
-
-
-class AbortAll(msgspec.Struct, frozen=True, kw_only=True, tag="abort_all"):
-    pass
-
-
-class CloseSession(msgspec.Struct, frozen=True, kw_only=True, tag="close_session"):
-    salt: str
-    session: str
-
-
-class Pause(msgspec.Struct, frozen=True, kw_only=True, tag="pause"):
-    mode: PauseMode
-    refuse_new: bool
-
-
-class Resume(msgspec.Struct, frozen=True, kw_only=True, tag="resume"):
-    pass
-
-
-class FlushCache(msgspec.Struct, frozen=True, kw_only=True, tag="flush_cache"):
-    """Only while no request holds KV."""
-
-
 class LoadWeights(msgspec.Struct, frozen=True, kw_only=True, tag="load_weights"):
     """Each rank its part of the checkpoint in this folder, to serve it once all have theirs."""
 
     path: str
-
-
-class Drain(msgspec.Struct, frozen=True, kw_only=True, tag="drain"):
-    pass
-
-
-class DecodeElsewhere(msgspec.Struct, frozen=True, kw_only=True, tag="decode_elsewhere"):
-    """Whether running requests are to continue at other workers, and within how many seconds."""
-
-    wanted: bool
-    within_s: float
 
 
 class FromPeer(msgspec.Struct, frozen=True, kw_only=True, tag="from_peer"):
@@ -91,18 +57,17 @@ class Stop(msgspec.Struct, frozen=True, kw_only=True, tag="stop"):
 
 EngineInput = (
     Add
-    | Abort
-    | AbortClient
-    | AbortAll
+    | AbortRequests
     | CloseSession
-    | Pause
-    | Resume
+    | PauseGeneration
+    | ResumeGeneration
     | FlushCache
     | LoadWeights
     | Drain
     | DecodeElsewhere
     | Stop
 )
+"""Commands and the end of a session are broadcast as they came."""
 
 PeerInput = FromPeer | LosePeer | Meet
 """Of an engine that transfers KV alone."""

@@ -17,29 +17,29 @@ from typing import Protocol
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import RankLostError
 from tandem_engine.base.names import RequestId
-from tandem_engine.messages.control import LoadAdapter, UnloadAdapter
-from tandem_engine.messages.requests import Peer
+from tandem_engine.messages.control import (
+    AbortRequests,
+    DecodeElsewhere,
+    Drain,
+    FlushCache,
+    LoadAdapter,
+    PauseGeneration,
+    ResumeGeneration,
+    UnloadAdapter,
+)
+from tandem_engine.messages.requests import CloseSession, Peer
 from tandem_engine.messages.transfer import PeerMessage
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import FirstFailure
 from tandem_engine.parallel.inputs import (
-    Abort,
-    AbortAll,
-    AbortClient,
     Add,
-    CloseSession,
-    DecodeElsewhere,
-    Drain,
     EngineInput,
-    FlushCache,
     FromPeer,
     Input,
     LoadWeights,
     LosePeer,
     Meet,
-    Pause,
     PeerInput,
-    Resume,
     Stop,
 )
 from tandem_engine.scheduler.scheduler import Scheduler
@@ -245,17 +245,13 @@ def _apply_to_engine(scheduler: Scheduler, item: EngineInput, weights: LoadsWeig
     match item:
         case Add():
             scheduler.add(item.message, item.client)
-        case Abort():
-            scheduler.abort(RequestId(item.rid))
-        case AbortClient():
-            scheduler.abort_client(item.client)
+        case AbortRequests():
+            _abort(scheduler, item)
         case CloseSession():
-            scheduler.sessions.close(item.salt, item.session)
-        case AbortAll():
-            scheduler.abort_all()
-        case Pause():
+            scheduler.sessions.close(item.cache_salt, item.session)
+        case PauseGeneration():
             scheduler.pause(item.mode, refuse_new=item.refuse_new)
-        case Resume():
+        case ResumeGeneration():
             scheduler.resume()
         case FlushCache():
             scheduler.forget_kv()
@@ -268,3 +264,12 @@ def _apply_to_engine(scheduler: Scheduler, item: EngineInput, weights: LoadsWeig
             scheduler.decode_elsewhere(wanted=item.wanted, within_s=item.within_s)
         case Stop():
             raise AssertionError("Stop ends the turns and is no business of the scheduler")
+
+
+def _abort(scheduler: Scheduler, item: AbortRequests) -> None:
+    if item.rid is not None:
+        scheduler.abort(RequestId(item.rid))
+    elif item.client is not None:
+        scheduler.abort_client(item.client)
+    else:
+        scheduler.abort_all()

@@ -2,9 +2,10 @@
 
 import torch
 
+from tandem_engine.messages.control import AbortRequests, Drain
 from tandem_engine.parallel.agreement import GATHERED_BYTES, INLINE_BYTES, Agreement, Turn
 from tandem_engine.parallel.group import Parallel, SingleRank, agree_on_step
-from tandem_engine.parallel.inputs import Abort, Add, Drain, Input
+from tandem_engine.parallel.inputs import Add, Input
 from tandem_engine.scheduler.speculation import StepDrafts
 from tandem_testing.rank_threads import on_ranks
 from tandem_testing.scheduler_builders import make_message
@@ -21,9 +22,9 @@ def turns(*proposals: tuple[float, list[Input]]) -> list[Turn]:
 
 
 def test_all_ranks_get_rank_0s_inputs_in_order_and_its_time():
-    inputs: list[Input] = [Add(message=make_message("a"), client=b"\x00gateway"), Abort(rid="a"), Drain()]
+    inputs: list[Input] = [Add(message=make_message("a"), client=b"\x00gateway"), AbortRequests(rid="a"), Drain()]
     expected = Turn(now=12.5, inputs=tuple(inputs))
-    assert turns((12.5, inputs), (99.0, [Abort(rid="other")])) == [expected, expected]
+    assert turns((12.5, inputs), (99.0, [AbortRequests(rid="other")])) == [expected, expected]
 
 
 def test_prompt_longer_than_the_first_message_arrives_whole():
@@ -38,8 +39,13 @@ def test_agreed_inputs_of_varying_sizes_do_not_mix():
 
     def work(parallel: Parallel) -> list[int]:
         agreement = Agreement(parallel.schedule)
-        got = [agreement.agree(now=0.0, inputs=[Abort(rid="x" * size)]) for size in sizes]
-        return [len(item.rid) for turn in got for item in turn.inputs if isinstance(item, Abort)]
+        got = [agreement.agree(now=0.0, inputs=[AbortRequests(rid="x" * size)]) for size in sizes]
+        return [
+            len(item.rid)
+            for turn in got
+            for item in turn.inputs
+            if isinstance(item, AbortRequests) and item.rid is not None
+        ]
 
     assert on_ranks(2, work) == [list(sizes)] * 2
 

@@ -5,10 +5,11 @@ from collections.abc import Sequence
 import pytest
 
 from tandem_engine.base.errors import RankLostError
+from tandem_engine.messages.control import AbortRequests, Drain
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.parallel.agreement import Agreement
 from tandem_engine.parallel.group import FirstFailure, SingleRank
-from tandem_engine.parallel.inputs import Abort, AbortAll, Add, Drain, Input, Stop
+from tandem_engine.parallel.inputs import Add, Input, Stop
 from tandem_engine.scheduler.lockstep import AgreedInputs, DirectInputs
 from tandem_testing.scheduler_builders import Engine, ManualClock, make_engine, make_message
 
@@ -39,7 +40,7 @@ def test_ranks_apply_inputs_at_iteration_start_in_order():
     engine = make_engine()
     inputs = agreed(engine)
     inputs.submit(Add(message=make_message("a"), client=b""))
-    inputs.submit(Abort(rid="a"))
+    inputs.submit(AbortRequests(rid="a"))
     inputs.submit(Drain())
     inputs.submit(Add(message=make_message("b"), client=b""))
     assert engine.scheduler.idle
@@ -68,7 +69,7 @@ def test_decisions_go_by_the_time_of_the_turn():
 def test_stop_is_the_last_turn():
     engine = make_engine()
     inputs = agreed(engine)
-    inputs.submit(AbortAll())
+    inputs.submit(AbortRequests(rid=None))
     inputs.submit(Stop())
     assert not inputs.begin_turn()
     inputs.stop()  # nobody is there any more to be told again
