@@ -31,6 +31,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import IO
 
 from start_peers import Peer, known_peers
 
@@ -88,7 +89,7 @@ def measure(rounds: int, command: str, peers: Sequence[Peer]) -> Startup:
         # The kernel of small steps comes after a start; the starts that count have it.
         subprocess.run([*COMMAND, "kernels", "build"], env=_environment(cache), stdout=subprocess.DEVNULL, check=True)
         started = [_start(command, cache) for _ in range(rounds)]
-    others = {each.name: [_peer_seconds(each) for _ in range(rounds + 1)] for each in peers if not each.missing}
+    others, missing = _peers_seconds(rounds, peers)
     return Startup(
         command=command,
         ready_s=statistics.median(taken.seconds for taken, _, _ in started),
@@ -101,7 +102,7 @@ def measure(rounds: int, command: str, peers: Sequence[Peer]) -> Startup:
         parts=started[-1][2],
         peers={name: statistics.median(seconds[1:]) for name, seconds in others.items()},
         peers_first={name: seconds[0] for name, seconds in others.items()},
-        peers_missing={each.name: each.missing for each in peers if each.missing},
+        peers_missing=missing,
         load=os.getloadavg()[0],
     )
 
@@ -163,14 +164,30 @@ def _answer_of(port: int) -> None:
         assert json.load(answer)["choices"], "a completion has a choice"
 
 
+def _peers_seconds(rounds: int, peers: Sequence[Peer]) -> tuple[dict[str, list[float]], dict[str, str]]:
+    """Of each peer the seconds of `rounds` starts and one before them, or why it has none."""
+    others: dict[str, list[float]] = {}
+    missing = {each.name: each.missing for each in peers if each.missing}
+    for each in peers:
+        if not each.missing:
+            try:
+                others[each.name] = [_peer_seconds(each) for _ in range(rounds + 1)]
+            except RuntimeError as error:
+                missing[each.name] = str(error)
+    return others, missing
+
+
 def _peer_seconds(peer: Peer) -> float:
     """Until it has answered. Raises `RuntimeError` when it ends before, or is not ready in time."""
     port = free_port()
     began = time.perf_counter()
-    with _running(peer.argv(port=port, model=MODEL), peer.environment) as process:
+    argv = peer.argv(port=port, model=MODEL)
+    with tempfile.TemporaryFile() as output, _running(argv, peer.environment, output) as process:
         while time.perf_counter() - began < PEER_S:
             if process.poll() is not None:
-                raise RuntimeError(f"{peer.name}: ended with status {process.returncode} before it was ready")
+                output.seek(0)
+                last = output.read().decode("utf-8", "replace").strip().splitlines()[-1:]
+                raise RuntimeError(f"{peer.name}: ended with status {process.returncode} before it was ready: {last}")
             if _is_healthy(port):
                 _answer_of(port)
                 return time.perf_counter() - began
@@ -179,12 +196,13 @@ def _peer_seconds(peer: Peer) -> float:
 
 
 @contextmanager
-def _running(argv: Sequence[str], environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """With the processes that it starts, which end with it."""
-    quiet = subprocess.DEVNULL
+def _running(
+    argv: Sequence[str], environment: Mapping[str, str], output: IO[bytes]
+) -> Iterator[subprocess.Popen[bytes]]:
+    """With the processes that it starts, which end with it. They write to `output`."""
     variables = {**os.environ, **environment}
     with subprocess.Popen(
-        argv, env=variables, stdin=quiet, stdout=quiet, stderr=quiet, start_new_session=True
+        argv, env=variables, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
     ) as process:
         try:
             yield process
