@@ -66,7 +66,7 @@ fi
 
 step 2 "Virtual environment in $venv"
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-# pip compiles modules one after the other, which is half of its work. At the end every core does.
+# pip compiles all modules, one after the other, which is half of its work.
 install=("$venv/bin/python" -m pip --disable-pip-version-check install --no-compile)
 
 # What serves has the versions that tests passed with, as images do: by hash where their lock is for this machine. An
@@ -111,9 +111,17 @@ fi
 [ "$kind" = runtime ] ||
     "$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
     "${install[@]}" --force-reinstall --no-deps opentelemetry-proto
-# Not what is hardly ever imported. Templates and code for other versions of Python among the rest do not compile.
-rare='transformers/models|kubernetes/(aio/)?client|torch/testing|networkx|pygments/lexers|mypyc?|pip|setuptools|.*/tests?'
-"$venv/bin/python" -m compileall -qq -j 0 -x "site-packages/($rare)/" "$venv"/lib/python3*/site-packages || true
+if [ "$kind" = runtime ]; then
+    # A fifth of all modules, which the processes of the first start would each compile.
+    for imported in tandem_engine.engine.process_loop,numba tandem_services.gateway.serve,tandem_services.worker.service; do
+        "$venv/bin/python" -c "import $imported" &
+    done
+    wait
+else
+    # Not what is hardly ever imported. Templates and code for other versions of Python among the rest do not compile.
+    rare='transformers/models|kubernetes/(aio/)?client|torch/testing|networkx|pygments/lexers|mypyc?|pip|setuptools|.*/tests?'
+    "$venv/bin/python" -m compileall -qq -j 0 -x "site-packages/($rare)/" "$venv"/lib/python3*/site-packages || true
+fi
 
 echo "$want $kind $locked" >"$stamp"
 printf '\nSet-up is complete.\n'

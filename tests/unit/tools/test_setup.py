@@ -3,6 +3,7 @@
 import hashlib
 import shutil
 import subprocess
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,10 @@ def test_index_without_locked_versions_has_a_way_out(
         subprocess.run([bash, SETUP, "runtime"], env=failing | variables, capture_output=True, check=True)
     installed = Path(environment["LOG"]).read_text().splitlines()[calls:]
     assert [line.rpartition(" ")[2] for line in installed] == ["torch==2.13.0+cpu", ".[engine]"]
+
+
+def test_modules_that_setup_compiles_by_import_exist() -> None:
+    [line] = [line for line in SETUP.read_text().splitlines() if line.strip().startswith("for imported in ")]
+    names = line.partition(" in ")[2].partition(";")[0].replace(",", " ").split()
+    assert len(names) == 4
+    assert [name for name in names if find_spec(name) is None] == []
