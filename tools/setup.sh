@@ -114,7 +114,7 @@ fi
 if [ "$kind" = runtime ]; then
     # A fifth of all modules, which the processes of the first start would each compile.
     for imported in tandem_engine.engine.process_loop,numba tandem_services.gateway.serve,tandem_services.worker.service; do
-        "$venv/bin/python" -c "import $imported" &
+        env -u PYTHONDONTWRITEBYTECODE "$venv/bin/python" -c "import $imported" &
     done
     wait
 else

@@ -24,7 +24,7 @@ def commands(tmp_path: Path) -> Path:
     """A folder without package managers and Python, for PATH."""
     folder = tmp_path / "bin"
     folder.mkdir()
-    for name in ("cat", "cut", "dirname", "grep", "id", "sha256sum"):
+    for name in ("cat", "cut", "dirname", "env", "grep", "id", "sha256sum"):
         (folder / name).symlink_to(shutil.which(name) or name)
     (folder / "redis-server").write_text("")
     (folder / "redis-server").chmod(0o755)
