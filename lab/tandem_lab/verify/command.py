@@ -6,7 +6,8 @@
 2. Tandem loads the checkpoint once; each path builds an engine (or a pair) around it
 3. each path's outputs are compared; the table grows as paths finish
 4. the first difference ends the run with exit status 1. A path without the effect that it is named after, such as one
-   without a prefix to fetch, proves nothing: the other paths run, and the exit status is 4
+   without a prefix to fetch, proves nothing: the other paths run, and the exit status is 4. A path that engines of the
+   model reject when they start, such as a draft model that keeps states, is left out and named
 """
 
 from collections.abc import Sequence
@@ -45,6 +46,13 @@ if TYPE_CHECKING:
     import torch
 
 
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A path that engines of the model reject at their start."""
+
+    path: str
+    reason: str
+
+
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     """What `--json` prints."""
 
@@ -59,10 +67,12 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     transformers: str
     prompts: int
     equal: bool
-    """Every path ran, did what it is named after, and equals the reference."""
+    """Every path that the model takes ran, did what it is named after, and equals the reference."""
     not_exercised: int
     """Paths that did not do what they are named after."""
     paths: tuple[PathResult, ...]
+    left_out: tuple[LeftOut, ...]
+    """Paths that the model does not take."""
 
 
 def print_head() -> None:
@@ -165,6 +175,8 @@ def run_verify(
     )
     if kv_dtype is not KvCacheDtype.AUTO:
         verification = verification.with_references_of(paths[0])
+    left_out = _left_out(verification, paths)
+    paths = [path for path in paths if path.name not in left_out]
     results = _run_paths(verification, paths, as_json=as_json)
     bound = verification.logprob_bound
     different = any(not result.equal for result in results)
@@ -182,6 +194,7 @@ def run_verify(
             equal=not different and not idle,
             not_exercised=idle,
             paths=tuple(results),
+            left_out=tuple(LeftOut(path=name, reason=reason) for name, reason in left_out.items()),
         )
         print(msgspec.json.encode(report).decode())
     else:
@@ -189,7 +202,15 @@ def run_verify(
             f"\n{_verdict(bound, different=different, idle=idle, rounds=rounds)}: {len(references.outputs)} prompts, "
             f"{len(results)} of {len(paths)} paths run"
         )
+        for reason in dict.fromkeys(left_out.values()):
+            print(f"left out, as {reason}: {', '.join(name for name, each in left_out.items() if each == reason)}")
     return DIFFERENT if different else NOT_EXERCISED if idle else 0
+
+
+def _left_out(verification: Verification, paths: Sequence[Path]) -> dict[str, str]:
+    """Names of the `paths` that the model does not take, and why."""
+    reasons = {path.name: verification.why_not(path) for path in paths}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _verdict(bound: float, *, different: bool, idle: int, rounds: bool) -> str:

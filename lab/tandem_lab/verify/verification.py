@@ -87,17 +87,11 @@ class Verification:
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
         began = time.perf_counter()
-        config = replace(
-            self.model.config,
-            cache=self._cache(path),
-            scheduler=path.scheduler,
-            speculative=path.speculative,
-            graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS, prompt_sizes=GRAPH_TOKENS),
-        )
-        peers = path.disaggregated or path.drained or path.fetched
-        reason = unsupported(self.model.model_config, config) or self._not_taken(path)
+        reason = self.why_not(path)
         if reason is not None:
             return not_run(path, reason)
+        config = self._config(path)
+        peers = path.disaggregated or path.drained or path.fetched
         if path.restart:
             return self._restarted(path, config, began)
         if peers:
@@ -114,8 +108,21 @@ class Verification:
                 generate = in_turns(generate) if path.sessions else appended(generate)
             return self._compare(path, generate, (engine,), began)
 
+    def _config(self, path: Path) -> EngineConfig:
+        return replace(
+            self.model.config,
+            cache=self._cache(path),
+            scheduler=path.scheduler,
+            speculative=path.speculative,
+            graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS, prompt_sizes=GRAPH_TOKENS),
+        )
+
+    def why_not(self, path: Path) -> str | None:
+        """Why engines of this model do not take `path`, as docs/features.md has it; None where they do."""
+        return unsupported(self.model.model_config, self._config(path)) or self._not_taken(path)
+
     def _not_taken(self, path: Path) -> str | None:
-        """Why `path` is not for models that keep more than K and V of equal heads; None where it is, or others do."""
+        """The reason of models that keep more than K and V of equal heads."""
         facts = self.model.model_config
         unequal = (path.disaggregated or path.drained or path.fetched) and path.tp_size != path.receiver_tp_size
         if facts.varied is not None and unequal:
