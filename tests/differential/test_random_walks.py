@@ -48,7 +48,7 @@ def loaded(request, tmp_path_factory) -> LoadedModel:
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("paired", [True, False], ids=["two engines", "one engine"])
 def test_random_walk_changes_no_token(loaded, paired, seed):
-    with torch.inference_mode(), one_grammar_process():
+    with one_grammar_process():
         with walked(loaded, Random(f"{paired} {seed}"), requests=40, paired=paired) as walk:
             problems = [problem for engine in walk.engines for problem in engine.audit().problems]
             assert problems == []

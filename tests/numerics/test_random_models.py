@@ -1,8 +1,10 @@
 """Random models of every family: sizes and options that no other test has. `make random-models` draws many more."""
 
 import pytest
+import transformers
 
 from tandem_engine.model.families.registry import FAMILIES
+from tandem_engine.model.known_fields import IDENTITY, NO_EFFECT, ONE_VALUE
 from tandem_testing.mutated_configs.comparison import Outcome
 from tandem_testing.random_models.draws import DRAWS, NATIVE, draw
 from tandem_testing.random_models.forms import write_draw
@@ -82,6 +84,21 @@ def test_fields_that_a_family_reads_differ_between_draws(family):
     values = {name: {repr(fields.get(name)) for fields in drawn} for name in family.fields.implemented}
     same = {name for name, found in values.items() if len(found) == 1}
     assert same - SAME_IN_ALL == REFUSED_OTHERWISE.get(family.name, set())
+
+
+OF_THE_CLASS = {"attribute_map", "sub_configs", "keys_to_ignore_at_inference", "base_config_key"}
+"""Annotations of config classes that are no fields of config.json."""
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=[family.name for family in FAMILIES])
+def test_fields_of_transformers_are_known_to_the_family(family):
+    config_class = getattr(transformers, draw(family.name, 0).config_class)
+    annotated = {name for kind in config_class.__mro__ for name in vars(kind).get("__annotations__", {})}
+    own = annotated - set(transformers.PreTrainedConfig.__annotations__) - OF_THE_CLASS
+    fields = family.fields
+    known = fields.implemented | fields.no_effect | set(fields.one_value) | NO_EFFECT | IDENTITY | set(ONE_VALUE)
+    assert {name for name in own - known if not name.startswith("_") and not name.endswith("_plan")} == set()
+    assert len(own) > 8
 
 
 def test_draw_is_the_same_for_the_same_seed():

@@ -37,7 +37,7 @@ from tandem_lab.verify.engines import Alone
 CONTEXT = 400
 CLOSE = 2e-4
 """Logprobs of runs of other lengths differ by roundings."""
-MAX_TURNS = 200_000
+MAX_TURNS = 2_000_000
 REGEX = GrammarSpec(kind=GrammarKind.REGEX, source=r"[a-z ]{3,30}(!|\?)")
 HOST = HostConfig(enable_cache=True, size_bytes=8 << 20, swap_bytes=4 << 20)
 NGRAM = SpecConfig(algorithm=SpecAlgorithm.NGRAM, prompt_lookup_min=1, prompt_lookup_max=3, adaptive=False)
@@ -125,7 +125,7 @@ class Walk:
                 self._begin(begin)
             if self.asked and self.dice.random() < 0.01:
                 self._abort(self.dice.choice([*self.asked.values()]))
-            if len(self.engines) > 1 and self._count < requests and self.dice.random() < 0.03:
+            if len(self.engines) > 1 and self._count < requests and self.dice.random() < 0.08:
                 self._change_roles()
             for engine in self.engines:
                 engine.step()

@@ -72,8 +72,8 @@ def forms(family: str, tiny: TinyModel, *, packed: bool) -> tuple[str, ...]:
     """Those in which models of the family are published."""
     if family not in NATIVE:
         return (PLAIN,)
-    if family == "gpt_oss" and fits_mxfp4(tiny.fields):
-        return (MXFP4,)
+    if family == "gpt_oss":
+        return (MXFP4,) if fits_mxfp4(tiny.fields) else (PLAIN, HEAD)
     ahead = (HEAD,) if family not in PREDICT_AHEAD else (AHEAD,) if _has_model_of_layer_ahead(tiny.fields) else ()
     return (PLAIN, *ahead, *((FP8, INT4, INT8) if packed else ()))
 
@@ -104,6 +104,9 @@ def _packed(tiny: TinyModel, seed: int, folder: Path, form: str) -> Written:
     if form == MXFP4:
         write_mxfp4(plain, checkpoint, worth=worth, seed=seed)
     else:
+        inputs = [matrix.shape[1] for _, matrix in _matrices(load_file(plain / "model.safetensors"))]
+        # A word has eight inputs of four bits, and published matrices have whole words.
+        form = INT8 if form == INT4 and any(count % 8 for count in inputs) else form
         _pack(plain, checkpoint, worth, *SCHEMES[form])
     return Written(checkpoint=checkpoint, form=form, worth=worth)
 
