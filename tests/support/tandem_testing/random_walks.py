@@ -222,8 +222,12 @@ class Walk:
     def _both_ends(message: GenerateRequest, sender: Engine, receiver: Engine, *, moving: bool) -> None:
         for side, engine, other in ((HandoffSide.RECEIVE, receiver, sender), (HandoffSide.SEND, sender, receiver)):
             handoff = Handoff(side=side, room=message.rid, generation=1, peer=other.me, moving=moving)
-            session = message.session if side is HandoffSide.RECEIVE else None
-            engine.add(msgspec.structs.replace(message, handoff=handoff, session=session))
+            end = msgspec.structs.replace(message, handoff=handoff)
+            if message.session is not None and side is HandoffSide.SEND:
+                # As the gateway does: an output that ends with its first token would send no KV.
+                longer = msgspec.structs.replace(message.sampling, max_tokens=max(2, message.sampling.max_tokens))
+                end = msgspec.structs.replace(end, session=None, sampling=longer)
+            engine.add(end)
 
     # What happens to it
 
