@@ -8,6 +8,7 @@
 4. the first difference ends the run with exit status 1. A path without the effect that it is named after, such as one
    without a prefix to fetch, proves nothing: the other paths run, and the exit status is 4. A path that engines of the
    model reject when they start, such as a draft model that keeps states, is left out and named
+5. a difference in float32 counts only if it is larger than what rounding explains in transformers itself (`rounding`)
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ from tandem_engine.config import (
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.model.weights import can_share, require_shareable
 from tandem_engine.speculative.mtp import has_layer_ahead
-from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound
+from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound, tolerance_of
 from tandem_lab.verify.path import Path
 from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_lab.verify.reference import (
@@ -40,6 +41,7 @@ from tandem_lab.verify.reference import (
     generate_references,
     make_prompts,
 )
+from tandem_lab.verify.rounding import Rounding
 from tandem_lab.verify.verification import Verification
 
 if TYPE_CHECKING:
@@ -163,6 +165,13 @@ def run_verify(
         # The second turn of a session follows the first's tokens, which need not be the reference's.
         paths = [path for path in paths if not path.sessions]
     score = RememberedScores(reference.score) if rounds else None
+    rounding = None
+    if not rounds and kv_dtype is KvCacheDtype.AUTO and not adapters:
+        rounding = Rounding(
+            score=RememberedScores(reference.score),
+            exact=lambda: TransformersReference(model_path, computes=torch.float64).score,
+            references=references.outputs,
+        )
     verification = Verification(
         model=model,
         references=references.outputs,
@@ -172,13 +181,14 @@ def run_verify(
         host=host,
         score=score,
         bound=MIN_BOUND if score is None else _bound(model_path, model.dtype, score, references.outputs),
+        rounding=rounding,
     )
     if kv_dtype is not KvCacheDtype.AUTO:
         verification = verification.with_references_of(paths[0])
     left_out = _left_out(verification, paths)
     paths = [path for path in paths if path.name not in left_out]
     results = _run_paths(verification, paths, as_json=as_json)
-    bound = verification.logprob_bound
+    bound, usual = verification.logprob_bound, tolerance_of(rounded_kv=verification.rounded_kv)
     different = any(not result.equal for result in results)
     idle = sum(result.not_exercised is not None for result in results)
     if as_json:
@@ -199,7 +209,8 @@ def run_verify(
         print(msgspec.json.encode(report).decode())
     else:
         print(
-            f"\n{_verdict(bound, different=different, idle=idle, rounds=rounds)}: {len(references.outputs)} prompts, "
+            f"\n{_verdict(bound, different=different, idle=idle, rounds=rounds or bound > usual)}: "
+            f"{len(references.outputs)} prompts, "
             f"{len(results)} of {len(paths)} paths run"
         )
         for reason in dict.fromkeys(left_out.values()):
