@@ -15,6 +15,7 @@ from tandem_testing.random_models.forms import MXFP4, fits_mxfp4, write_draw
 from tandem_testing.random_walks import differences, walked
 
 Fields = Mapping[str, Any]
+REQUESTS = 18
 
 
 def short_window(fields: Fields) -> bool:
@@ -45,13 +46,13 @@ def loaded(request, tmp_path_factory) -> LoadedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("paired", [True, False], ids=["two engines", "one engine"])
-def test_random_walk_changes_no_token(loaded, paired, seed):
+def test_random_walk_changes_no_token(loaded, paired):
     with one_grammar_process():
-        with walked(loaded, Random(f"{paired} {seed}"), requests=40, paired=paired) as walk:
+        with walked(loaded, Random(f"{paired} 1"), requests=REQUESTS, paired=paired) as walk:
             problems = [problem for engine in walk.engines for problem in engine.audit().problems]
             assert problems == []
             assert all(engine.audit().held == 0 for engine in walk.engines)
             assert (walk.moved > 0) is paired
+            assert any(engine.scheduler.stats().retracted_total for engine in walk.engines)
         assert differences(loaded, walk) == []

@@ -41,7 +41,7 @@ MAX_TURNS = 2_000_000
 REGEX = GrammarSpec(kind=GrammarKind.REGEX, source=r"[a-z ]{3,30}(!|\?)")
 HOST = HostConfig(enable_cache=True, size_bytes=8 << 20, swap_bytes=4 << 20)
 NGRAM = SpecConfig(algorithm=SpecAlgorithm.NGRAM, prompt_lookup_min=1, prompt_lookup_max=3, adaptive=False)
-LEASE_S = 120.0
+LEASE_S = 600.0
 """One thread turns both engines, so a step of one keeps the other from renewing what it has granted."""
 
 
@@ -117,15 +117,18 @@ class Walk:
     _count: int = 0
 
     def run(self, requests: int) -> None:
-        """Begin so many, and go on until all have ended."""
+        """Begin so many, or more until one has moved between two engines, and go on until all have ended."""
         begin = tuple(self._tokens(150))
-        turns = 0
-        while self._count < requests or self.asked or not all(engine.idle for engine in self.engines):
-            if self._count < requests and len(self.asked) < 8 and self.dice.random() < 0.3:
+        turns, paired = 0, len(self.engines) > 1
+        while True:
+            more = self._count < requests or (paired and not self.moved)
+            if not more and not self.asked and all(engine.idle for engine in self.engines):
+                break
+            if more and len(self.asked) < 8 and self.dice.random() < 0.3:
                 self._begin(begin)
             if self.asked and self.dice.random() < 0.01:
                 self._abort(self.dice.choice([*self.asked.values()]))
-            if len(self.engines) > 1 and self._count < requests and self.dice.random() < 0.08:
+            if paired and more and self.dice.random() < 0.08:
                 self._change_roles()
             for engine in self.engines:
                 engine.step()
