@@ -5,9 +5,10 @@ import transformers
 
 from tandem_engine.model.families.registry import FAMILIES
 from tandem_engine.model.known_fields import IDENTITY, NO_EFFECT, ONE_VALUE
+from tandem_engine.model.tensor_aliases import ALIASES
 from tandem_testing.mutated_configs.comparison import Outcome
 from tandem_testing.random_models.draws import DRAWS, NATIVE, draw
-from tandem_testing.random_models.forms import write_draw
+from tandem_testing.random_models.forms import PREDICT_AHEAD, write_draw
 from tandem_testing.random_models.run import by_paths, compared
 from tandem_testing.random_models.through_transformers import PLAIN, WITH_STATES
 from tandem_testing.random_models.towers import TOWERS
@@ -99,6 +100,10 @@ def test_fields_of_transformers_are_known_to_the_family(family):
     known = fields.implemented | fields.no_effect | set(fields.one_value) | NO_EFFECT | IDENTITY | set(ONE_VALUE)
     assert {name for name in own - known if not name.startswith("_") and not name.endswith("_plan")} == set()
     assert len(own) > 8
+
+
+def test_layers_ahead_are_drawn_where_families_have_them():
+    assert set(PREDICT_AHEAD) == {name for name, aliases in ALIASES.items() if aliases.can_predict_ahead}
 
 
 def test_draw_is_the_same_for_the_same_seed():

@@ -151,6 +151,7 @@ class Walk:
         return [self.dice.randrange(self.vocab_size) for _ in range(count)]
 
     def _begin(self, begin: tuple[int, ...]) -> None:
+        """A request of any kind: `scored` wants the logprobs of its prompt, `none` the least output."""
         prompt = (*begin[: self.dice.choice((0, 0, 17, 64, 130))], *self._tokens(self.dice.randint(1, 60)))
         kind = self.dice.choice(
             ("greedy", "greedy", "seeded", "choices", "scored", "edited", "none", "chat", "grammar")
