@@ -115,7 +115,7 @@ fuzz: setup ## Ask a gateway a hundred thousand random requests (ARGS="--request
 mutate: setup ## Change config.json of tiny checkpoints and compare with transformers (ARGS="--model NAME --seed N --json FILE", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.mutated_configs $(ARGS)
 
-random-models: setup ## Draw models of every family with sizes that no test has, and compare with transformers (ARGS="--family NAME --paths")
+random-models: setup ## Draw models of every family with sizes that no test has, and compare with transformers (ARGS="--family NAME --by fleet", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.random_models $(ARGS)
 
 console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)

@@ -33,9 +33,11 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
         help="verify that greedy output equals transformers on a checkpoint",
         description="Generate the same prompts with transformers and with Tandem on every path (whole, chunked, "
         "prefix-cached, mixed, retracted, overlap on and off, page sizes 1/16/64, disaggregated over NIXL, several "
-        "ranks). In float32 compare token by token, and logprobs within 1e-4. In bfloat16 compare logprobs within "
+        "ranks). In float32 compare token by token, and logprobs within 1e-4; if they differ, within twice the largest "
+        "error of transformers in float32 against float64. In bfloat16 compare logprobs within "
         "twice the largest error of transformers in bfloat16 against float32. Exit status 1 at the first "
-        "difference, 4 if a path was not exercised (the other paths run).",
+        "difference, 4 if a path was not exercised (the other paths run). Paths that engines of the model reject at "
+        "start, such as a draft model that keeps states, are left out and named.",
         epilog=EXAMPLES,
     )
     parser.add_argument("--model", metavar="PATH", help="checkpoint directory (default: the bundled model)")

@@ -6,7 +6,9 @@
 2. Tandem loads the checkpoint once; each path builds an engine (or a pair) around it
 3. each path's outputs are compared; the table grows as paths finish
 4. the first difference ends the run with exit status 1. A path without the effect that it is named after, such as one
-   without a prefix to fetch, proves nothing: the other paths run, and the exit status is 4
+   without a prefix to fetch, proves nothing: the other paths run, and the exit status is 4. A path that engines of the
+   model reject when they start, such as a draft model that keeps states, is left out and named
+5. a difference in float32 counts only if it is larger than what rounding explains in transformers itself (`rounding`)
 """
 
 from collections.abc import Sequence
@@ -29,7 +31,7 @@ from tandem_engine.config import (
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.model.weights import can_share, require_shareable
 from tandem_engine.speculative.mtp import has_layer_ahead
-from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound
+from tandem_lab.verify.compare import MIN_BOUND, PathResult, RememberedScores, Score, logprob_bound, tolerance_of
 from tandem_lab.verify.path import Path
 from tandem_lab.verify.paths import DraftPaths, make_paths, on_ranks
 from tandem_lab.verify.reference import (
@@ -39,10 +41,18 @@ from tandem_lab.verify.reference import (
     generate_references,
     make_prompts,
 )
+from tandem_lab.verify.rounding import Rounding
 from tandem_lab.verify.verification import Verification
 
 if TYPE_CHECKING:
     import torch
+
+
+class LeftOut(msgspec.Struct, frozen=True, kw_only=True):
+    """A path that engines of the model reject at their start."""
+
+    path: str
+    reason: str
 
 
 class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -59,10 +69,12 @@ class VerifyReport(msgspec.Struct, frozen=True, kw_only=True):
     transformers: str
     prompts: int
     equal: bool
-    """Every path ran, did what it is named after, and equals the reference."""
+    """Every path that the model takes ran, did what it is named after, and equals the reference."""
     not_exercised: int
     """Paths that did not do what they are named after."""
     paths: tuple[PathResult, ...]
+    left_out: tuple[LeftOut, ...]
+    """Paths that the model does not take."""
 
 
 def print_head() -> None:
@@ -153,6 +165,13 @@ def run_verify(
         # The second turn of a session follows the first's tokens, which need not be the reference's.
         paths = [path for path in paths if not path.sessions]
     score = RememberedScores(reference.score) if rounds else None
+    rounding = None
+    if not rounds and kv_dtype is KvCacheDtype.AUTO and not adapters:
+        rounding = Rounding(
+            score=RememberedScores(reference.score),
+            exact=lambda: TransformersReference(model_path, computes=torch.float64).score,
+            references=references.outputs,
+        )
     verification = Verification(
         model=model,
         references=references.outputs,
@@ -162,11 +181,14 @@ def run_verify(
         host=host,
         score=score,
         bound=MIN_BOUND if score is None else _bound(model_path, model.dtype, score, references.outputs),
+        rounding=rounding,
     )
     if kv_dtype is not KvCacheDtype.AUTO:
         verification = verification.with_references_of(paths[0])
+    left_out = _left_out(verification, paths)
+    paths = [path for path in paths if path.name not in left_out]
     results = _run_paths(verification, paths, as_json=as_json)
-    bound = verification.logprob_bound
+    bound, usual = verification.logprob_bound, tolerance_of(rounded_kv=verification.rounded_kv)
     different = any(not result.equal for result in results)
     idle = sum(result.not_exercised is not None for result in results)
     if as_json:
@@ -182,14 +204,24 @@ def run_verify(
             equal=not different and not idle,
             not_exercised=idle,
             paths=tuple(results),
+            left_out=tuple(LeftOut(path=name, reason=reason) for name, reason in left_out.items()),
         )
         print(msgspec.json.encode(report).decode())
     else:
         print(
-            f"\n{_verdict(bound, different=different, idle=idle, rounds=rounds)}: {len(references.outputs)} prompts, "
+            f"\n{_verdict(bound, different=different, idle=idle, rounds=rounds or bound > usual)}: "
+            f"{len(references.outputs)} prompts, "
             f"{len(results)} of {len(paths)} paths run"
         )
+        for reason in dict.fromkeys(left_out.values()):
+            print(f"left out, as {reason}: {', '.join(name for name, each in left_out.items() if each == reason)}")
     return DIFFERENT if different else NOT_EXERCISED if idle else 0
+
+
+def _left_out(verification: Verification, paths: Sequence[Path]) -> dict[str, str]:
+    """Names of the `paths` that the model does not take, and why."""
+    reasons = {path.name: verification.why_not(path) for path in paths}
+    return {name: reason for name, reason in reasons.items() if reason is not None}
 
 
 def _verdict(bound: float, *, different: bool, idle: int, rounds: bool) -> str:

@@ -30,6 +30,9 @@ from tandem_lab.verify.reference import ReferenceOutput, Scored
 
 LOGPROB_TOLERANCE = 1e-4
 
+MOST_ROUNDING = 0.01
+"""Above this no model is verified, however sensitive it is to rounding."""
+
 ROUNDED_KV_TOLERANCE = 0.05
 """Where KV has another dtype than the model: what differs in the last bit may be rounded to the other side."""
 
@@ -224,7 +227,9 @@ Score = Callable[[Sequence[int], Sequence[int]], Scored]
 """(tokens before, tokens) → what the reference gives for the latter."""
 
 
-def logprob_bound(truth: Score, rounded: Score, references: Sequence[ReferenceOutput]) -> float:
+def logprob_bound(
+    truth: Score, rounded: Score, references: Sequence[ReferenceOutput], *, least: float = MIN_BOUND
+) -> float:
     """How far logprobs may be from the truth, in nats, by what `rounded` makes of the reference outputs."""
     errors = [
         abs(mine - exact)
@@ -235,7 +240,7 @@ def logprob_bound(truth: Score, rounded: Score, references: Sequence[ReferenceOu
             strict=True,
         )
     ]
-    return max(MIN_BOUND, MARGIN * max(errors))
+    return max(least, MARGIN * max(errors))
 
 
 @dataclass(slots=True)

@@ -40,6 +40,7 @@ from tandem_lab.verify.engines import (
 )
 from tandem_lab.verify.path import Path, accepted_drafts, missing_effect, unexpected_faults
 from tandem_lab.verify.reference import ReferenceOutput
+from tandem_lab.verify.rounding import Rounding
 
 STAGGER_STEPS = 3
 
@@ -70,6 +71,8 @@ class Verification:
     """What the reference gives for tokens, where the model's dtype rounds too much for them to be equal (`rounded`)."""
     bound: float = MIN_BOUND
     """How far logprobs may be from the truth of `score`."""
+    rounding: Rounding | None = None
+    """How sensitive the model is to rounding in float32; asked when first an output differs."""
     host: str = LOOPBACK
     """Address of this machine for engines that exchange KV."""
     ranks: dict[tuple[str, int], ThreadRanks] = field(default_factory=dict)
@@ -82,22 +85,19 @@ class Verification:
     @property
     def logprob_bound(self) -> float:
         """How far a logprob may be from the reference's."""
-        return self.bound if self.score is not None else tolerance_of(rounded_kv=self.rounded_kv)
+        if self.score is not None:
+            return self.bound
+        measured = 0.0 if self.rounding is None else self.rounding.measured
+        return max(tolerance_of(rounded_kv=self.rounded_kv), measured)
 
     def run(self, path: Path) -> PathResult:
         """Build what the path needs, drive it, compare. Raises nothing for a difference: it is the result."""
         began = time.perf_counter()
-        config = replace(
-            self.model.config,
-            cache=self._cache(path),
-            scheduler=path.scheduler,
-            speculative=path.speculative,
-            graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS, prompt_sizes=GRAPH_TOKENS),
-        )
-        peers = path.disaggregated or path.drained or path.fetched
-        reason = unsupported(self.model.model_config, config) or self._not_taken(path)
+        reason = self.why_not(path)
         if reason is not None:
             return not_run(path, reason)
+        config = self._config(path)
+        peers = path.disaggregated or path.drained or path.fetched
         if path.restart:
             return self._restarted(path, config, began)
         if peers:
@@ -114,8 +114,21 @@ class Verification:
                 generate = in_turns(generate) if path.sessions else appended(generate)
             return self._compare(path, generate, (engine,), began)
 
+    def _config(self, path: Path) -> EngineConfig:
+        return replace(
+            self.model.config,
+            cache=self._cache(path),
+            scheduler=path.scheduler,
+            speculative=path.speculative,
+            graphs=GraphConfig(enabled=path.graphs, sizes=GRAPH_ROWS, prompt_sizes=GRAPH_TOKENS),
+        )
+
+    def why_not(self, path: Path) -> str | None:
+        """Why engines of this model do not take `path`, as docs/features.md has it; None where they do."""
+        return unsupported(self.model.model_config, self._config(path)) or self._not_taken(path)
+
     def _not_taken(self, path: Path) -> str | None:
-        """Why `path` is not for models that keep more than K and V of equal heads; None where it is, or others do."""
+        """The reason of models that keep more than K and V of equal heads."""
         facts = self.model.model_config
         unequal = (path.disaggregated or path.drained or path.fetched) and path.tp_size != path.receiver_tp_size
         if facts.varied is not None and unequal:
@@ -200,10 +213,13 @@ class Verification:
         rivals = RIVALS if self.rounded_kv else 0
         requests = requests_for(path, references, self.max_tokens, path.name, rivals=rivals)
         outputs = generate(requests, _stagger(path))
-        if self.score is None:
-            found = compare(requests, outputs, references, rounded_kv=self.rounded_kv)
-        else:
+        if self.score is not None:
             found = compare_scored(requests, outputs, references, self.score, self.bound)
+        else:
+            found = compare(requests, outputs, references, rounded_kv=self.rounded_kv)
+            # The second turn of a session follows the tokens of its first, which must be the reference's.
+            if found.difference is not None and self.rounding is not None and not path.sessions:
+                found = self.rounding.compare(requests, outputs, references, otherwise=found)
         again = outputs
         if path.twice:
             tag = f"{path.name}, again"

@@ -111,7 +111,8 @@ def add_mtp_layer(checkpoint: Path, *, seed: int = 5) -> Path:
     added |= {f"{outer}{name}.weight": like(torch.empty(size)) for name in norms}
     if not beside:
         added[f"{ahead}embed_tokens.weight"] = tensors["model.embed_tokens.weight"].clone()
-        added[f"{ahead}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
+        output = tensors.get("lm_head.weight", tensors["model.embed_tokens.weight"])
+        added[f"{ahead}shared_head.head.weight"] = output.clone()
     added[f"{outer}{'fc' if beside else 'eh_proj'}.weight"] = like(torch.empty(size, 2 * size))
     save_file({**tensors, **added}, file, metadata={"format": "pt"})
     return checkpoint

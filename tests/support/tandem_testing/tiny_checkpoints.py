@@ -746,7 +746,7 @@ def write_tiny_eagle3(target: Path, directory: Path, *, seed: int = 1, layers: t
     projections = {"q_proj": (4 * width, 2 * size), "k_proj": (2 * width, 2 * size), "v_proj": (2 * width, 2 * size)}
     blocks = {"gate_proj": (inner, size), "up_proj": (inner, size), "down_proj": (size, inner)}
     tensors = {
-        "fc.weight": matrix(size, 3 * size),
+        "fc.weight": matrix(size, size * (3 if layers is None else len(layers))),
         "lm_head.weight": matrix(len(own), size),
         "norm.weight": norm(),
         "d2t": own - torch.arange(len(own)),

@@ -31,6 +31,7 @@ from tandem_engine.base.errors import WireError
 from tandem_engine.base.release import RELEASE
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
+from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, FailureCause, TokenSink
@@ -85,9 +86,19 @@ def with_handoff(
 ) -> GenerateRequest:
     """One end of a handoff whose other end is `peer`."""
     handoff = Handoff(side=side, room=request.rid, generation=generation, peer=_address(peer), moving=moving)
+    request = msgspec.structs.replace(request, handoff=handoff)
+    if request.session is None or side is HandoffSide.RECEIVE:
+        return request
     # The worker that receives the KV of a session's first turn keeps the session.
-    session = request.session if side is HandoffSide.RECEIVE else None
-    return msgspec.structs.replace(request, handoff=handoff, session=session)
+    return msgspec.structs.replace(request, session=None, sampling=_without_end(request.sampling))
+
+
+def _without_end(sampling: SamplingParams) -> SamplingParams:
+    """The same first token, which does not end the output: if it did, no KV would be sent, and no session be kept."""
+    sampling = msgspec.structs.replace(sampling, max_tokens=max(sampling.max_tokens, 2))
+    if sampling.min_tokens:
+        return sampling
+    return msgspec.structs.replace(sampling, ignore_eos=True, stop=(), stop_token_ids=())
 
 
 def pair_of_requests(

@@ -245,16 +245,21 @@ class Run:
 
     async def lost_attempts(self) -> float:
         """Attempts so far that neither ended by themselves nor were stopped by their client."""
-        # One reading of each gateway: attempts that finish between two readings are not lost.
-        return sum([_lost_attempts(await self.fleet.metrics(gateway.url)) for gateway in self.fleet.gateways])
+        return await lost_attempts(self.fleet)
 
     async def settled(self, timeout_s: float = SETTLE_TIMEOUT_S) -> None:
         """Wait until every engine is idle and empty its cache: every page must be free then."""
         for worker in self.fleet.workers:
-            leaked, problems = await _leaked_pages(self.fleet, worker, timeout_s)
+            leaked, problems = await leaked_pages(self.fleet, worker, timeout_s)
             self.damage += Damage(leaked=leaked)
             self.expect(leaked == 0, f"{worker.id} leaked {leaked} pages")
             self.expect(not problems, f"{worker.id}: {problems}")
+
+
+async def lost_attempts(fleet: Fleet) -> float:
+    """See `Run.lost_attempts`."""
+    # One reading of each gateway: attempts that finish between two readings are not lost.
+    return sum([_lost_attempts(await fleet.metrics(gateway.url)) for gateway in fleet.gateways])
 
 
 def _lost_attempts(metrics: str) -> float:
@@ -263,7 +268,7 @@ def _lost_attempts(metrics: str) -> float:
     return metric_sum(metrics, name) - sum(ended)
 
 
-async def _leaked_pages(fleet: Fleet, worker: Worker, timeout_s: float) -> tuple[int, list[str]]:
+async def leaked_pages(fleet: Fleet, worker: Worker, timeout_s: float) -> tuple[int, list[str]]:
     """Pages that are not free though nobody uses them, and what the engine's audit complains of."""
     report: dict[str, object] = {}
 

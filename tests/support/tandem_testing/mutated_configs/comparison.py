@@ -57,8 +57,11 @@ class Computed:
     """Decoded after the first prompt."""
 
 
-def compare(directory: Path, *, impl: ModelImpl = ModelImpl.AUTO) -> Comparison:
-    """Load the checkpoint in `directory` both ways and compare logits of whole prompts and tokens of a decode."""
+def compare(directory: Path, *, impl: ModelImpl = ModelImpl.AUTO, worth: Path | None = None) -> Comparison:
+    """Load the checkpoint in `directory` both ways and compare logits of whole prompts and tokens of a decode.
+
+    `worth`: another one, which transformers is to load.
+    """
     try:
         with _quiet():
             config = read_model_config(directory, impl=impl)
@@ -77,7 +80,7 @@ def compare(directory: Path, *, impl: ModelImpl = ModelImpl.AUTO) -> Comparison:
     prompts = [torch.randint(config.vocab_size, (length,), generator=generator) for length in lengths]
     try:
         with _quiet():
-            theirs = _theirs(directory, prompts)
+            theirs = _theirs(worth or directory, prompts)
     except Exception as error:  # noqa: BLE001 - whatever transformers raises
         return Comparison(outcome=Outcome.NO_REFERENCE, detail=repr(error)[:200], impl=model.config.impl)
     try:

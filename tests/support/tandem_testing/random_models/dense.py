@@ -42,7 +42,7 @@ def _qwen(rng: Random, config_class: str, fields: dict[str, Any]) -> TinyModel:
 
 
 def qwen2(rng: Random) -> TinyModel:
-    return _qwen(rng, "Qwen2Config", decoder(rng, head_dim=False))
+    return _qwen(rng, "Qwen2Config", decoder(rng, head_dim=None))
 
 
 def qwen3(rng: Random) -> TinyModel:
@@ -67,7 +67,11 @@ def gemma3(rng: Random) -> TinyModel:
         FULL: rotation(rng, exclude=("dynamic", "yarn")),
         SLIDING: {"rope_type": "default", "rope_theta": rng.choice((100.0, 10_000.0))},
     }
-    return TinyModel(config_class="Gemma3TextConfig", fields=_gemma(rng) | {"rope_parameters": sets})
+    fields = _gemma(rng) | {"rope_parameters": sets}
+    if rng.random() < 0.4:
+        del fields["layer_types"]
+        fields |= some(rng, sliding_window_pattern=(2, 3, 6))
+    return TinyModel(config_class="Gemma3TextConfig", fields=fields)
 
 
 def gemma4(rng: Random) -> TinyModel:
@@ -116,12 +120,12 @@ def gemma4(rng: Random) -> TinyModel:
 
 
 def olmo2(rng: Random) -> TinyModel:
-    fields = decoder(rng, head_dim=False) | some(rng, attention_bias=(True, False))
+    fields = decoder(rng, head_dim=None) | some(rng, attention_bias=(True, False))
     return TinyModel(config_class="Olmo2Config", fields=fields | {"rope_parameters": rotation(rng)})
 
 
 def olmo3(rng: Random) -> TinyModel:
-    fields = decoder(rng, head_dim=False) | some(rng, attention_bias=(True, False))
+    fields = decoder(rng, head_dim=None) | some(rng, attention_bias=(True, False))
     sets = {FULL: rotation(rng, exclude=("dynamic",)), SLIDING: {"rope_type": "default", "rope_theta": 500_000.0}}
     sets[FULL].pop("truncate", None)
     fields |= windows(rng, fields["num_hidden_layers"]) | {"rope_parameters": sets}
@@ -131,7 +135,13 @@ def olmo3(rng: Random) -> TinyModel:
 def exaone4(rng: Random) -> TinyModel:
     fields = decoder(rng)
     layers = fields["num_hidden_layers"]
-    pattern = rng.choice((windows(rng, layers), {"sliding_window": None, "layer_types": [FULL] * layers}))
+    pattern = rng.choice(
+        (
+            windows(rng, layers),
+            {"sliding_window": None, "layer_types": [FULL] * layers},
+            some(rng, sliding_window=WINDOWS, sliding_window_pattern=(2, 4)),
+        )
+    )
     return TinyModel(config_class="Exaone4Config", fields=fields | pattern | {"rope_parameters": rotation(rng)})
 
 
@@ -142,14 +152,15 @@ def glm4(rng: Random) -> TinyModel:
 
 
 def cohere2(rng: Random) -> TinyModel:
-    fields = decoder(rng, head_dim=False) | some(rng, attention_bias=(True, False), logit_scale=(0.5, 0.0625))
+    fields = decoder(rng, head_dim=None) | some(rng, attention_bias=(True, False), logit_scale=(0.5, 0.0625))
     fields["layer_norm_eps"] = fields.pop("rms_norm_eps")
-    fields |= windows(rng, fields["num_hidden_layers"]) | {"rope_parameters": rotation(rng)}
+    pattern = some(rng, sliding_window=WINDOWS, sliding_window_pattern=(2, 4))
+    fields |= rng.choice((windows(rng, fields["num_hidden_layers"]), pattern)) | {"rope_parameters": rotation(rng)}
     return TinyModel(config_class="Cohere2Config", fields=fields)
 
 
 def phi3(rng: Random) -> TinyModel:
-    fields = decoder(rng, head_dim=False) | some(rng, sliding_window=(*WINDOWS, None))
+    fields = decoder(rng, head_dim=None) | some(rng, sliding_window=(*WINDOWS, None))
     size = head_size(fields)
     rope = {"rope_type": "default", "rope_theta": 10_000.0, **partial(rng, size)}
     if rng.random() < 0.6:
@@ -166,7 +177,7 @@ def phi3(rng: Random) -> TinyModel:
 
 
 def granite(rng: Random) -> TinyModel:
-    fields = decoder(rng, head_dim=False) | some(
+    fields = decoder(rng, head_dim=None) | some(
         rng,
         attention_bias=(True, False),
         mlp_bias=(True, False),
@@ -179,11 +190,12 @@ def granite(rng: Random) -> TinyModel:
 
 
 def smollm3(rng: Random) -> TinyModel:
-    fields = decoder(rng, head_dim=False) | some(rng, attention_bias=(True, False), mlp_bias=(True, False))
+    fields = decoder(rng, head_dim=None) | some(rng, attention_bias=(True, False), mlp_bias=(True, False))
     layers = fields["num_hidden_layers"]
     slides = {"use_sliding_window": True, "sliding_window": rng.choice(WINDOWS)}
     fields |= rng.choice(({}, slides, slides | {"layer_types": kinds(rng, layers)}))
-    fields |= {"no_rope_layers": [rng.randint(0, 1) for _ in range(layers)], "rope_parameters": rotation(rng)}
+    still = rng.choice(({"no_rope_layers": [rng.randint(0, 1) for _ in range(layers)]}, {"no_rope_layer_interval": 2}))
+    fields |= still | {"rope_parameters": rotation(rng)}
     return TinyModel(config_class="SmolLM3Config", fields=fields)
 
 

@@ -1,5 +1,6 @@
 """Draws of families whose layers choose experts, latents and states included."""
 
+from math import lcm
 from random import Random
 from typing import Any
 
@@ -54,7 +55,7 @@ def qwen3_moe(rng: Random) -> TinyModel:
 
 
 def qwen2_moe(rng: Random) -> TinyModel:
-    fields = decoder(rng, head_dim=False) | _count(rng, "num_experts", "num_experts_per_tok")
+    fields = decoder(rng, head_dim=None) | _count(rng, "num_experts", "num_experts_per_tok")
     layers = fields["num_hidden_layers"]
     fields |= _sparse_layers(rng, layers)
     fields |= some(
@@ -85,7 +86,7 @@ def glm4_moe(rng: Random) -> TinyModel:
 
 
 def ernie_moe(rng: Random) -> TinyModel:
-    fields = decoder(rng, head_dim=False) | _count(rng, "moe_num_experts", "moe_k")
+    fields = decoder(rng, head_dim=None) | _count(rng, "moe_num_experts", "moe_k")
     fields |= some(
         rng,
         moe_intermediate_size=(24, 41),
@@ -93,6 +94,7 @@ def ernie_moe(rng: Random) -> TinyModel:
         moe_layer_start_index=(0, 1),
         moe_layer_interval=(1, 2),
         moe_layer_end_index=(-1, 1),
+        moe_norm_min=(1e-12, 0.3),
     )
     return TinyModel(config_class="Ernie4_5_MoeConfig", fields=fields | {"rope_parameters": rotation(rng)})
 
@@ -112,7 +114,11 @@ def gpt_oss(rng: Random) -> TinyModel:
     fields = decoder(rng) | _count(rng, "num_local_experts", "num_experts_per_tok")
     fields |= windows(rng, fields["num_hidden_layers"]) if rng.random() < 0.7 else some(rng, sliding_window=WINDOWS)
     fields |= some(rng, swiglu_limit=(0.5, 1.5, 7.0), attention_bias=(True, False))
-    return TinyModel(config_class="GptOssConfig", fields=fields | {"rope_parameters": rotation(rng)})
+    fields |= {"rope_parameters": rotation(rng)} | some(rng, swiglu_alpha=(1.702, 0.9))
+    if rng.random() < 0.6:
+        # Whole blocks of 32 inputs, so that experts can be MXFP4.
+        fields |= {"hidden_size": lcm(32, fields["num_attention_heads"])} | some(rng, intermediate_size=(32, 64, 96))
+    return TinyModel(config_class="GptOssConfig", fields=fields)
 
 
 def llama4(rng: Random) -> TinyModel:
@@ -129,10 +135,14 @@ def llama4(rng: Random) -> TinyModel:
     )
     fields |= _count(rng, "num_local_experts", "num_experts_per_tok")
     layers = fields["num_hidden_layers"]
-    fields |= {
-        "no_rope_layers": [rng.randint(0, 1) for _ in range(layers - 1)] + [1],
-        "rope_parameters": rotation(rng, exclude=("dynamic", "yarn")),
-    }
+    fields |= rng.choice(
+        (
+            {"no_rope_layers": [rng.randint(0, 1) for _ in range(layers - 1)] + [1]},
+            some(rng, no_rope_layer_interval=(2, 3)),
+        )
+    )
+    fields |= rng.choice(({}, {"moe_layers": [rng.randrange(layers)]}))
+    fields["rope_parameters"] = rotation(rng, exclude=("dynamic", "yarn"))
     if rng.random() < 0.3:
         fields["layer_types"] = kinds(rng, layers, first="chunked_attention")
     return TinyModel(config_class="Llama4TextConfig", fields=fields)
@@ -190,10 +200,14 @@ def delta(rng: Random, **more: Any) -> dict[str, Any]:
     )
     types = kinds(rng, layers, first="linear_attention")
     types[rng.randrange(layers)] = FULL
+    pattern: dict[str, Any] = {"layer_types": types}
+    if layers > 1 and rng.random() < 1 / 3:
+        pattern = {"full_attention_interval": rng.choice([every for every in (2, 4) if every <= layers])}
     rope = {"rope_type": "default", "rope_theta": 1e6, **partial(rng, head_size(fields))}
     return (
         fields
-        | {"num_hidden_layers": layers, "layer_types": types, "rope_parameters": rope}
+        | {"num_hidden_layers": layers, "rope_parameters": rope}
+        | pattern
         | {"linear_num_key_heads": keys, "linear_num_value_heads": keys * ratio}
         | more
     )

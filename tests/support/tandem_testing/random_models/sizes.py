@@ -21,14 +21,16 @@ def some(rng: Random, **chances: tuple[Any, ...]) -> dict[str, Any]:
     return {name: rng.choice(values) for name, values in chances.items()}
 
 
-def decoder(rng: Random, *, head_dim: bool = True, even: int = 2, **more: Any) -> dict[str, Any]:
+def decoder(rng: Random, *, head_dim: bool | None = True, even: int = 2, **more: Any) -> dict[str, Any]:
     """Fields of a plain decoder.
 
     Args:
-        head_dim: whether the family has the field; else hidden_size is a multiple of the heads.
+        head_dim: whether the family has the field; else hidden_size is a multiple of the heads. None: some files have
+            it, though the family derives it.
         even: what a head's size is a multiple of.
         more: fields with other values.
     """
+    head_dim = rng.random() < 1 / 3 if head_dim is None else head_dim
     heads, kv_heads = rng.choice(HEADS)
     size = rng.choice([size for size in HEAD_DIMS if size % even == 0])
     hidden = heads * (rng.choice(HIDDEN_PER_HEAD) if head_dim else size)

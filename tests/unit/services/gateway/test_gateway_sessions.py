@@ -173,6 +173,18 @@ async def test_decode_worker_keeps_session_and_prefills_later_turns(rack, tokeni
     assert (alone.session, alone.handoff) == (SessionRef(id="s", turn=None), None)
 
 
+async def test_first_turn_does_not_end_where_its_prompt_is_computed(rack, tokenizer):
+    """No KV would be sent, and no worker would keep the session."""
+    prefill = rack.add("p", healthy(), Role.PREFILL)
+    decode = rack.add("d", healthy(), Role.DECODE)
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        await turn(gateway, number=0, max_tokens=1, ignore_eos=False, stop="end", stop_token_ids=[7])
+        await turn(gateway, number=0, max_tokens=9, ignore_eos=False, min_tokens=3, stop_token_ids=[7])
+    one, suppressed = prefill.received
+    assert (one.sampling.max_tokens, one.sampling.ignore_eos, one.sampling.stop_token_ids) == (2, True, ())
+    assert (suppressed.sampling, decode.received[0].sampling.max_tokens) == (decode.received[1].sampling, 1)
+
+
 async def test_nothing_is_sent_while_bindings_cannot_be_read(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)

@@ -1,0 +1,58 @@
+"""Engines of a random model of each kind of memory, whose requests are handed over, moved, swapped and aborted."""
+
+from collections.abc import Callable, Mapping
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+
+from tandem_engine.config import EngineConfig
+from tandem_engine.engine.loaded_model import LoadedModel, load
+from tandem_testing.exactness import one_grammar_process
+from tandem_testing.random_models.draws import draw
+from tandem_testing.random_models.forms import MXFP4, fits_mxfp4, write_draw
+from tandem_testing.random_walks import differences, walked
+
+Fields = Mapping[str, Any]
+REQUESTS = 18
+
+
+def short_window(fields: Fields) -> bool:
+    return 3 <= fields["sliding_window"] <= 70 and len(set(fields.get("layer_types", ()))) == 2
+
+
+KINDS: dict[str, tuple[str, Callable[[Fields], bool]]] = {
+    "dense": ("granite", lambda fields: fields["num_hidden_layers"] > 1),
+    "windows": ("gemma3_text", short_window),
+    "chunks": ("llama4_text", lambda fields: 5 <= fields["attention_chunk_size"] <= 100),
+    "latents": ("deepseek_v3", lambda fields: fields["num_hidden_layers"] > 1),
+    "states": ("qwen3_next", lambda fields: len(set(fields.get("layer_types", ()))) == 2),
+    "readers": ("gemma4_text", lambda fields: fields["num_kv_shared_layers"] > 0 and short_window(fields)),
+    "sinks": ("gpt_oss", lambda fields: fits_mxfp4(fields) and short_window(fields)),
+    "states by transformers": ("falcon-h1", lambda fields: fields["num_hidden_layers"] > 1),
+}
+"""A family, and what of its draws has that kind of memory."""
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def loaded(request, tmp_path_factory) -> LoadedModel:
+    torch.set_num_threads(1)
+    family, wanted = KINDS[request.param]
+    seed = next(seed for seed in range(1000) if wanted(draw(family, seed).fields))
+    written = write_draw(family, seed, tmp_path_factory.mktemp("model"))
+    assert (written.form == MXFP4) is (request.param == "sinks")
+    return load(EngineConfig(model_path=str(written.checkpoint), dtype="float32"), progress=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("paired", [True, False], ids=["two engines", "one engine"])
+def test_random_walk_changes_no_token(loaded, paired):
+    with one_grammar_process():
+        with walked(loaded, Random(f"{paired} 1"), requests=REQUESTS, paired=paired) as walk:
+            problems = [problem for engine in walk.engines for problem in engine.audit().problems]
+            assert problems == []
+            assert all(engine.audit().held == 0 for engine in walk.engines)
+            assert (walk.moved > 0) is paired
+            assert any(engine.scheduler.stats().retracted_total for engine in walk.engines)
+        assert differences(loaded, walk) == []
