@@ -19,7 +19,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models random-adapters console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -117,6 +117,9 @@ mutate: setup ## Change config.json of tiny checkpoints and compare with transfo
 
 random-models: setup ## Draw models of every family with sizes that no test has, and compare with transformers (ARGS="--family NAME --paths")
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.random_models $(ARGS)
+
+random-adapters: setup ## Draw LoRA adapters that PEFT makes and compare with its outputs (ARGS="--family NAME --draws N --seed N --engine")
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.lora_draws $(ARGS)
 
 console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)
 	@PYTHONPATH=tests/support $(BIN)/python tools/console_shots.py $(ARGS)

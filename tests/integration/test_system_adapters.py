@@ -15,6 +15,7 @@ import pytest
 from tandem_engine.ipc.keys import KeyPair
 from tandem_lab.verify.reference import TransformersReference
 from tandem_services.cli.flags import bundled_model
+from tandem_services.cli.main import main
 from tandem_services.common.tokens import order_token
 from tandem_testing.adapters import FLEET_ADAPTERS, write_adapter
 from tandem_testing.system_client import SystemClient
@@ -168,7 +169,70 @@ async def test_registered_name_outlives_workers_and_gateway(fleet, merged):
     assert (await fleet.http.post("/v1/completions", json=body_of("fresh", 4))).status_code == 404
 
 
-async def command(fleet: SystemClient, path: str, **body: str) -> set[tuple[str, str]]:
+async def test_replaced_name_answers_with_its_new_content(fleet, merged):
+    """Streams that run end with the former content, and equal prompts find no page of it."""
+    folders = {name: str(fleet.system.run_dir.parent / name) for name in FLEET_ADAPTERS}
+    await command(fleet, "/v1/load_lora_adapter", lora_name="swap", lora_path=folders["one"])
+    expected = (await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"]
+    session = {"session_params": {"id": "swap", "turn": 0}}
+    opened = await fleet.http.post("/v1/completions", json=body_of("swap", 4) | session)
+    assert opened.status_code == 200, opened.text
+    speaking = fleet.chunks.speaking
+    running = [asyncio.create_task(streamed(fleet, "swap", LONG)) for _ in range(4)]
+    await until(lambda: fleet.chunks.speaking >= speaking + len(running), 60.0, "streams speak")
+    replaced = await command(
+        fleet, "/v1/load_lora_adapter", lora_name="swap", lora_path=folders["two"], load_inplace=True
+    )
+    assert {state for _, state in replaced} == {"replaced"}
+    assert not any(task.done() for task in running), "the streams ended too early"
+    for _ in range(2):  # the second time from the prefix cache
+        answers = await asyncio.gather(*(complete(fleet, name) for name in ("swap", "one", "two", fleet.model)))
+        said = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+        assert said == [merged["two"], merged["one"], merged["two"], merged[None]]
+    assert [await task for task in running] == [expected] * len(running)
+    later = {"session_params": {"id": "swap", "turn": 1}}
+    assert (await fleet.http.post("/v1/completions", json=body_of("swap", 4) | later)).status_code == 409
+    await command(fleet, "/v1/unload_lora_adapter", lora_name="swap")
+    await fleet.settled()
+
+
+async def test_streams_of_adapters_outlive_changes_of_roles(fleet):
+    names = (*FLEET_ADAPTERS, fleet.model)
+    expected = [(await complete(fleet, name, max_tokens=LONG))["choices"][0]["token_ids"] for name in names]
+    engines = {name: fleet.system.engine_pid(name) for name in ("decode-0", "decode-1")}
+    try:
+        for worker in engines:
+            speaking = fleet.chunks.speaking
+            running = [asyncio.create_task(streamed(fleet, name, LONG)) for name in names * 2]
+            await until(lambda: fleet.chunks.speaking >= speaking + len(running), 60.0, "streams speak")
+            await set_role(fleet, worker, "prefill")
+            assert [await task for task in running] == expected * 2
+            await set_role(fleet, worker, "decode")
+    finally:
+        for worker in engines:
+            await set_role(fleet, worker, "decode")
+    assert {name: fleet.system.engine_pid(name) for name in engines} == engines
+    await fleet.settled()
+
+
+async def set_role(fleet: SystemClient, worker: str, role: str) -> None:
+    assert await asyncio.to_thread(main, ["ctl", fleet.system.workers[worker], "role", role]) == 0
+
+
+async def streamed(fleet: SystemClient, model: str, max_tokens: int) -> list[int]:
+    """Tokens of one stream."""
+    said: list[int] = []
+    fields = {"stream": True, "return_token_ids": True}
+    async with fleet.http.stream("POST", "/v1/completions", json=body_of(model, max_tokens) | fields) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                said += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+    return said
+
+
+async def command(fleet: SystemClient, path: str, **body: object) -> set[tuple[str, str]]:
     """What each worker did."""
     token = order_token(KeyPair.load(fleet.system.run_dir / "keys.json"))
     answer = await fleet.http.post(path, json=body, headers={"Authorization": f"Bearer {token}"})

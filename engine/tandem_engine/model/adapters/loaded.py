@@ -35,8 +35,19 @@ class LoadedAdapters:
     """That reading and checking them took."""
 
     @classmethod
-    def load(cls, config: AdapterConfig, base: ModelConfig, *, dtype: torch.dtype, device: str, group: TpGroup) -> Self:
+    def load(
+        cls,
+        config: AdapterConfig,
+        base: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        group: TpGroup,
+        keeps_halves: bool = False,
+    ) -> Self:
         """Read all adapters of `config`: the part of this rank of `group`, without a collective.
+
+        `keeps_halves`: see `load_adapter`.
 
         Raises:
             ConfigError: adapters cannot be computed on `device`.
@@ -51,7 +62,7 @@ class LoadedAdapters:
         for source in config.sources:
             try:
                 checkpoint = open_adapter(config.located(source.path), base, max_rank=config.max_rank)
-                weights = load_adapter(checkpoint, base, dtype=dtype, group=group)
+                weights = load_adapter(checkpoint, base, dtype=dtype, group=group, keeps_halves=keeps_halves)
                 weights = replace(weights, sites=together(weights.sites))
             except CheckpointError as error:
                 raise CheckpointError(f"adapter {source.name!r}: {error}") from error
