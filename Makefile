@@ -14,6 +14,8 @@ FAST := tests/test_layout.py tests/unit/operator \
 # Of `make release`: fingerprint of the key of gpg that signs.
 KEY ?=
 CHAOS_ARGS ?=
+# Of `make chaos`: one family of scenarios, such as adapters.
+SCENARIO ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
@@ -97,8 +99,8 @@ bench: setup ## Offline throughput and single-stream latency against transformer
 bench-peers: setup ## Install vLLM, llama.cpp and others, and run them beside Tandem (BENCH_ARGS="--quick", --json, --help)
 	@PYTHONPATH=benchmarks $(BIN)/python -m peers $(BENCH_ARGS)
 
-chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", --list, --help)
-	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(CHAOS_ARGS)
+chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", SCENARIO=adapters, --help)
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(if $(SCENARIO),--only $(SCENARIO)) $(CHAOS_ARGS)
 
 limits: setup ## Load a system in containers with little memory, few processes, files and CPUs (ARGS="--only memory", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.limits $(ARGS)

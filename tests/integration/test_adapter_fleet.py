@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -177,9 +178,7 @@ async def test_replaced_name_answers_with_its_new_content(fleet, merged):
     session = {"session_params": {"id": "swap", "turn": 0}}
     opened = await fleet.http.post("/v1/completions", json=body_of("swap", 4) | session)
     assert opened.status_code == 200, opened.text
-    speaking = fleet.chunks.speaking
-    running = [asyncio.create_task(streamed(fleet, "swap", LONG)) for _ in range(4)]
-    await until(lambda: fleet.chunks.speaking >= speaking + len(running), 60.0, "streams speak")
+    running = await speaking_streams(fleet, ["swap"] * 4)
     replaced = await command(
         fleet, "/v1/load_lora_adapter", lora_name="swap", lora_path=folders["two"], load_inplace=True
     )
@@ -202,9 +201,7 @@ async def test_streams_of_adapters_outlive_changes_of_roles(fleet):
     engines = {name: fleet.system.engine_pid(name) for name in ("decode-0", "decode-1")}
     try:
         for worker in engines:
-            speaking = fleet.chunks.speaking
-            running = [asyncio.create_task(streamed(fleet, name, LONG)) for name in names * 2]
-            await until(lambda: fleet.chunks.speaking >= speaking + len(running), 60.0, "streams speak")
+            running = await speaking_streams(fleet, names * 2)
             await set_role(fleet, worker, "prefill")
             assert [await task for task in running] == expected * 2
             await set_role(fleet, worker, "decode")
@@ -217,6 +214,14 @@ async def test_streams_of_adapters_outlive_changes_of_roles(fleet):
 
 async def set_role(fleet: SystemClient, worker: str, role: str) -> None:
     assert await asyncio.to_thread(main, ["ctl", fleet.system.workers[worker], "role", role]) == 0
+
+
+async def speaking_streams(fleet: SystemClient, models: Sequence[str]) -> "list[asyncio.Task[list[int]]]":
+    """Long ones, each of which has said something."""
+    before = fleet.chunks.speaking
+    running = [asyncio.create_task(streamed(fleet, model, LONG)) for model in models]
+    await until(lambda: fleet.chunks.speaking >= before + len(running), 60.0, "streams speak")
+    return running
 
 
 async def streamed(fleet: SystemClient, model: str, max_tokens: int) -> list[int]:
