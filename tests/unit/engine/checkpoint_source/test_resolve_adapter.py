@@ -73,7 +73,7 @@ def test_second_start_sends_one_request_and_a_commit_none(server: HubServer, hub
 
 def test_new_commit_is_another_folder(server: HubServer, hub: Hub) -> None:
     first = pull(hub)
-    server.repos[REPO].commit({name: b"new" for name in FILES} | {"more": b""})
+    server.repos[REPO].commit(dict.fromkeys(FILES, b"new") | {"more": b""})
     assert pull(hub).commit != first.commit
     assert pull(hub, f"{REPO}@{first.commit}") == first
 
