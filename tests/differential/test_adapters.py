@@ -76,6 +76,7 @@ class World:
                 enable_mixed_chunk=True,
                 enable_overlap=overlap,
                 max_retractions=1000,
+                force_retract_every=7,
             ),
             cache=CacheConfig(
                 page_size=PAGE_SIZE,

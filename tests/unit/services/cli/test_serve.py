@@ -112,7 +112,9 @@ def test_every_worker_has_the_adapter_of_a_repository_in_one_folder(started, tmp
         words = ("--prefill", "1", "--decode", "1", "--lora-modules", "sql=org/sql", f"law={adapter}")
         lines = started(*words)
         assert server.requests.count("GET /api/models/org/sql/revision/main") == 1
-        with pytest.raises(ConfigError, match="--lora-modules: sql: org/none .*there is no folder org/none either"):
+        with pytest.raises(
+            ConfigError, match="--lora-modules: sql: .* has no repository org/none.*there is no folder org/none either"
+        ):
             started("--lora-modules", "sql=org/none")
     for name in ("prefill-0", "decode-0"):
         folder = f"{tmp_path}/cache/models--org--sql/snapshots/{commit}"

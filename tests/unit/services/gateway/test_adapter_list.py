@@ -12,6 +12,7 @@ from tandem_services.common.health import Health
 from tandem_services.gateway.admin import create_admin_app
 from tandem_services.gateway.api.adapter_list import MAX_FAILED, MAX_LIMIT, MAX_WORKERS
 from tandem_services.gateway.app import build_gateway
+from tandem_services.router.decision import WorkerView
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.router_builders import make_view
 from tandem_testing.service_clock import ServiceClock
@@ -21,6 +22,10 @@ WORKERS = MAX_WORKERS + 5
 NAMES = sorted(f"a{number}" for number in range(COUNT))
 
 
+def view(name: str, number: int, **facts: Any) -> WorkerView:
+    return make_view(name, number=number, model="mock", **facts)
+
+
 @pytest.fixture
 def chooser() -> FakeChooser:
     """Many adapters on many workers, which all fail with the first of them."""
@@ -28,10 +33,7 @@ def chooser() -> FakeChooser:
     failed = (FailedAdapter(name="a0", digest=f"{0:032x}", reason="no such folder"),)
     memory = AdapterMemory(limit=256, loads=True, resident=tuple(each.digest for each in many.values()), failed=failed)
     return FakeChooser(
-        [
-            make_view(f"w{number:02}", number=1 + number, adapters=many, adapter_memory=memory)
-            for number in range(WORKERS)
-        ]
+        [view(f"w{number:02}", 1 + number, adapters=many, adapter_memory=memory) for number in range(WORKERS)]
     )
 
 
@@ -74,7 +76,7 @@ async def test_adapter_names_some_workers_and_counts_all(admin: httpx.AsyncClien
 async def test_page_begins_after_an_adapter_that_is_gone(admin: httpx.AsyncClient, chooser: FakeChooser) -> None:
     page = (await admin.get("/v1/adapters", params={"limit": 3})).json()
     chooser.fleet[:] = [
-        make_view(worker.worker_id, number=1, adapters={n: a for n, a in worker.adapters.items() if n != NAMES[2]})
+        view(worker.worker_id, 1, adapters={n: a for n, a in worker.adapters.items() if n != NAMES[2]})
         for worker in chooser.fleet[:1]
     ]
     rest = (await admin.get("/v1/adapters", params={"limit": 1, "after": page["last_id"]})).json()
