@@ -71,7 +71,7 @@ def _latest(
     if listing.files[ADAPTER] > MAX_CONFIG:
         raise ConfigError(f"{source.repo}: {ADAPTER} has {gigabytes(listing.files[ADAPTER])}; at most 1.0 MB expected")
     folder = cached.snapshot(listing.commit)
-    download = Download(hub=hub, source=source, commit=listing.commit)
+    download = Download(hub=hub, source=source, commit=listing.commit, continued_by="the next start")
     fetch_absent(download, [name for name in FILES if not (folder / name).is_file()], report.progress)
     cached.record(source.revision, listing.commit)
     return listing.commit

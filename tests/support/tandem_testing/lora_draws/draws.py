@@ -247,7 +247,7 @@ def require_named(error: str, fields: Mapping[str, Any], stored: torch.dtype, fa
     """Whether a refusal is of what is not supported, and says what that is. `family`: words about the model."""
     expected = [name for name in fields if name in MAY_BE_REFUSED and name in error]
     expected += [] if family is None or family not in error else [family]
-    expected += ["float64"] if stored is torch.float64 and "float64" in error else []
+    expected += ["F64"] if stored is torch.float64 and "'F64'" in error else []
     expected += [
         name for name in ("rank_pattern", "alpha_pattern") if name in fields and f"{name} has the key" in error
     ]

@@ -93,6 +93,14 @@ def test_hub_without_an_answer_serves_what_is_here(server: HubServer, hub: Hub) 
         pull(hub)
 
 
+def test_next_start_continues_a_download_that_failed(server: HubServer, hub: Hub) -> None:
+    server.repos[REPO].cut = frozenset({FILES[1]})
+    with pytest.raises(ConfigError, match=f"download of {FILES[1]} failed.*and the next start continues it"):
+        pull(hub)
+    server.repos[REPO].cut = frozenset()
+    assert {path.name for path in pull(hub).folder.iterdir()} == {*FILES}
+
+
 def test_offline_without_the_adapter_is_refused(server: HubServer, hub: Hub) -> None:
     with pytest.raises(NotCachedError, match="org/sql is not in the cache .*no hub may be asked"):
         pull(hub, offline=True)
