@@ -175,9 +175,8 @@ async def test_replaced_name_answers_with_its_new_content(fleet, merged):
     folders = {name: str(fleet.system.run_dir.parent / name) for name in FLEET_ADAPTERS}
     await command(fleet, "/v1/load_lora_adapter", lora_name="swap", lora_path=folders["one"])
     expected = (await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"]
-    session = {"session_params": {"id": "swap", "turn": 0}}
-    opened = await fleet.http.post("/v1/completions", json=body_of("swap", 4) | session)
-    assert opened.status_code == 200, opened.text
+    session = (await fleet.http.post("/v1/sessions", json={})).json()["id"]
+    assert await turn_of(fleet, session, 0) == 200
     running = await speaking_streams(fleet, ["swap"] * 4)
     replaced = await command(
         fleet, "/v1/load_lora_adapter", lora_name="swap", lora_path=folders["two"], load_inplace=True
@@ -189,10 +188,16 @@ async def test_replaced_name_answers_with_its_new_content(fleet, merged):
         said = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
         assert said == [merged["two"], merged["one"], merged["two"], merged[None]]
     assert [await task for task in running] == [expected] * len(running)
-    later = {"session_params": {"id": "swap", "turn": 1}}
-    assert (await fleet.http.post("/v1/completions", json=body_of("swap", 4) | later)).status_code == 409
+    assert await turn_of(fleet, session, 1) == 409
+    await fleet.http.delete(f"/v1/sessions/{session}")
     await command(fleet, "/v1/unload_lora_adapter", lora_name="swap")
     await fleet.settled()
+
+
+async def turn_of(fleet: SystemClient, session: str, turn: int) -> int:
+    """Status of a turn with the adapter `swap`."""
+    params = {"session_params": {"id": session, "turn": turn}}
+    return (await fleet.http.post("/v1/completions", json=body_of("swap", 4) | params)).status_code
 
 
 async def test_streams_of_adapters_outlive_changes_of_roles(fleet):

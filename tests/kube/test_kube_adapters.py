@@ -115,7 +115,10 @@ def test_names_are_announced_at_zero_and_loaded_by_the_first_workers(services, p
     wait_equal(lambda: pods.announced, ["law", "sql"], PATIENCE_S, trying.log)
     wait_equal(lambda: states(services), {"law": "Pending", "sql": "Pending"}, PATIENCE_S, trying.log)
     assert pods.adapters == {}, "no worker could read it"
-    assert all("no worker is ready" in one["message"] for one in services.get()["status"]["adapters"])
+    messages = {"no worker is ready"}
+    wait_equal(
+        lambda: {one["message"] for one in services.get()["status"]["adapters"]}, messages, PATIENCE_S, trying.log
+    )
     assert " Pending " in table(services, capsys)["law"]
 
     services.apply(**pods.spec(adapters=[SQL], adapterClaims=["adapters"]))
