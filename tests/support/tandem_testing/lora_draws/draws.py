@@ -52,7 +52,7 @@ FAMILIES: Mapping[str, Sequence[str]] = {
 UNSUPPORTED: Mapping[str, str] = {
     "deepseek-v3": "latent attention",
     "gemma4": "layers differ in their heads",
-    "phi3": "no projection of attention",
+    "phi3": "joins in one matrix",
 }
 """Families whose adapters are all refused, with words of the sentence."""
 
@@ -103,7 +103,7 @@ class LoraDraws:
 
     @property
     def modules(self) -> Sequence[str]:
-        return FAMILIES.get(self.family, ("o_proj",) if self.family == "deepseek-v3" else ("o_proj", "down_proj"))
+        return FAMILIES.get(self.family, ("qkv_proj",) if self.family == "phi3" else ("o_proj",))
 
     def draw(self, dice: random.Random) -> Outcome:
         """Raises as `outcome`."""
