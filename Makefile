@@ -14,12 +14,14 @@ FAST := tests/test_layout.py tests/unit/operator \
 # Of `make release`: fingerprint of the key of gpg that signs.
 KEY ?=
 CHAOS_ARGS ?=
+# Of `make chaos`: one family of scenarios, such as adapters.
+SCENARIO ?=
 BENCH_ARGS ?=
 export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models random-adapters console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -97,8 +99,8 @@ bench: setup ## Offline throughput and single-stream latency against transformer
 bench-peers: setup ## Install vLLM, llama.cpp and others, and run them beside Tandem (BENCH_ARGS="--quick", --json, --help)
 	@PYTHONPATH=benchmarks $(BIN)/python -m peers $(BENCH_ARGS)
 
-chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", --list, --help)
-	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(CHAOS_ARGS)
+chaos: setup ## Break a real system in every way it promises to survive (CHAOS_ARGS="--only 1,2", SCENARIO=adapters, --help)
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.chaos $(if $(SCENARIO),--only $(SCENARIO)) $(CHAOS_ARGS)
 
 limits: setup ## Load a system in containers with little memory, few processes, files and CPUs (ARGS="--only memory", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.limits $(ARGS)
@@ -117,6 +119,9 @@ mutate: setup ## Change config.json of tiny checkpoints and compare with transfo
 
 random-models: setup ## Draw models of every family with sizes that no test has, and compare with transformers (ARGS="--family NAME --by fleet", --help)
 	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.random_models $(ARGS)
+
+random-adapters: setup ## Draw LoRA adapters that PEFT makes and compare with its outputs (ARGS="--family NAME --draws N --seed N --engine")
+	@PYTHONPATH=tests/support $(BIN)/python -m tandem_testing.lora_draws $(ARGS)
 
 console-shots: setup ## Take the pictures of docs/console/ again, from a real fleet (needs chromium)
 	@PYTHONPATH=tests/support $(BIN)/python tools/console_shots.py $(ARGS)

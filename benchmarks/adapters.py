@@ -1,7 +1,7 @@
 """What LoRA adapters cost: tokens per second of some streams, over those of an engine without adapters.
 
     PYTHONPATH=tests/support python benchmarks/adapters.py [--model models/tandem-mini] [--rank 16] [--rounds 5]
-        [--streams 8]
+        [--streams 8] [--stored float32]
 
     unused      eight adapters are loaded, and the requests are of the model alone
     mixed       the same engine; the requests have the eight adapters, of all seven projections, in turn
@@ -10,8 +10,9 @@ Each round runs the engine without adapters, then both cases, every second one i
 machine and what ran before disturb all alike; `ratio` is the median of the rounds' ratios, and `target` its limit.
 Engines have run the workload `WARM_UP` times before. Outputs of the model alone must be equal in both engines, token
 for token, and those of adapters must differ from them, or the benchmark stops. Prints one JSON object per case, with
-the bytes of projections and of A and B that a decode step reads: where both come from memory or a cache of the same
-speed, `bytes_ratio` bounds the ratio of decode steps. Exit status 1 if a ratio misses its target.
+the same ratio of CPU seconds of the process (`cpu_ratio`), which other processes disturb less, and the bytes of
+projections and of A and B that a decode step reads: where both come from memory or a cache of the same speed,
+`bytes_ratio` bounds the ratio of decode steps. Exit status 1 if a ratio misses its target.
 """
 
 import argparse
@@ -25,6 +26,9 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
+
+import torch
 
 from tandem_engine.config import AdapterConfig, CacheConfig, EngineConfig, SchedulerConfig
 from tandem_engine.engine import Engine
@@ -41,6 +45,14 @@ TARGETS = {"unused": 1 / 1.01, "mixed": 0.85}
 Outputs = list[tuple[int, ...]]
 
 
+class Seconds(NamedTuple):
+    """That a run took."""
+
+    wall: float
+    cpu: float
+    """Of all threads of the process."""
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", type=Path, default=Path("models/tandem-mini"), help="checkpoint (the bundled one)")
@@ -49,6 +61,9 @@ def main() -> int:
     parser.add_argument("--threads", type=int, default=1, help="threads of a forward (default 1)")
     parser.add_argument("--streams", type=int, default=8, help="requests at a time (default 8)")
     parser.add_argument("--dtype", default="float32", help="of the model (default float32)")
+    parser.add_argument(
+        "--stored", choices=("float32", "bfloat16"), default="float32", help="dtype of the adapters (default float32)"
+    )
     args = parser.parse_args()
     if args.streams < ADAPTERS or args.streams % ADAPTERS:
         parser.error(f"--streams must be a multiple of {ADAPTERS}, one or more for each adapter")
@@ -61,7 +76,9 @@ def main() -> int:
     )
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         paths = {
-            f"a{number}": write_adapter(Path(folder, str(number)), args.model, seed=number, rank=args.rank)
+            f"a{number}": write_adapter(
+                Path(folder, str(number)), args.model, seed=number, rank=args.rank, dtype=getattr(torch, args.stored)
+            )
             for number in range(1, ADAPTERS + 1)
         }
         adapted = replace(config, adapters=AdapterConfig.of(paths, max_rank=args.rank))
@@ -69,7 +86,7 @@ def main() -> int:
         bare = stack.enter_context(Engine.build(load(config, progress=False), config))
         full = stack.enter_context(Engine.build(loaded, adapted))
         found = measure(bare, full, args.rounds, streams=args.streams)
-        return report(found, rank=args.rank, streams=args.streams, sizes=bytes_of_step(loaded))
+        return report(found, rank=args.rank, streams=args.streams, sizes=bytes_of_step(loaded), stored=args.stored)
 
 
 def requests(adapters: Sequence[AdapterRef | None]) -> list[GenerateRequest]:
@@ -86,8 +103,8 @@ def requests(adapters: Sequence[AdapterRef | None]) -> list[GenerateRequest]:
     ]
 
 
-def measure(bare: Engine, full: Engine, rounds: int, *, streams: int) -> list[dict[str, float]]:
-    """Seconds of each case and of the engine without adapters (`bare`), by round."""
+def measure(bare: Engine, full: Engine, rounds: int, *, streams: int) -> list[dict[str, Seconds]]:
+    """Of each case and of the engine without adapters (`bare`), by round."""
     alone = requests([None] * streams)
     refs = [AdapterRef(name=each.name, digest=bytes.fromhex(each.digest)) for each in full.served_adapters]
     cases = {"bare": (bare, alone), "unused": (full, alone), "mixed": (full, requests(refs * (streams // ADAPTERS)))}
@@ -105,12 +122,13 @@ def measure(bare: Engine, full: Engine, rounds: int, *, streams: int) -> list[di
     return found
 
 
-def run(engine: Engine, sent: Sequence[GenerateRequest]) -> tuple[float, Outputs]:
-    """Seconds and outputs. The cache starts empty: a repeated prompt must not look like speed."""
+def run(engine: Engine, sent: Sequence[GenerateRequest]) -> tuple[Seconds, Outputs]:
+    """The cache starts empty: a repeated prompt must not look like speed."""
     engine.memory.clear_cache()
-    began = time.perf_counter()
+    began, used = time.perf_counter(), time.process_time()
     outputs = engine.generate(sent)
-    return time.perf_counter() - began, [output.token_ids for output in outputs]
+    took = Seconds(time.perf_counter() - began, time.process_time() - used)
+    return took, [output.token_ids for output in outputs]
 
 
 def bytes_of_step(loaded: LoadedModel) -> tuple[int, int]:
@@ -127,20 +145,22 @@ def bytes_of_step(loaded: LoadedModel) -> tuple[int, int]:
     )
 
 
-def report(found: Sequence[dict[str, float]], *, rank: int, streams: int, sizes: tuple[int, int]) -> int:
+def report(found: Sequence[dict[str, Seconds]], *, rank: int, streams: int, sizes: tuple[int, int], stored: str) -> int:
     """Print the ratios. Returns the exit status."""
     missed = False
     for case, target in TARGETS.items():
-        ratio = statistics.median(each["bare"] / each[case] for each in found)
+        ratio = statistics.median(each["bare"].wall / each[case].wall for each in found)
         missed = missed or ratio < target
         row = {
             "benchmark": "adapters",
             "case": case,
             "rank": rank,
             "streams": streams,
-            "tokens_per_s": round(streams * OUTPUT / statistics.median(each[case] for each in found), 1),
-            "without_adapters": round(streams * OUTPUT / statistics.median(each["bare"] for each in found), 1),
+            "stored": stored,
+            "tokens_per_s": round(streams * OUTPUT / statistics.median(each[case].wall for each in found), 1),
+            "without_adapters": round(streams * OUTPUT / statistics.median(each["bare"].wall for each in found), 1),
             "ratio": round(ratio, 3),
+            "cpu_ratio": round(statistics.median(each["bare"].cpu / each[case].cpu for each in found), 3),
             "target": round(target, 3),
             "bytes_of_weights": sizes[0],
             "bytes_of_adapters": sizes[1] if case == "mixed" else 0,

@@ -13,14 +13,21 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM, Qwen3NextConfig, Qwen3NextForCausalLM
+from transformers import (
+    MixtralConfig,
+    MixtralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
+)
 
 TOKENIZER = Path(__file__).parent.parent / "models" / "tandem-mini"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja")
 
 
 class Shape(NamedTuple):
-    """Of a Qwen3, or of a Qwen3-Next with as many heads in layers with states; head_dim is 64."""
+    """Of a Qwen3 or Mixtral, or of a Qwen3-Next with as many heads in layers with states; head_dim is 64."""
 
     hidden_size: int
     layers: int
@@ -51,13 +58,20 @@ def main() -> None:
     make_model(SHAPES[args.size], args.directory, getattr(torch, args.dtype), family=args.family)
 
 
-FAMILIES = {"qwen3": (Qwen3Config, Qwen3ForCausalLM), "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM)}
+FAMILIES = {
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM),
+    "mixtral": (MixtralConfig, MixtralForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+}
 
 
 def _of_family(family: str, shape: Shape) -> dict[str, Any]:
-    """Further fields: of a Qwen3-Next, four experts and three layers with states before each with attention."""
+    """Further fields: four experts, but of a Qwen3; of a Qwen3-Next three layers with states before each with
+    attention."""
     if family == "qwen3":
         return {}
+    if family == "mixtral":
+        return {"num_local_experts": 4, "num_experts_per_tok": 2}
     inner = shape.intermediate_size // 4
     return {
         "layer_types": ["full_attention" if layer % 4 == 3 else "linear_attention" for layer in range(shape.layers)],

@@ -285,6 +285,15 @@ def test_unknown_number_is_refused(capsys):
     assert "no scenario 99" in capsys.readouterr().err
 
 
+def test_scenarios_of_a_family_are_chosen_by_its_name(capsys):
+    parser = command.build_parser()
+    assert parser.parse_args(["--only", "adapters"]).only == [67, 74]
+    assert parser.parse_args(["--only", "16,drains"]).only[0] == 16
+    with pytest.raises(SystemExit):
+        parser.parse_args(["--only", "adapter"])
+    assert "no family 'adapter': adapters, adapters_on_demand" in capsys.readouterr().err
+
+
 def test_knobs_count_down_and_leave_evidence(tmp_path):
     file, reader = KnobFile(path=tmp_path / "w.knobs"), KnobReader(path=tmp_path / "w.knobs")
     assert not reader.take("corrupt")

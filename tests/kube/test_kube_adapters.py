@@ -98,6 +98,60 @@ def test_adapters_come_and_go_without_new_pods(services, pods, trying, capsys):
     assert uids(services) == before
 
 
+def table(services, capsys):
+    """Lines of `kubectl tandem adapters`, by the name of the adapter."""
+    assert command.main(["adapters", "--kubeconfig", str(services.cluster.kubeconfig), "-n", services.namespace]) == 0
+    return {line.split()[0]: line for line in capsys.readouterr().out.splitlines()}
+
+
+def model_adapter_status(services, name):
+    return services.cluster.get(ADAPTERS.format(services.namespace, name)).get("status", {})
+
+
+def test_names_are_announced_at_zero_and_loaded_by_the_first_workers(services, pods, trying, capsys):
+    zero = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
+    services.apply(**pods.spec(adapters=[SQL], adapterClaims=["adapters"], **zero))
+    services.cluster.apply(model_adapter(services.namespace, "law")).raise_for_status()
+    wait_equal(lambda: pods.announced, ["law", "sql"], PATIENCE_S, trying.log)
+    wait_equal(lambda: states(services), {"law": "Pending", "sql": "Pending"}, PATIENCE_S, trying.log)
+    assert pods.adapters == {}, "no worker could read it"
+    messages = {"no worker is ready"}
+    wait_equal(
+        lambda: {one["message"] for one in services.get()["status"]["adapters"]}, messages, PATIENCE_S, trying.log
+    )
+    assert " Pending " in table(services, capsys)["law"]
+
+    services.apply(**pods.spec(adapters=[SQL], adapterClaims=["adapters"]))
+    wait_equal(lambda: states(services), {"law": "Loaded", "sql": "Loaded"}, PATIENCE_S, trying.log)
+    assert {" Loaded " in line for name, line in table(services, capsys).items() if name in ("law", "sql")} == {True}
+    workers = {one["metadata"]["name"] for one in services.pods("worker")}
+    wait_equal(lambda: model_adapter_status(services, "law").get("loaded"), len(workers), PATIENCE_S, trying.log)
+    assert {one["name"] for one in model_adapter_status(services, "law")["workers"]} == workers
+
+    services.cluster.api.delete(ADAPTERS.format(services.namespace, "law")).raise_for_status()
+    wait_equal(lambda: states(services), {"sql": "Loaded"}, PATIENCE_S, trying.log)
+    assert (pods.announced, set(pods.adapters)) == (["sql"], {"sql"})
+    services.apply(**pods.spec(adapterClaims=["adapters"]))
+    wait_equal(lambda: (states(services), pods.announced, pods.adapters), ({}, [], {}), PATIENCE_S, trying.log)
+
+
+def test_announced_name_is_withdrawn_while_its_load_fails(services, pods, trying):
+    reason = "no such folder"
+    pods.refused["sql"] = {"done": False, "message": f"1 worker: {reason}", "failed": {"chat-decode-x": reason}}
+    services.apply(**pods.spec(adapters=[SQL]))
+    wait_equal(lambda: (states(services), pods.announced), ({"sql": "Failed"}, []), PATIENCE_S, trying.log)
+    assert ("load", "sql") in pods.journal
+
+
+def test_announced_name_that_is_removed_at_zero_is_withdrawn(services, pods, trying):
+    zero = {"prefill": {"replicas": 0}, "decode": {"replicas": 0}}
+    services.apply(**pods.spec(adapterClaims=["adapters"], **zero))
+    services.cluster.apply(model_adapter(services.namespace, "law")).raise_for_status()
+    wait_equal(lambda: pods.announced, ["law"], PATIENCE_S, trying.log)
+    services.cluster.api.delete(ADAPTERS.format(services.namespace, "law")).raise_for_status()
+    wait_equal(lambda: (states(services), pods.announced), ({}, []), PATIENCE_S, trying.log)
+
+
 def test_model_adapter_is_refused_with_the_reason(services, pods, trying):
     lonely = model_adapter(services.namespace, "lonely")
     services.cluster.apply(lonely).raise_for_status()

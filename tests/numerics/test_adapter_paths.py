@@ -38,12 +38,12 @@ def references_of(model: LoadedModel) -> References:
     return generate_references(reference, model, PromptSet(prompts=prompts, max_tokens=TOKENS), progress=False)
 
 
-@pytest.fixture(scope="module", params=["qwen3", *STATES])
+@pytest.fixture(scope="module", params=["qwen3", "mixtral", *STATES])
 def verification(request, tmp_path_factory) -> Iterator[Verification]:
     folder, family = tmp_path_factory.mktemp("paths"), request.param
     checkpoint = write_tiny_checkpoint(family, folder / "model")
     # Without blocks that are no experts; experts that are chosen by what an adapter adds make more of rounding.
-    sparse = family == "qwen3.5-moe"
+    sparse = family in ("mixtral", "qwen3.5-moe")
     states, own, strength = STATES.get(family, ()), ATTENTION if sparse else SEVEN, 0.2 if sparse else 0.5
     one = write_adapter(folder / "one", checkpoint, seed=1, modules=(*own, *states), strength=0.2)
     modules = ["q_proj", own[-1], *states[:1]]

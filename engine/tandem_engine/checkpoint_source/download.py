@@ -38,6 +38,8 @@ class Download:
     hub: Hub
     source: ModelSource
     commit: str
+    continued_by: str = ""
+    """What continues a download that fails; "" for `tandem pull`."""
 
     def missing_bytes(self, names: Sequence[str]) -> int:
         """Of the files `names` that have yet to arrive, by a dry run. Raises `ConfigError`."""
@@ -85,7 +87,7 @@ class Download:
         if isinstance(meaning, NoAnswerError):
             raise ConfigError(
                 f"{self.source.repo}: the download of {name} failed, because {self.hub.name} {meaning}; what has "
-                f"arrived is kept, and `tandem pull {self.source.text}` continues it"
+                f"arrived is kept, and {self.continued_by or f'`tandem pull {self.source.text}`'} continues it"
             ) from error
         raise meaning from error
 

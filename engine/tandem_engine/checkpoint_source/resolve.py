@@ -7,7 +7,7 @@ The reference of a branch is written when its snapshot is whole. A whole snapsho
 """
 
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -109,7 +109,7 @@ class _Resolution:
         if self.offline:
             raise self._absent()
         try:
-            listing = self._listing(may_serve=whole is not None)
+            listing = listing_of(self.hub, self.source, self.report, may_serve=whole is not None)
         except ConfigError as error:
             if whole is None:
                 raise
@@ -127,18 +127,6 @@ class _Resolution:
 
     def _whole(self) -> str | None:
         return self.cached.whole_commit(self.source.revision, weights=self.needs.weights)
-
-    def _listing(self, *, may_serve: bool) -> Listing:
-        """Raises `NoAnswerError`, `ConfigError`."""
-        request = ListingRequest(self.hub, self.source)
-        listing = request.answer(self.hub.wait_s)
-        if listing is None and not may_serve:
-            self.report.say(f"waiting for {self.hub.name}")
-            listing = request.answer(self.hub.give_up_s - self.hub.wait_s)
-        if listing is None:
-            seconds = self.hub.wait_s if may_serve else self.hub.give_up_s
-            raise NoAnswerError(f"did not answer within {seconds:g} s")
-        return listing
 
     def _from_cache(self, commit: str) -> ResolvedModel:
         folder = self.cached.snapshot(commit)
@@ -206,24 +194,45 @@ class _Resolution:
         self._fetch(download, names, lambda _done, _total: None)
 
     def _fetch(self, download: Download, names: list[str], progress: Callable[[int, int], None]) -> None:
-        absent = self._absent_files(download.commit, names)
-        if absent:
-            total = download.missing_bytes(absent)
-            self._require_room(total)
-            download.fetch(absent, total=total, progress=progress)
+        fetch_absent(download, self._absent_files(download.commit, names), progress)
 
     def _absent_files(self, commit: str, names: list[str]) -> list[str]:
         folder = self.cached.snapshot(commit)
         return [name for name in names if not (folder / name).is_file()]
 
-    def _require_room(self, needed: int) -> None:
-        place = next(path for path in (self.hub.cache, *self.hub.cache.parents) if path.is_dir())
-        free = shutil.disk_usage(place).free
-        if needed > free:
-            raise ConfigError(
-                f"{self.source.repo} needs {gigabytes(needed)} more, and {place} has {gigabytes(free)}: free some, or "
-                "set HF_HOME to a folder on another disk"
-            )
+
+def listing_of(hub: Hub, source: ModelSource, report: Report, *, may_serve: bool) -> Listing:
+    """What the hub has now. `may_serve`: without its answer there is a snapshot to serve.
+
+    Raises `NoAnswerError`, `ConfigError`.
+    """
+    request = ListingRequest(hub, source)
+    listing = request.answer(hub.wait_s)
+    if listing is None and not may_serve:
+        report.say(f"waiting for {hub.name}")
+        listing = request.answer(hub.give_up_s - hub.wait_s)
+    if listing is None:
+        seconds = hub.wait_s if may_serve else hub.give_up_s
+        raise NoAnswerError(f"did not answer within {seconds:g} s")
+    return listing
+
+
+def fetch_absent(download: Download, absent: Sequence[str], progress: Callable[[int, int], None]) -> None:
+    """Download the files `absent`, if the disk has room for them. Raises `ConfigError`."""
+    if absent:
+        total = download.missing_bytes(absent)
+        _require_room(download.hub.cache, download.source.repo, total)
+        download.fetch(absent, total=total, progress=progress)
+
+
+def _require_room(cache: Path, repo: str, needed: int) -> None:
+    place = next(path for path in (cache, *cache.parents) if path.is_dir())
+    free = shutil.disk_usage(place).free
+    if needed > free:
+        raise ConfigError(
+            f"{repo} needs {gigabytes(needed)} more, and {place} has {gigabytes(free)}: free some, or set HF_HOME to a "
+            "folder on another disk"
+        )
 
 
 def gigabytes(size: int) -> str:

@@ -72,6 +72,8 @@ class AdapterLoads:
     group: TpGroup
     """For this rank's place. Its collectives are those of the forward thread."""
     agreement: Agreement
+    keeps_halves: bool = False
+    """See `load_adapter`."""
     close_s: float = CLOSE_S
     threads: "LoadThreads[LoadedAdapters]" = field(default_factory=lambda: LoadThreads(name="adapter"))
     _shared: list[_SharedLoad] = field(default_factory=list)
@@ -171,7 +173,14 @@ class AdapterLoads:
     def _load(self, source: AdapterSource) -> LoadedAdapters:
         one = replace(self.config, sources=(source,))
         try:
-            return LoadedAdapters.load(one, self.base, dtype=self.dtype, device=self.device, group=self.group)
+            return LoadedAdapters.load(
+                one,
+                self.base,
+                dtype=self.dtype,
+                device=self.device,
+                group=self.group,
+                keeps_halves=self.keeps_halves,
+            )
         except EngineError:
             raise
         except Exception as error:

@@ -21,7 +21,7 @@ from tandem_engine.base.logs import escape
 from tandem_engine.config import AdapterConfig
 from tandem_engine.config.adapters import check_adapter_name
 from tandem_engine.engine.adapter_loads import AdapterLoads
-from tandem_engine.engine.loaded_model import LoadedModel
+from tandem_engine.engine.loaded_model import LoadedModel, reads_halves
 from tandem_engine.messages.control import (
     MAX_FAILED_ADAPTERS,
     MAX_FAILURE_TEXT,
@@ -366,5 +366,6 @@ def make_shelf(
         device=loaded.config.device,
         group=loaded.parallel.forward,
         agreement=agreement,
+        keeps_halves=reads_halves(loaded.model),
     )
     return LoadingShelf(table=table, loads=loads, clock=clock)

@@ -27,6 +27,7 @@ from tandem_engine.messages.control import KvGeometry
 from tandem_engine.model.adapters.loaded import LoadedAdapters, require_same_content
 from tandem_engine.model.base import CausalLM
 from tandem_engine.model.checkpoint import read_model_config
+from tandem_engine.model.decoder import Decoder
 from tandem_engine.model.loader import load_kv_scales, load_model, load_progress, resolve_dtype
 from tandem_engine.model.long_context import default_context, fingerprint_of
 from tandem_engine.model.quantization.kv_scales import scales_digest
@@ -131,7 +132,14 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         adapted=config.adapters.may_exist,
     )
     require_supported(model.config, config)
-    adapters = LoadedAdapters.load(config.adapters, facts, dtype=dtype, device=config.device, group=parallel.forward)
+    adapters = LoadedAdapters.load(
+        config.adapters,
+        facts,
+        dtype=dtype,
+        device=config.device,
+        group=parallel.forward,
+        keeps_halves=reads_halves(model),
+    )
     require_same_content(adapters.names, Agreement(parallel.forward).least)
     give_back()
     _to_huge_pages(model, progress=progress)
@@ -150,6 +158,11 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
         parallel=parallel,
         weight_bytes=max(0, meter.used() - before),
     )
+
+
+def reads_halves(model: CausalLM) -> bool:
+    """Whether its steps read adapters in bfloat16 as they are. Those of other models would widen them each time."""
+    return isinstance(model, Decoder) and model.fused is not None
 
 
 def _threads(config: EngineConfig) -> int:

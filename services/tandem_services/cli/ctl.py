@@ -39,8 +39,26 @@ def _rows_of_fleet(adapters: Sequence[Mapping[str, Any]]) -> Iterator[tuple[str,
         state = (
             "registered" if each["registered"] and each["requested"] else "served" if each["requested"] else "former"
         )
-        workers = ", ".join(each["workers"]) or "-"
+        failed += _further(each, "failed")
+        workers = ", ".join([*each["workers"], *_further(each, "workers")]) or "-"
         yield (each["name"], each["digest"], str(each["rank"]), state, workers, "; ".join(failed))
+
+
+def _further(adapter: Mapping[str, Any], field: str) -> list[str]:
+    """Workers that the gateway has counted and not named. A gateway of a former release names all."""
+    more = adapter.get(f"num_{field}", 0) - len(adapter.get(field, ()))
+    return [f"{more} more"] if more > 0 else []
+
+
+def all_adapters(client: "httpx.Client", first: Mapping[str, Any]) -> dict[str, Any]:
+    """The list of a gateway of which `first` is the first page. Raises what httpx raises."""
+    data, page = [*first["data"]], first
+    while page.get("has_more") and page["data"]:
+        response = client.get(GATEWAY_ADAPTERS, params={"after": page["last_id"]})
+        response.raise_for_status()
+        page = response.json()
+        data += page["data"]
+    return {"object": "list", "data": data}
 
 
 def _rows(report: Mapping[str, Any]) -> Iterator[tuple[str, ...]]:
@@ -263,6 +281,8 @@ def run(args: argparse.Namespace) -> int:
                     f"the --admin-port of a gateway"
                 )
             answer = response.json()
+            if args.order == "adapters" and "data" in answer:
+                answer = all_adapters(client, answer)
     except (httpx.HTTPError, httpx.InvalidURL, ValueError) as error:
         raise StartupError(f"no worker answers at {url} ({error}): give the HOST:PORT of its --health-port") from error
     if args.order == "links" and response.is_success and not args.json:

@@ -55,6 +55,7 @@ from tandem_services.cli.flags import (
 )
 from tandem_services.cli.logs.pump import LogPump, LogTo
 from tandem_services.cli.machine_shares import Cores, claim, share_of_worker
+from tandem_services.cli.models.adapters import keep_adapters_here, locate_adapters
 from tandem_services.cli.models.locate import add_model_source, find_here, is_bundled, locate, model_source, needs_of
 from tandem_services.cli.parsing.flag_table import Sources, without_login
 from tandem_services.cli.processes import Child, Ending, Identity, Supervisor, python_command
@@ -260,6 +261,7 @@ def describe(args: argparse.Namespace) -> str:
     source = check(args)
     found = find_here(source, needs=needs_of(args))
     place = "to be downloaded" if found is None else found.folder
+    keep_adapters_here(args)
     todo = decide(args, found or ResolvedModel(folder=Path(), repo=source.repo))
     workers = ((name, f"--threads {todo.threads}") for name, _, _ in todo.workers)
     rows = [("redis", without_login(args.redis_url or "a private server")), *workers, ("gateway", "")]
@@ -278,7 +280,9 @@ def plan(args: argparse.Namespace) -> Plan:
     source = check(args)
     if args.port:
         listen(args.host, args.port).close()  # before minutes of a download
-    todo = decide(args, locate(source, offline=args.offline, needs=needs_of(args)))
+    model = locate(source, offline=args.offline, needs=needs_of(args))
+    locate_adapters(args, offline=args.offline)
+    todo = decide(args, model)
     killed = describe_killed_run(todo.run_dir)
     folder = prepare_run_dir(
         todo.run_dir,

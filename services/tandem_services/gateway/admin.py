@@ -2,7 +2,7 @@
 
     /live /ready /health /metrics /version     probes and Prometheus, without a key
     /requests/{id}/explain                     any tenant's request
-    /v1/adapters                               adapters with their digests and workers
+    /v1/adapters                               adapters with their digests and workers, in pages
     /v1/load_lora_adapter                      POST: load an adapter on all workers; also without /v1
     /v1/unload_lora_adapter                    POST: the opposite
     /operator/adapters                         the same for the Kubernetes operator (`api.operator_adapters`)
@@ -54,6 +54,7 @@ from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, HandoffSide, attempt_id
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError, bad_request, not_found
+from tandem_services.gateway.api.adapter_list import adapter_list
 from tandem_services.gateway.api.operator_adapters import OPERATOR_PATHS, OperatorAdapterRoutes
 from tandem_services.gateway.app import Gateway, adapter_routes, boundary_of, description_route, generation_routes
 from tandem_services.gateway.console.routes import Console
@@ -63,7 +64,6 @@ from tandem_services.gateway.http.authentication import PROBES, Authentication, 
 from tandem_services.gateway.http.body import BodyDecoder, decode_body, read_body
 from tandem_services.gateway.http.middleware import identity_of
 from tandem_services.gateway.http.monitoring_routes import http_error, json_response, operations_routes
-from tandem_services.gateway.models.adapters import HeldAdapters
 from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import ChoiceRecord
 from tandem_services.gateway.processes.others import EXPLAIN_PATH
@@ -266,9 +266,8 @@ def create_admin_app(gateway: Gateway, *, drain: Callable[[], None], console: Co
             raise not_found(f"No recent request has the id '{quoted(request_id)}'.", "request_id")
         return json_response(record)
 
-    async def adapters(_: Request) -> Response:
-        held = [each for s in gateway.models for each in s.model.adapters.held(s.model.name)]
-        return json_response(HeldAdapters(data=held))
+    async def adapters(request: Request) -> Response:
+        return adapter_list(gateway.models, request)
 
     async def begin_drain(request: Request) -> Response:
         # With a key file, authentication has checked for an administrator's key by now.

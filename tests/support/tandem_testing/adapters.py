@@ -111,8 +111,12 @@ def random_adapter(
     dtype: torch.dtype = torch.float32,
     modules: Sequence[str] = SEVEN,
     layers: Collection[int] | None = None,
+    halves: Sequence[str] = (),
 ) -> AdapterWeights:
-    """Of projections of a model without experts, whole on one rank. All layers by default."""
+    """Of projections of a model without experts, whole on one rank. All layers by default.
+
+    `halves`: which of A and B are bfloat16, whatever the model's `dtype`.
+    """
     dice = torch.Generator().manual_seed(seed)
     sizes = _outputs_and_inputs(config)
     sites = {}
@@ -125,8 +129,10 @@ def random_adapter(
                 if projection.rpartition(".")[2] not in modules:
                     continue
                 rows = slice(len(parts) * rank, (len(parts) + 1) * rank)
-                rows_of_a.append(torch.randn((rank, inputs), generator=dice) * inputs**-0.5)
-                b = (torch.randn((outputs, rank), generator=dice) * 0.35 * rank**-0.5).to(dtype)
+                a = torch.randn((rank, inputs), generator=dice) * inputs**-0.5
+                rows_of_a.append(a.bfloat16() if "A" in halves else a)
+                b = torch.randn((outputs, rank), generator=dice) * 0.35 * rank**-0.5
+                b = b.to(torch.bfloat16 if "B" in halves else dtype)
                 parts.append(AdapterPart.of(rows=rows, outputs=places, b=b, scale=0.5 + index))
             if parts:
                 sites[layer, site] = SiteWeights(a=torch.cat(rows_of_a), parts=tuple(parts))

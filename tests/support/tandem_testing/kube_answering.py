@@ -45,6 +45,8 @@ class Answering:
     """What gateways have registered, by name; all workers have it in memory."""
     refused: dict[str, Manifest] = field(default_factory=dict)
     """Reports of commands that fail, by the name of the adapter."""
+    announced: list[str] = field(default_factory=list)
+    """Names whose requests wait at gateways until they are registered."""
     _pods: dict[str, Manifest] = field(default_factory=dict)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -103,7 +105,7 @@ class Answering:
     def ready(self, pod: str, path: str) -> tuple[int, Manifest]:
         """GET of a pod."""
         if path.partition("?")[0] == "/operator/adapters":
-            return 200, {"adapters": list(self.adapters.values())}
+            return 200, {"adapters": list(self.adapters.values()), "announced": self.announced}
         if path != "/ready":
             return 404, {}
         return (200, {"status": "ok"}) if pod in self.offered else (503, {"status": "standby", "reasons": []})
@@ -128,6 +130,9 @@ class Answering:
         return 200, {"message": "offered"}
 
     def _adapter(self, command: str, body: Manifest) -> Manifest:
+        if command == "announce":
+            self.announced = body["lora_names"]
+            return {"done": True, "message": command}
         name = body["lora_name"]
         self._note(command, name)
         if name in self.refused:

@@ -11,11 +11,18 @@ with benchmarks_importable():
 
 
 def test_ratio_is_the_median_of_the_rounds_and_has_a_target(capsys):
-    rounds = [{"bare": 1.0, "unused": 1.0, "mixed": mixed} for mixed in (1.25, 1.0, 2.0)]
-    assert adapters.report(rounds, rank=16, streams=8, sizes=(100, 25)) == 1
+    rounds = [rounds_of(bare=1.0, unused=1.0, mixed=mixed) for mixed in (1.25, 1.0, 2.0)]
+    facts = {"rank": 16, "streams": 8, "sizes": (100, 25), "stored": "float32"}
+    assert adapters.report(rounds, **facts) == 1
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [(row["case"], row["ratio"], row["target"]) for row in rows] == [("unused", 1.0, 0.99), ("mixed", 0.8, 0.85)]
-    assert adapters.report([{"bare": 1.0, "unused": 1.005, "mixed": 1.1}], rank=16, streams=8, sizes=(100, 25)) == 0
+    assert [row["cpu_ratio"] for row in rows] == [1.0, 0.8]
+    assert adapters.report([rounds_of(bare=1.0, unused=1.005, mixed=1.1)], **facts) == 0
+
+
+def rounds_of(**seconds):
+    """One round; its process has two busy threads."""
+    return {case: adapters.Seconds(wall, 2 * wall) for case, wall in seconds.items()}
 
 
 class Engine:

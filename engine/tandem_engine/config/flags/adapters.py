@@ -26,7 +26,8 @@ def add_adapter_flags(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         default=[],
         metavar="NAME=FOLDER",
-        help="adapters, each a folder as PEFT saves it, also as JSON such as "
+        help="adapters, each a folder as PEFT saves it, or for `serve` and `up` a repository of the Hugging Face hub "
+        "(NAME=org/repo@revision); also as JSON such as "
         '\'{"name": "sql", "path": "adapters/sql"}\'. Requests name one as their model; repeatable',
     )
     group.add_argument(

@@ -4,7 +4,8 @@
     x Wᵀ + low Bᵀ       `add_to_panel`, while a panel of the product is in the first cache
 
 Rows without an adapter are neither read nor written. Every sum is over its inputs in order, whatever rows a step has,
-so a row has the same bits in any batch. A and B are read where the adapter holds them (`model.adapters.weights`).
+so a row has the same bits in any batch. A and B are read where the adapter holds them (`model.adapters.weights`), as
+float32 or bfloat16.
 """
 
 from collections.abc import Callable
@@ -40,16 +41,19 @@ TABLE, FIRST, END = range(3)
 
 ADAPTER_COLUMNS = 3
 
-A, ROWS, SCALES, PARTS = range(4)
-"""Columns of a table, int64 [layers, PROJECTIONS, TABLE_COLUMNS]: addresses of A, dense float32 [ROWS, in], and of a
-factor s for each of its rows, float32; from `PARTS` on there are `MAX_PARTS` parts. ROWS is 0 where the adapter has
-nothing."""
+A, A_BYTES, ROWS, SCALES, PARTS = range(5)
+"""Columns of a table, int64 [layers, PROJECTIONS, TABLE_COLUMNS]: addresses of A, dense [ROWS, in] with A_BYTES for a
+number, and of a factor s for each of its rows, float32; from `PARTS` on there are `MAX_PARTS` parts. ROWS is 0 where
+the adapter has nothing."""
 
-FIRST_ROW, RANK, FIRST_OUTPUT, PART_OUTPUTS, B = range(5)
-"""Columns of a part: its rows of A x, its outputs, and the address of Bᵀ, dense [RANK, PART_OUTPUTS] of the model's
-dtype. RANK is 0 where there is no further part."""
+FIRST_ROW, RANK, FIRST_OUTPUT, PART_OUTPUTS, B, B_BYTES = range(6)
+"""Columns of a part: its rows of A x, its outputs, and the address of Bᵀ, dense [RANK, PART_OUTPUTS] with B_BYTES for
+each number. RANK is 0 where there is no further part."""
 
-MAX_PARTS, PART_COLUMNS = 3, 5
+HALF_BYTES = 2
+"""Of a bfloat16 number; of others there are four. B of a bfloat16 model has no others."""
+
+MAX_PARTS, PART_COLUMNS = 3, 6
 TABLE_COLUMNS = PARTS + MAX_PARTS * PART_COLUMNS
 
 _HALF_BITS = 16
@@ -161,16 +165,25 @@ def shrink(phase: int, place: int, adapters: Adapters, x: Array) -> None:
         first = task % chunks * SHRINK_ROWS
         end = min(first + SHRINK_ROWS, found[ROWS])
         if first < end:
-            a = array_at(found[A], (found[ROWS], x.shape[1]), types.float32)
+            shape = (found[ROWS], x.shape[1])
             scales = array_at(found[SCALES], (found[ROWS],), types.float32)
-            for row in range(first, end):
-                for index in range(adapter[FIRST], adapter[END]):
-                    token = adapters.tokens[index]
-                    total = _dot(a[row], x[token], x.shape[1])
-                    adapters.low[token, row] = rounded(total * scales[row], x)
+            if found[A_BYTES] == HALF_BYTES:
+                _shrink_rows(array_at(found[A], shape, types.uint16), scales, first, end, adapter, adapters, x)
+            else:
+                _shrink_rows(array_at(found[A], shape, types.float32), scales, first, end, adapter, adapters, x)
         finish(phase)
         task = take(phase)
     wait(phase, tasks)
+
+
+@inlined
+def _shrink_rows(a: Array, scales: Array, first: int, end: int, adapter: Array, adapters: Adapters, x: Array) -> None:
+    """`low` of the adapter's tokens, by rows of A."""
+    for row in range(first, end):
+        for index in range(adapter[FIRST], adapter[END]):
+            token = adapters.tokens[index]
+            total = _dot(a[row], x[token], x.shape[1])
+            adapters.low[token, row] = rounded(total * scales[row], x)
 
 
 @inlined
@@ -195,13 +208,11 @@ def add_to_panel(
             width = min(first + count, first_output + outputs) - begin
             if width <= 0:
                 continue
-            shape = (rank, outputs)
+            shape, b, size = (rank, outputs), found[part + B], found[part + B_BYTES]
             for place_of_token in range(adapter[FIRST], adapter[END]):
                 token = adapters.tokens[place_of_token]
                 low = adapters.low[token, found[part + FIRST_ROW] :]
-                expand(
-                    low, shape, found[part + B], begin - first_output, width, delta, sums[token, begin - first :], like
-                )
+                expand(low, shape, b, size, begin - first_output, width, delta, sums[token, begin - first :], like)
 
 
 @inlined
@@ -214,17 +225,17 @@ def _product_of(adapter: Array, place: int) -> Array:
 def _dot(weights: Array, x: Array, size: int) -> float:
     total = np.float32(0.0)
     for i in range(size):
-        total += weights[i] * widened(x[i])
+        total += widened(weights[i]) * widened(x[i])
     return total  # type: ignore[return-value]
 
 
-def expand(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:
+def expand(low: Any, shape: Any, b: Any, b_bytes: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:
     """sums[:width] += low · Bᵀ for outputs from `first` on, both rounded as numbers of `like` before and after. For
     compiled code.
 
     Args:
         low: [at least rank] float32, dense.
-        shape: rank and outputs of Bᵀ, of which `b` is the address.
+        shape: rank and outputs of Bᵀ, of which `b` is the address; `b_bytes` for each number.
         delta: [OUTPUTS] float32, overwritten.
         sums: [at least width] float32, dense.
     """
@@ -277,7 +288,14 @@ def _widened_vector(code: Vectors, place: Any) -> Any:
 
 
 # numba requires an equal signature, annotations included, of the stub, the chooser and the choices.
-def _expand_floats(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:
+def _expand_floats(
+    low: Any, shape: Any, b: Any, b_bytes: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any
+) -> Any:
+    if b_bytes == HALF_BYTES:
+        _sum_halves(low, shape, b, first, width, delta)
+        for i in range(width):
+            sums[i] += delta[i]
+        return
     if width == OUTPUTS:
         _panel_of_floats(low.ctypes.data, b + first * like.itemsize, shape[1], sums.ctypes.data, shape[0])
         return
@@ -286,13 +304,29 @@ def _expand_floats(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: 
         sums[i] += delta[i]
 
 
-def _expand_halves(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:
-    if width == OUTPUTS:
-        _panel_of_halves(low.ctypes.data, b + first * like.itemsize, shape[1], delta.ctypes.data, shape[0])
-    else:
-        _sum_outputs(low, array_at(b, shape, types.uint16), first, width, delta)
+def _expand_halves(
+    low: Any,
+    shape: Any,
+    b: Any,
+    b_bytes: Any,  # noqa: ARG001
+    first: Any,
+    width: Any,
+    delta: Any,
+    sums: Any,
+    like: Any,
+) -> Any:
+    _sum_halves(low, shape, b, first, width, delta)
     for i in range(width):
         sums[i] = rounded(rounded(sums[i], like) + rounded(delta[i], like), like)
+
+
+@inlined
+def _sum_halves(low: Array, shape: tuple[int, int], b: int, first: int, width: int, delta: Array) -> None:
+    """delta[:width] = low · Bᵀ for outputs from `first` on, where B is bfloat16."""
+    if width == OUTPUTS:
+        _panel_of_halves(low.ctypes.data, b + first * HALF_BYTES, shape[1], delta.ctypes.data, shape[0])
+    else:
+        _sum_outputs(low, array_at(b, shape, types.uint16), first, width, delta)
 
 
 @inlined
@@ -307,5 +341,15 @@ _panel_of_floats, _panel_of_halves = _build_panel(halves=False), _build_panel(ha
 
 
 @overload(expand, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
-def _expand_of_dtype(low: Any, shape: Any, b: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:  # noqa: ARG001
+def _expand_of_dtype(
+    low: Any,  # noqa: ARG001
+    shape: Any,  # noqa: ARG001
+    b: Any,  # noqa: ARG001
+    b_bytes: Any,  # noqa: ARG001
+    first: Any,  # noqa: ARG001
+    width: Any,  # noqa: ARG001
+    delta: Any,  # noqa: ARG001
+    sums: Any,  # noqa: ARG001
+    like: Any,
+) -> Any:
     return _expand_floats if like.dtype == types.float32 else _expand_halves

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Self
 
 import torch
@@ -35,8 +36,19 @@ class LoadedAdapters:
     """That reading and checking them took."""
 
     @classmethod
-    def load(cls, config: AdapterConfig, base: ModelConfig, *, dtype: torch.dtype, device: str, group: TpGroup) -> Self:
+    def load(
+        cls,
+        config: AdapterConfig,
+        base: ModelConfig,
+        *,
+        dtype: torch.dtype,
+        device: str,
+        group: TpGroup,
+        keeps_halves: bool = False,
+    ) -> Self:
         """Read all adapters of `config`: the part of this rank of `group`, without a collective.
+
+        `keeps_halves`: see `load_adapter`.
 
         Raises:
             ConfigError: adapters cannot be computed on `device`.
@@ -51,12 +63,12 @@ class LoadedAdapters:
         for source in config.sources:
             try:
                 checkpoint = open_adapter(config.located(source.path), base, max_rank=config.max_rank)
-                weights = load_adapter(checkpoint, base, dtype=dtype, group=group)
+                weights = load_adapter(checkpoint, base, dtype=dtype, group=group, keeps_halves=keeps_halves)
                 weights = replace(weights, sites=together(weights.sites))
             except CheckpointError as error:
                 raise CheckpointError(f"adapter {source.name!r}: {error}") from error
             names[source.name] = AdapterRef(name=source.name, digest=weights.digest)
-            root = checkpoint.path.name.encode("utf-8", "replace").decode()
+            root = _root_of(checkpoint.path)
             served.append(
                 ServedAdapter(
                     name=source.name,
@@ -79,6 +91,13 @@ class LoadedAdapters:
     def slots(self) -> Mapping[bytes, int]:
         """By digest."""
         return {weights.digest: slot for slot, weights in enumerate(self.weights)}
+
+
+def _root_of(folder: Path) -> str:
+    """What clients are told of it: its name; in the cache of a hub, repository and commit."""
+    repo, cached = folder.parent.parent.name, folder.parent.name == "snapshots"
+    name = f"{repo.removeprefix('models--').replace('--', '/')}@{folder.name}" if cached else folder.name
+    return name.encode("utf-8", "replace").decode()
 
 
 def require_same_content(names: Mapping[str, AdapterRef], least: Least) -> None:

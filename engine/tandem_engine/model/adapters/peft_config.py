@@ -37,7 +37,6 @@ NO_EFFECT = frozenset(
         "fan_in_fan_out",
         "inference_mode",
         "layers_pattern",
-        "layers_to_transform",
         "loftq_config",
         "lora_dropout",
         "lora_ga_config",
@@ -74,6 +73,7 @@ READ = frozenset(
         "bias",
         "exclude_modules",
         "init_lora_weights",
+        "layers_to_transform",
         "lora_alpha",
         "peft_type",
         "r",
@@ -104,7 +104,8 @@ class PeftFacts:
     target_modules: tuple[str, ...]
     """Dotted suffixes of modules that the adapter is for; () where the config has a rule instead of a list."""
     excluded: tuple[str, ...] | None
-    """Dotted suffixes of modules that it is not for all the same; None where the config has a rule instead."""
+    """Dotted suffixes of modules that it is not for all the same; None where the config has a rule instead, or is for
+    some layers alone: others may have modules that these lack."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -112,6 +113,8 @@ class PeftFacts:
         fields = ConfigFields(path=path, values=read_json_object(path, max_bytes=MAX_BYTES))
         _require_lora(fields)
         _require_known(fields)
+        excluded = _names(fields, "exclude_modules")
+        of_some_layers = fields.values.get("layers_to_transform") not in (None, [])
         return cls(
             path=path,
             rank=fields.integer("r", least=1, most=MAX_RANK, default=DEFAULT),
@@ -120,7 +123,7 @@ class PeftFacts:
             rank_pattern=_ranks(fields),
             alpha_pattern=_alphas(fields),
             target_modules=_names(fields, "target_modules") or (),
-            excluded=_names(fields, "exclude_modules"),
+            excluded=None if of_some_layers else excluded,
         )
 
     def excludes(self, target: str) -> bool:

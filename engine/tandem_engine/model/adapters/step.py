@@ -30,7 +30,7 @@ class SiteDelta:
         """Add to the rows in `out` [T, outputs], a product of `x` [T, in]."""
         for weights, rows in self.additions:
             picked = x[rows] if isinstance(rows, slice) else x.index_select(0, rows)
-            shrunk = F.linear(picked.float(), weights.a)
+            shrunk = F.linear(picked.float(), weights.a.float())
             for part in weights.parts:
                 _add(part, shrunk[:, part.rows], out[:, part.outputs], rows)
 
@@ -48,10 +48,11 @@ def _of_columns(weights: SiteWeights, first: int, stop: int) -> SiteWeights:
 
 def _add(part: AdapterPart, shrunk: Tensor, out: Tensor, rows: Tensor | slice) -> None:
     """out[rows] += s · shrunk Bᵀ"""
-    if isinstance(rows, slice) and part.b.dtype is torch.float32:
-        out[rows].addmm_(shrunk, part.b.t(), alpha=part.scale)
+    b = part.b.to(out.dtype)
+    if isinstance(rows, slice) and b.dtype is torch.float32:
+        out[rows].addmm_(shrunk, b.t(), alpha=part.scale)
         return
-    added = F.linear((shrunk * part.scale).to(part.b.dtype), part.b)
+    added = F.linear((shrunk * part.scale).to(b.dtype), b)
     if isinstance(rows, slice):
         out[rows] += added
     else:

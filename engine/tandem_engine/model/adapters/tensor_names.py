@@ -64,6 +64,8 @@ _NAME = re.compile(
     r"(?P<projection>[a-z_]+\.[a-z_]+))\.lora_(?P<matrix>[AB])\.weight"
 )
 
+_JOINED = "belongs to an adapter of projections that its base joins in one matrix, which is not supported"
+
 _OTHERS = (
     (".lora_embedding_", "belongs to an adapter of an embedding, which is not supported"),
     (".lora_magnitude_vector", "belongs to a DoRA adapter, which is not supported"),
@@ -72,6 +74,7 @@ _OTHERS = (
     (".vision_tower.", "belongs to the vision part of a model; only its language model can have adapters"),
     (".shared_expert", "belongs to an adapter of a shared expert, which is not supported"),
     (".experts", "belongs to an adapter of experts, which is not supported"),
+    *((f".{name}.", _JOINED) for name in ("qkv_proj", "gate_up_proj")),
     (".lora_", "belongs to an adapter of a module that is no projection of attention or of a feed-forward block"),
 )
 

@@ -3,9 +3,11 @@
     (layer, site)    A [R, in], the A of its projections one below the other
                      per projection: rows of A x, a range of outputs, B [outputs, r], s
 
-A stays float32 and B has the model's dtype: A x is small, so it is computed and scaled in float32 and rounded once. The
-factor s is not part of B, because s · B would be rounded too. B lies in memory as its transpose, the outputs of one
-rank adjacent, which compiled steps read as they read panels (`kernels.cpu.step_products`).
+A is float32 and B has the model's dtype: A x is small, so it is computed and scaled in float32 and rounded once. For a
+model with compiled steps, matrices that are stored in bfloat16 stay so, in half of the memory: these steps widen
+numbers as they read them, which is exact. The factor s is not part of B, because s · B would be rounded too. B lies in
+memory as its transpose, the outputs of one rank adjacent, which compiled steps read as they read panels
+(`kernels.cpu.step_products`).
 
 Ranks cut an adapter as they cut the base. Where they share outputs, each has all of A and the rows of B for its
 outputs; where they share inputs, each has the columns of A for its inputs and all of B, so that the base's one sum
@@ -109,7 +111,7 @@ class SiteWeights:
     """What an adapter adds to one product of a layer."""
 
     a: Tensor
-    """float32 [R, in]"""
+    """float32 or bfloat16 [R, in]"""
     parts: tuple[AdapterPart, ...]
 
 
@@ -125,16 +127,23 @@ class AdapterWeights:
 
 
 def load_adapter(
-    checkpoint: AdapterCheckpoint, base: ModelConfig, *, dtype: torch.dtype, group: TpGroup
+    checkpoint: AdapterCheckpoint, base: ModelConfig, *, dtype: torch.dtype, group: TpGroup, keeps_halves: bool = False
 ) -> AdapterWeights:
-    """Read all tensors, and keep this rank's part. Raises `CheckpointError` for values that are not finite."""
+    """Read all tensors, and keep this rank's part. Raises `CheckpointError` for values that are not finite.
+
+    `keeps_halves`: what is stored in bfloat16 stays bfloat16.
+    """
     hashed = _Digest()
     shares = _Shares(base=base, shapes=base_shapes(base), group=group)
     by_site: dict[tuple[int, Site], list[_Read]] = {}
     for pair in checkpoint.pairs:
         a, b = (hashed.read(tensor) for tensor in (pair.a, pair.b))
         hashed.of_pair(pair)
-        kept = shares.of(pair, _sound(a, torch.float32, pair.a), _sound(b, dtype, pair.b))
+        of_a, of_b = (
+            torch.bfloat16 if keeps_halves and read.dtype is torch.bfloat16 else computed
+            for read, computed in ((a, torch.float32), (b, dtype))
+        )
+        kept = shares.of(pair, _sound(a, of_a, pair.a), _sound(b, of_b, pair.b))
         by_site.setdefault((pair.layer, pair.site), []).append(kept)
     return AdapterWeights(
         digest=hashed.digest(),

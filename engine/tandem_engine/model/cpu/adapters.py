@@ -62,12 +62,12 @@ def _row(site: SiteWeights, factors: Array) -> list[int]:
     """Of a table."""
     assert site.a.is_contiguous(), "the kernel reads A row by row"
     assert len(site.parts) <= MAX_PARTS, f"{len(site.parts)} projections in one product"
-    row = [site.a.data_ptr(), len(site.a), factors.ctypes.data]
+    row = [site.a.data_ptr(), site.a.itemsize, len(site.a), factors.ctypes.data]
     assert len(row) == PARTS
     for part in site.parts:
         outputs, rank = part.b.shape
         assert part.b.t().is_contiguous(), "the kernel reads the outputs of one rank after the other"
-        row += [part.rows.start, rank, part.outputs.start, outputs, part.b.data_ptr()]
+        row += [part.rows.start, rank, part.outputs.start, outputs, part.b.data_ptr(), part.b.itemsize]
     return row
 
 

@@ -222,7 +222,7 @@ class EmbeddingEndpoint:
             with limit:
                 plan = await self._planner.plan(request, served, identity.caller)
                 identity.body.release()
-                plan = replace(plan, adapter=await named.resolved())
+                plan = replace(plan, adapter=await named.resolved(identity.caller.tenant))
             await self._answer(plan, served, identity, limit, deadline, send)
         finally:
             limit.stop()

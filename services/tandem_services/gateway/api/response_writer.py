@@ -274,7 +274,7 @@ class GenerationEndpoint(Generic[R]):
             with limit:
                 plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
                 identity.body.release()
-                plan = plan.computed_by(await named.resolved())
+                plan = plan.computed_by(await named.resolved(caller.tenant))
             await self._answer(plan, served, identity, objectives, limit, deadline, client, send)
         finally:
             limit.stop()

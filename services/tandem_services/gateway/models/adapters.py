@@ -9,7 +9,6 @@ a request keeps the adapter that its name stood for when it was planned.
 """
 
 from collections.abc import Collection, Iterable, Mapping
-from typing import Literal
 
 import msgspec
 
@@ -39,10 +38,10 @@ class HeldAdapter(msgspec.Struct, kw_only=True):
     failed: dict[str, str]
     """Why workers, by id, could not load it for a request not long ago."""
 
-
-class HeldAdapters(msgspec.Struct, kw_only=True):
-    data: list[HeldAdapter]
-    object: Literal["list"] = "list"
+    @property
+    def place(self) -> tuple[str, str, str]:
+        """In the list of all."""
+        return self.model, self.name, self.digest
 
 
 class AdapterNames:

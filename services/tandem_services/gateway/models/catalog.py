@@ -36,6 +36,7 @@ from tandem_engine.messages.requests import AdapterRef
 from tandem_services.common.errors import ApiError, bad_request, not_found
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.http.middleware import identify_model, identity_of
 from tandem_services.gateway.models.adapters import ref_of
@@ -58,9 +59,9 @@ class Named(NamedTuple):
     expected: str = ""
     """Name of an adapter that is announced, and stands for nothing yet."""
 
-    async def resolved(self) -> AdapterRef | None:
+    async def resolved(self, tenant: Tenant) -> AdapterRef | None:
         """The adapter of the request, awaited where it is expected. Raises `ApiError`, see `ExpectedAdapters.find`."""
-        return await self.service.expected.find(self.expected) if self.expected else self.adapter
+        return await self.service.expected.find(self.expected, tenant) if self.expected else self.adapter
 
 
 class _Found(NamedTuple):

@@ -18,7 +18,7 @@ from tandem_testing.chaos.catalogue import PROMISES, promise
 from tandem_testing.chaos.report import json_line, print_outcome, stall_table, summary_line, summary_table
 from tandem_testing.chaos.runner import Outcome, Progress, Runner
 from tandem_testing.chaos.scenario import Result, Scale, Scenario
-from tandem_testing.chaos.suite import scenarios
+from tandem_testing.chaos.suite import FAMILIES, of_family, scenarios
 from tandem_testing.inherited_signals import give_children_default_signals
 from tandem_testing.redis_server import REDIS_SERVER
 
@@ -47,7 +47,9 @@ def build_parser() -> argparse.ArgumentParser:
         prog="make chaos", description=__doc__, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--list", action="store_true", help="show all scenarios and end")
-    parser.add_argument("--only", type=_numbers, metavar="N,N…", help="run these numbers, in this order")
+    parser.add_argument(
+        "--only", type=_numbers, metavar="N,N…", help="run these numbers, or families such as adapters, in this order"
+    )
     parser.add_argument("--quick", action="store_true", help="run those that matter most and take seconds")
     parser.add_argument("--json", action="store_true", help="end with one JSON line of all counts")
     parser.add_argument("--streams", type=_positive, default=Scale().streams, metavar="N", help="streams at once")
@@ -81,11 +83,21 @@ def build_parser() -> argparse.ArgumentParser:
 
 def _numbers(text: str) -> list[int]:
     known = {line.number for line in PROMISES}
-    numbers = [int(part) for part in text.split(",") if part]
+    numbers = [
+        number
+        for part in text.split(",")
+        if part
+        for number in ([int(part)] if part.isdecimal() else of_family(part) or _no_family(part))
+    ]
     for number in numbers:
         if number not in known:
             raise argparse.ArgumentTypeError(f"there is no scenario {number}; --list shows all")
     return numbers
+
+
+def _no_family(name: str) -> list[int]:
+    names = ", ".join(sorted(each.__name__.rpartition(".")[2] for each in FAMILIES))
+    raise argparse.ArgumentTypeError(f"there is no family {name!r}: {names}")
 
 
 def _positive(text: str) -> int:

@@ -56,3 +56,9 @@ def scenarios() -> dict[int, Scenario]:
                 assert number not in found, f"scenario {number} is tested twice"
                 found[number] = value
     return dict(sorted(found.items()))
+
+
+def of_family(name: str) -> list[int]:
+    """Numbers of the scenarios of `families.NAME`, and of `families.NAME_…`. None where there is no such module."""
+    own = [each for each in FAMILIES if f"{each.__name__.rpartition('.')[2]}_".startswith(f"{name}_")]
+    return sorted(value.promise.number for each in own for value in vars(each).values() if isinstance(value, Scenario))

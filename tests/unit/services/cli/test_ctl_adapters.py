@@ -59,3 +59,19 @@ def test_process_without_the_list_is_answered_with_a_fix(server, capsys):
     assert "HTTP 404" in error
     assert "--health-port" in error
     assert "--admin-port" in error
+
+
+def listed(name: str, **facts: object) -> dict[str, object]:
+    """An adapter of a gateway's page."""
+    shown = {"name": name, "digest": "0" * 32, "rank": 4, "requested": True, "registered": True}
+    return {**shown, "workers": ["w1"], "num_workers": 1, "failed": {}, "num_failed": 0, **facts}
+
+
+def test_all_pages_of_a_gateway_are_printed(server, capsys):
+    server.answers["/v1/adapters"] = {"data": [listed("law", num_workers=3)], "has_more": True, "last_id": "m:law@0"}
+    second = listed("sql", failed={"w1": "no folder"}, num_failed=2)
+    server.answers["/v1/adapters?after=m%3Alaw%400"] = {"data": [second], "has_more": False, "last_id": "m:sql@0"}
+    assert server.adapters() == 0
+    law, sql = capsys.readouterr().out.splitlines()[-2:]
+    assert law.endswith("w1, 2 more")
+    assert sql.endswith("w1: no folder; 1 more")

@@ -1,5 +1,6 @@
 """What `tandem serve` would start."""
 
+import json
 import sys
 from io import StringIO
 
@@ -21,6 +22,7 @@ from tandem_services.cli.serve import choose_workers, visible_gpus
 from tandem_services.cli.up import plan, start
 from tandem_services.gateway.models.model import ServedModel
 from tandem_services.gateway.output.reader import OutputDialect
+from tandem_testing.adapters import write_adapter
 from tandem_testing.hub_server import hub_server
 
 
@@ -99,6 +101,27 @@ def test_every_process_has_the_commit_of_the_start(started, tmp_path, monkeypatc
     for line in lines.values():
         assert f"--model {tmp_path}/cache/models--org--mini/snapshots/{commit} --served-model-name org/mini" in line
     assert f"--model-root org/mini@{commit}" in lines["gateway"]
+
+
+def test_every_worker_has_the_adapter_of_a_repository_in_one_folder(started, tmp_path, monkeypatch):
+    with hub_server() as server:
+        adapter = write_adapter(tmp_path / "adapter", bundled_model(), modules=["q_proj"])
+        commit = server.add("org/sql", adapter).refs["main"]
+        hub = Hub(endpoint=server.url, cache=tmp_path / "cache", wait_s=60.0)
+        monkeypatch.setattr(Hub, "of_environment", lambda: hub)
+        words = ("--prefill", "1", "--decode", "1", "--lora-modules", "sql=org/sql", f"law={adapter}")
+        lines = started(*words)
+        assert server.requests.count("GET /api/models/org/sql/revision/main") == 1
+        with pytest.raises(
+            ConfigError, match="--lora-modules: sql: .* has no repository org/none.*there is no folder org/none either"
+        ):
+            started("--lora-modules", "sql=org/none")
+    for name in ("prefill-0", "decode-0"):
+        folder = f"{tmp_path}/cache/models--org--sql/snapshots/{commit}"
+        assert json.dumps({"name": "sql", "path": folder}) in lines[name]
+        assert f"law={adapter}" in lines[name]
+    with pytest.raises(ConfigError, match="sql: hf://org/sql is outside --lora-dir"):
+        started("--lora-dir", str(tmp_path), "--lora-modules", "sql=hf://org/sql")
 
 
 def test_served_model_names_and_root_reach_clients():

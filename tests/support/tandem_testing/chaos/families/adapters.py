@@ -9,8 +9,7 @@ import signal
 from dataclasses import replace
 from pathlib import Path
 
-from tandem_services.cli.flags import bundled_model
-from tandem_testing.adapters import write_adapter
+from tandem_testing.adapters import SEVEN, base_modules, write_adapter
 from tandem_testing.chaos.families.crashes import LONG_PROMPT, computing
 from tandem_testing.chaos.fleet import Fleet, Shape
 from tandem_testing.chaos.scenario import PATIENCE_S, READY_TIMEOUT_S, Run, scenario
@@ -29,10 +28,12 @@ def spread(asked: list[Ask], adapters: tuple[str, ...]) -> list[Ask]:
     return [replace(ask, adapter=names[number // 2 % len(names)]) for number, ask in enumerate(asked)]
 
 
-def written(folder: Path) -> dict[str, Path]:
-    """Folders of all adapters, by name."""
-    names = enumerate((*EARLY, LATE), start=1)
-    return {name: write_adapter(folder / name, bundled_model(), seed=seed) for seed, name in names}
+def written(folder: Path, base: Path, names: tuple[str, ...]) -> dict[str, Path]:
+    """Folders of adapters of `base`, by name: of all projections that may have some, which experts may not."""
+    modules = tuple(dict.fromkeys(module.rpartition(".")[2] for module in base_modules(base, SEVEN, None)))
+    return {
+        name: write_adapter(folder / name, base, seed=seed, modules=modules) for seed, name in enumerate(names, start=1)
+    }
 
 
 async def loaded(fleet: Fleet, name: str, folder: Path) -> None:
@@ -69,7 +70,7 @@ async def serves(run: Run, adapters: tuple[str, ...]) -> None:
 
 @scenario(67, shape=UPDATING)
 async def workers_with_adapters_die(run: Run) -> None:
-    folders = written(run.fleet.folder / "adapters")
+    folders = written(run.fleet.folder / "adapters", run.fleet.checkpoint, (*EARLY, LATE))
     for name in EARLY:
         await asyncio.gather(*(loaded(fleet, name, folders[name]) for fleet in (run.reference.fleet, run.fleet)))
     await loaded(run.reference.fleet, LATE, folders[LATE])

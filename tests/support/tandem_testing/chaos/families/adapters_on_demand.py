@@ -16,9 +16,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tandem_lab.verify.merged_adapter import merge_adapter
-from tandem_services.cli.flags import bundled_model
-from tandem_testing.adapters import write_adapter
-from tandem_testing.chaos.families.adapters import loaded, spread
+from tandem_testing.chaos.families.adapters import loaded, spread, written
 from tandem_testing.chaos.families.crashes import LONG_PROMPT
 from tandem_testing.chaos.fleet import Shape
 from tandem_testing.chaos.parts import Worker
@@ -98,7 +96,7 @@ FAULTS: tuple[Fault, ...] = (a_decode_worker, one_rank, the_prefill_worker, a_ga
 @scenario(74, shape=ON_DEMAND, timeout_s=1800.0)
 async def processes_die_while_adapters_load(run: Run) -> None:
     atexit.register(shutil.rmtree, FOLDER, ignore_errors=True)
-    folders = {name: write_adapter(FOLDER / name, bundled_model(), seed=seed) for seed, name in enumerate(NAMES, 1)}
+    folders = written(FOLDER, run.fleet.checkpoint, NAMES)
     await run.fleet.all_ready(READY_TIMEOUT_S)
     for name, folder in folders.items():
         await asyncio.gather(*(loaded(fleet, name, folder) for fleet in (run.reference.fleet, run.fleet)))
@@ -145,18 +143,20 @@ async def equals_merged_weights(run: Run, folders: dict[str, Path]) -> None:
     wanted = [replace(ask, adapter=name) for name in folders for ask in asked]
     answers = await run.reference.answers(wanted)
     for ask, answer in zip(wanted, answers, strict=True):
-        merged = await asyncio.to_thread(merged_text, folders[ask.adapter], ask.prompt, ask.max_tokens)
+        merged = await asyncio.to_thread(
+            merged_text, run.fleet.checkpoint, folders[ask.adapter], ask.prompt, ask.max_tokens
+        )
         heard = answer.choices[0].text
         run.expect(heard == merged, f"{ask.adapter}: the reference says {heard!r}, merged weights {merged!r}")
 
 
-def merged_text(folder: Path, prompt: str, tokens: int) -> str:
+def merged_text(base: Path, folder: Path, prompt: str, tokens: int) -> str:
     """Greedy, by transformers."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(bundled_model())
-    model = AutoModelForCausalLM.from_pretrained(bundled_model(), dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(base)
+    model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32).eval()
     merge_adapter(model, folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.inference_mode():

@@ -112,6 +112,10 @@ BAD: dict[str, tuple[Edit, str]] = {
         lambda t, _: t.update({"base_model.model.lm_head.lora_A.weight": torch.zeros(4)}),
         "module that is no projection of attention",
     ),
+    "joined": (
+        lambda t, _: t.update({"base_model.model.model.layers.0.self_attn.qkv_proj.lora_A.weight": torch.zeros(4)}),
+        "projections that its base joins in one matrix",
+    ),
     "adapter's name": (
         lambda t, _: rename(t, f"{Q}.lora_A.weight", f"{Q}.lora_A.default.weight"),
         "lora_A.default.weight' belongs to an adapter of a module",
@@ -150,6 +154,18 @@ def test_excluded_module_may_have_no_tensors(tmp_path: Path, base: ModelConfig, 
     opened(write_files(folder, tensors, fields | {"exclude_modules": excluded}), base)
     with pytest.raises(CheckpointError, match="target_modules lists 'v_proj'"):
         opened(write_files(folder, tensors, fields | {"exclude_modules": ["k_proj"]}), base)
+
+
+@pytest.mark.parametrize("layers", [[0], 0])
+def test_module_that_some_layers_lack_may_have_no_tensors(tmp_path: Path, base: ModelConfig, layers: object) -> None:
+    """Layers of hybrid models have different projections."""
+    folder = write_adapter(tmp_path, MODEL, modules=["q_proj"], layers=[0])
+    tensors, fields = read_files(folder)
+    fields = fields | {"target_modules": ["q_proj", "v_proj"]}
+    opened(write_files(folder, tensors, fields | {"layers_to_transform": layers}), base)
+    for every in (None, []):
+        with pytest.raises(CheckpointError, match="target_modules lists 'v_proj'"):
+            opened(write_files(folder, tensors, fields | {"layers_to_transform": every}), base)
 
 
 def test_rank_over_the_limit_is_refused_with_both_numbers(tmp_path: Path, base: ModelConfig) -> None:

@@ -38,13 +38,14 @@ def with_adapters(x: Floats, sums: Floats, adapters: Sequence[AdapterWeights], l
     return reference.product_with_adapters(x, sums, parts)
 
 
+@pytest.mark.parametrize("halves", ["", "A", "B", "AB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype) -> None:
+def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype, halves: str) -> None:
     shrink_rows, add = calling(shrink), calling(add_to_panel)
     config = small_config()
     adapters = [
-        random_adapter(config, seed=1, rank=8, dtype=dtype),
-        random_adapter(config, seed=2, rank=1, dtype=dtype, layers=[1], modules=["k_proj", "up_proj"]),
+        random_adapter(config, seed=1, rank=8, dtype=dtype, halves=halves),
+        random_adapter(config, seed=2, rank=1, dtype=dtype, layers=[1], modules=["k_proj", "up_proj"], halves=halves),
         random_adapter(config, seed=3, rank=37, dtype=dtype),
     ]
     rows = tuple(SlotRows(slot, torch.tensor(tokens)) for slot, tokens in enumerate(LISTS))

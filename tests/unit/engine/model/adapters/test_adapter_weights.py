@@ -61,6 +61,25 @@ def test_digest_changes_with_scale_rank_and_each_byte(tmp_path: Path, base: Mode
     assert len(set(digests)) == len(digests)
 
 
+@pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("keeps_halves", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_matrices_stored_in_bfloat16_stay_so_for_compiled_steps(
+    tmp_path: Path, base: ModelConfig, stored: torch.dtype, keeps_halves: bool, dtype: torch.dtype
+) -> None:
+    checkpoint = open_adapter(write_adapter(tmp_path, MODEL, dtype=stored), base, max_rank=64)
+    weights = load_adapter(checkpoint, base, dtype=dtype, group=SingleRank(), keeps_halves=keeps_halves)
+    plain = load_adapter(checkpoint, base, dtype=dtype, group=SingleRank())
+    kept = keeps_halves and stored is torch.bfloat16
+    for place, site in weights.sites.items():
+        assert site.a.dtype is (torch.bfloat16 if kept else torch.float32)
+        assert torch.equal(site.a.float(), plain.sites[place].a)
+        for part, other in zip(site.parts, plain.sites[place].parts, strict=True):
+            assert part.b.dtype is (torch.bfloat16 if kept else dtype)
+            assert torch.equal(part.b.to(dtype), other.b)
+    assert weights.digest == plain.digest
+
+
 def test_ignored_fields_do_not_change_the_digest(tmp_path: Path, base: ModelConfig) -> None:
     one = loaded(write_adapter(tmp_path / "one", MODEL), base)
     other = loaded(write_adapter(tmp_path / "other", MODEL, task_type="CAUSAL_LM", lora_dropout=0.5), base)

@@ -1,7 +1,7 @@
 """Steps with adapters as compiled code equal the layers one by one, padding and wanted rows included."""
 
 import gc
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -15,6 +15,8 @@ from tandem_engine.forward.adapter_rows import NO_ADAPTER, AdapterRows
 from tandem_engine.forward.batch import ForwardBatch, wanted_tokens
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.adapters.step import StepAdapters
+from tandem_engine.model.adapters.tensor_names import Site
+from tandem_engine.model.adapters.weights import AdapterPart, AdapterWeights, SiteWeights
 from tandem_engine.model.attention.cpu import CpuAttention
 from tandem_engine.model.cpu import step
 from tandem_engine.model.cpu.step import LargeStep, SmallStep
@@ -152,6 +154,42 @@ def test_biases_and_whole_panels_have_what_adapters_add(fields: dict[str, object
     model = build(torch.float32, **fields)
     batch = batch_of(model, decodes=4)
     require_small_step(model, batch, adapters_of(model, batch, 0, NO_ADAPTER, 1, 0), torch.float32)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_in_bfloat16_share_one_call(dtype: torch.dtype) -> None:
+    """Beside others, and in large steps too."""
+    model = build(dtype)
+    weights = [
+        random_adapter(model.config, seed=seed, rank=rank, dtype=dtype, halves=halves)
+        for seed, (rank, halves) in enumerate(((8, "AB"), (16, ""), (5, "A"), (20, "B")), start=1)
+    ]
+    batch = batch_of(model, 4, 1, decodes=4)
+    rows = rows_of(batch, np.array([0, 1, NO_ADAPTER, 2, 3, 0]))
+    require_small_step(model, batch, StepAdapters(rows=rows, slots=weights), dtype)
+    wide = [replace(each, sites=widened(each, dtype)) for each in weights]
+    for few in (batch, batch_of(model, 20, 15, decodes=4)):
+        mine, theirs = (
+            compute(
+                model, few, StepAdapters(rows=rows_of(few, np.array([0, 1, NO_ADAPTER, 2, 3, 0])), slots=slots), dtype
+            )
+            for slots in (weights, wide)
+        )
+        assert torch.equal(mine, theirs), "to widen numbers is exact"
+
+
+def widened(weights: AdapterWeights, dtype: torch.dtype) -> Mapping[tuple[int, Site], SiteWeights]:
+    """The same numbers, A in float32 and B in the model's dtype."""
+    return {
+        place: SiteWeights(
+            a=site.a.float(),
+            parts=tuple(
+                AdapterPart.of(rows=part.rows, outputs=part.outputs, b=part.b.to(dtype), scale=part.scale)
+                for part in site.parts
+            ),
+        )
+        for place, site in weights.sites.items()
+    }
 
 
 def test_verified_drafts_share_one_call() -> None:

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+from collections.abc import Sequence
 from random import Random
 from typing import Any
 
@@ -15,6 +16,7 @@ import pytest
 from tandem_engine.ipc.keys import KeyPair
 from tandem_lab.verify.reference import TransformersReference
 from tandem_services.cli.flags import bundled_model
+from tandem_services.cli.main import main
 from tandem_services.common.tokens import order_token
 from tandem_testing.adapters import FLEET_ADAPTERS, write_adapter
 from tandem_testing.system_client import SystemClient
@@ -168,7 +170,79 @@ async def test_registered_name_outlives_workers_and_gateway(fleet, merged):
     assert (await fleet.http.post("/v1/completions", json=body_of("fresh", 4))).status_code == 404
 
 
-async def command(fleet: SystemClient, path: str, **body: str) -> set[tuple[str, str]]:
+async def test_replaced_name_answers_with_its_new_content(fleet, merged):
+    """Streams that run end with the former content, and equal prompts find no page of it."""
+    folders = {name: str(fleet.system.run_dir.parent / name) for name in FLEET_ADAPTERS}
+    await command(fleet, "/v1/load_lora_adapter", lora_name="swap", lora_path=folders["one"])
+    expected = (await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"]
+    session = (await fleet.http.post("/v1/sessions", json={})).json()["id"]
+    assert await turn_of(fleet, session, 0) == 200
+    running = await speaking_streams(fleet, ["swap"] * 4)
+    replaced = await command(
+        fleet, "/v1/load_lora_adapter", lora_name="swap", lora_path=folders["two"], load_inplace=True
+    )
+    assert {state for _, state in replaced} == {"replaced"}
+    assert not any(task.done() for task in running), "the streams ended too early"
+    for _ in range(2):  # the second time from the prefix cache
+        answers = await asyncio.gather(*(complete(fleet, name) for name in ("swap", "one", "two", fleet.model)))
+        said = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+        assert said == [merged["two"], merged["one"], merged["two"], merged[None]]
+    assert [await task for task in running] == [expected] * len(running)
+    assert await turn_of(fleet, session, 1) == 409
+    await fleet.http.delete(f"/v1/sessions/{session}")
+    await command(fleet, "/v1/unload_lora_adapter", lora_name="swap")
+    await fleet.settled()
+
+
+async def turn_of(fleet: SystemClient, session: str, turn: int) -> int:
+    """Status of a turn with the adapter `swap`."""
+    params = {"session_params": {"id": session, "turn": turn}}
+    return (await fleet.http.post("/v1/completions", json=body_of("swap", 4) | params)).status_code
+
+
+async def test_streams_of_adapters_outlive_changes_of_roles(fleet):
+    names = (*FLEET_ADAPTERS, fleet.model)
+    expected = [(await complete(fleet, name, max_tokens=LONG))["choices"][0]["token_ids"] for name in names]
+    engines = {name: fleet.system.engine_pid(name) for name in ("decode-0", "decode-1")}
+    try:
+        for worker in engines:
+            running = await speaking_streams(fleet, names * 2)
+            await set_role(fleet, worker, "prefill")
+            assert [await task for task in running] == expected * 2
+            await set_role(fleet, worker, "decode")
+    finally:
+        for worker in engines:
+            await set_role(fleet, worker, "decode")
+    assert {name: fleet.system.engine_pid(name) for name in engines} == engines
+    await fleet.settled()
+
+
+async def set_role(fleet: SystemClient, worker: str, role: str) -> None:
+    assert await asyncio.to_thread(main, ["ctl", fleet.system.workers[worker], "role", role]) == 0
+
+
+async def speaking_streams(fleet: SystemClient, models: Sequence[str]) -> "list[asyncio.Task[list[int]]]":
+    """Long ones, each of which has said something."""
+    before = fleet.chunks.speaking
+    running = [asyncio.create_task(streamed(fleet, model, LONG)) for model in models]
+    await until(lambda: fleet.chunks.speaking >= before + len(running), 60.0, "streams speak")
+    return running
+
+
+async def streamed(fleet: SystemClient, model: str, max_tokens: int) -> list[int]:
+    """Tokens of one stream."""
+    said: list[int] = []
+    fields = {"stream": True, "return_token_ids": True}
+    async with fleet.http.stream("POST", "/v1/completions", json=body_of(model, max_tokens) | fields) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line.startswith("data: {"):
+                chunk = json.loads(line.removeprefix("data: "))
+                said += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+    return said
+
+
+async def command(fleet: SystemClient, path: str, **body: object) -> set[tuple[str, str]]:
     """What each worker did."""
     token = order_token(KeyPair.load(fleet.system.run_dir / "keys.json"))
     answer = await fleet.http.post(path, json=body, headers={"Authorization": f"Bearer {token}"})

@@ -1,0 +1,1 @@
+"""Adapters that PEFT makes from drawn configs, and what the engine does with them."""
