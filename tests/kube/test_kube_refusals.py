@@ -24,7 +24,7 @@ from tandem_testing.custom_resources import (
     worker_pool,
 )
 from tandem_testing.schema_walk import at_path, fields_below, merged, rules_below, schema_of_crd
-from tandem_testing.spec_fields import FULL_GATEWAY_SPEC
+from tandem_testing.spec_fields import FULL_GATEWAY_SPEC, FULL_SPEC
 
 pytestmark = KUBE
 
@@ -303,7 +303,7 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     adapter = yaml.safe_load((EXAMPLES / "adapters/model-adapter.yaml").read_text())
     adapter["metadata"]["namespace"] = namespace
     adapter["spec"]["digest"] = "0123456789abcdef" * 2
-    gateways = model_gateway(namespace, **FULL_GATEWAY_SPEC)
+    gateways = model_gateway(namespace, **FULL_GATEWAY_SPEC, inferencePool=FULL_SPEC["gateway"]["inferencePool"])
     host = {"path": "/mnt/models", "mountPath": "/models", "readOnly": True}
     granted = {"serviceAccountName": "models", "hostPaths": [host], "privileged": True}
     pod = {**granted, "env": [secret], "patch": {"spec": {}}}

@@ -94,7 +94,7 @@ class MovingFleet:
         self.fabric.kill(side.peer.incarnation)
         self.network.kill(side.peer.incarnation)
         for other in self.sides:
-            other.stage.peer_gone(side.peer.incarnation)
+            other.stage.peer_ended(side.peer.incarnation)
         for stream in self.streams:
             if stream.finish is None and stream.side is side:
                 self._resume(stream, successor)

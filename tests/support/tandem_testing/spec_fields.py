@@ -19,12 +19,13 @@ FULL_SPEC: Manifest = json.loads(
 GATEWAY_PARTS = ("images", "redis", "drainSeconds", "security", "observability")
 
 FULL_GATEWAY_SPEC: Manifest = {
-    **FULL_SPEC["gateway"],
+    **{name: part for name, part in FULL_SPEC["gateway"].items() if name != "inferencePool"},
     **{name: FULL_SPEC[name] for name in GATEWAY_PARTS},
     "claims": ["models", "adapters"],
     "pod": {name: part for name, part in FULL_SPEC["prefill"]["pod"].items() if name != "patch"},
 }
-"""Of a ModelGateway: every field but those of pods that an administrator has to allow."""
+"""Of a ModelGateway: every field but an inferencePool, which is refused, and those of pods that an administrator has
+to allow."""
 
 WORDS = """
 tcp none full error float32 int8 transformers swap ClusterIP Never fcfs write_back
