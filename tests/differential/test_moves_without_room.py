@@ -87,7 +87,7 @@ def test_streams_left_at_the_end_of_a_drain_are_recomputed(overlap):  # [late-mo
     pages = (len(streams[0].message.input_ids) + len(streams[0].tokens)) // 4
     fleet.fabric.fates = Link(fabric=fleet.fabric, ticks_per_page=4)
     fleet.drain(a)
-    # Two ticks in a turn of two workers: a stream takes two turns per page, so after six turns per page two have arrived.
+    # A turn of two workers is two ticks: a stream takes two turns per page, and two have arrived after six.
     for _ in range(6 * pages):
         fleet.turn()
     assert fleet.moved == 2

@@ -17,7 +17,7 @@ from tandem_testing.spec_fields import FULL_SPEC, FieldPath, Manifest, leaves, o
 
 pytestmark = KUBE
 
-SPEC = {**FULL_SPEC, "model": {"claim": {"claimName": "models", "path": "qwen", "mountPath": "/models"}}}
+SPEC = {**FULL_SPEC, "model": {"claim": {"claimName": "models", "path": "qwen"}}}
 """Image volumes came with 1.31: the API server of the tests drops them."""
 
 OPTIONAL = {"HTTPRoute", "InferencePool", "PodMonitor", "ServiceMonitor"}

@@ -298,6 +298,8 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     engine = {"kvCacheGib": 4}
     hub = {"huggingFace": {"id": "Qwen/Qwen3-8B", "sizeLimit": "20Gi"}}
     rest = model_service(namespace, redis={"managed": redis}, prefill=prefill, engine=engine, model=hub)
+    stored = {"claimName": "kv", "path": "a", "sizeGib": 8, "waitSeconds": 1}
+    files = [model_service(namespace, engine={"storage": one}) for one in (stored, {"directory": "/nvme"})]
     listed = yaml.safe_load((EXAMPLES / "adapters.yaml").read_text())["spec"]["adapters"]
     manifests += [model_service(namespace, adapters=[one]) for one in listed]
     adapter = yaml.safe_load((EXAMPLES / "adapters/model-adapter.yaml").read_text())
@@ -306,10 +308,10 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     gateways = model_gateway(namespace, **FULL_GATEWAY_SPEC, inferencePool=FULL_SPEC["gateway"]["inferencePool"])
     host = {"path": "/mnt/models", "mountPath": "/models", "readOnly": True}
     granted = {"serviceAccountName": "models", "hostPaths": [host], "privileged": True}
-    pod = {**granted, "env": [secret], "patch": {"spec": {}}}
+    pod = {**granted, "env": [secret], "patch": {"spec": {}}, "tolerations": [toleration]}
     managed = model_gateway(namespace, redis={"managed": redis}, pod=pod)
     pool = worker_pool(namespace, replicas=2)
-    return [*manifests, rest, pool, gateways, managed, adapter, *caches(namespace)]
+    return [*manifests, rest, *files, pool, gateways, managed, adapter, *caches(namespace)]
 
 
 def caches(namespace: str) -> list[dict[str, Any]]:
