@@ -162,7 +162,7 @@ class Target:
     objectives: Mapping[str, str] = field(default_factory=dict)
     """Headers with the latency objectives of each request."""
     retry_within_s: float = 0.0
-    """A request that is rejected with a Retry-After of at most this is sent again then, once."""
+    """A request that is rejected with a Retry-After of at most this is sent again then, once; 0: never."""
 
     def body(self, spec: RequestSpec) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -185,7 +185,7 @@ class Target:
         """Stream one completion to its end. Failures are recorded, never raised."""
         measurement = await self._send(spec)
         wait_s = measurement.retry_after_s
-        if wait_s is None or wait_s > self.retry_within_s:
+        if wait_s is None or self.retry_within_s <= 0.0 or wait_s > self.retry_within_s:
             return measurement
         await asyncio.sleep(wait_s)
         again = await self._send(spec)

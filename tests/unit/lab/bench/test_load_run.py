@@ -195,6 +195,11 @@ async def test_rejected_request_is_sent_again_when_the_server_says(wait: str, an
     assert summary.retries == (Retries(sent=1, good=1) if answered else None)
 
 
+async def test_rejected_request_is_not_sent_again_by_default() -> None:
+    found = await target(lambda _: httpx.Response(429, headers={"retry-after": "0"})).send(SPEC)
+    assert (found.is_retry, found.retry_after_s) == (False, 0.0)
+
+
 async def test_request_that_is_rejected_twice_is_given_up() -> None:
     server = replace(target(lambda _: httpx.Response(429, headers={"retry-after": "0"})), retry_within_s=1.0)
     found = await server.send(SPEC)
