@@ -14,6 +14,7 @@ from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import PRIVILEGES, ClusterApis, OperatorSettings
 from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane
+from tandem_testing.kube_objects import lost
 from tandem_testing.waiting import wait_equal, wait_for
 
 pytestmark = KUBE
@@ -56,20 +57,6 @@ def test_every_manifest_is_accepted_and_nothing_of_it_is_dropped(control_plane, 
         answer = control_plane.apply(manifest, manager="tandem-operator", dryRun="All")
         assert answer.status_code == 201, f"{manifest['kind']} {manifest['metadata']['name']}: {answer.text}"
         assert lost(manifest, answer.json()) == [], manifest["metadata"]["name"]
-
-
-def lost(wanted: Any, got: Any, path: str = "") -> list[str]:
-    """Paths of what was asked for and is not there; a quantity may be written in another way."""
-    if isinstance(wanted, dict):
-        if not isinstance(got, dict):
-            return [path]
-        return [one for name in wanted for one in lost(wanted[name], got.get(name), f"{path}.{name}")]
-    if isinstance(wanted, list):
-        if not isinstance(got, list) or len(got) != len(wanted):
-            return [path]
-        pairs = enumerate(zip(wanted, got, strict=True))
-        return [one for number, pair in pairs for one in lost(*pair, f"{path}[{number}]")]
-    return [] if wanted == got or ".resources." in path else [path]
 
 
 def test_applying_again_writes_nothing(control_plane, namespace):

@@ -40,7 +40,7 @@ def test_services_come_and_go_behind_a_model_gateway(services, front, running):
     wait_equal(lambda: {("Normal", "ServiceAdded"), ("Normal", "ServiceRemoved")} <= front.events(), True, PATIENCE_S)
 
 
-def test_taken_name_is_refused_and_its_first_model_is_served_on(services, front, running):
+def test_taken_name_is_refused_and_its_first_model_is_served_on(services, front, running):  # [name-served-once]
     front.apply()
     services.apply("chat", servedModelName="llama", **FRONT)
     front.wait_served(chat=["llama"])

@@ -3,7 +3,10 @@
 from itertools import pairwise
 from typing import Any
 
+import pytest
+
 from tandem_operator.builders.worker import GRACE_AFTER_DRAIN_S, STAY_S
+from tandem_services.cli.main import main
 from tandem_testing.control_plane import KUBE, PATIENCE_S
 from tandem_testing.waiting import wait_equal, wait_for
 
@@ -106,7 +109,7 @@ def test_paused_rollout_exchanges_no_pod_and_scales(services, running):
     wait_equal(graces, {45 + beyond}, PATIENCE_S, running.log)
 
 
-def test_arguments_are_accepted_when_a_pod_has_checked_them(services, running):
+def test_engine_args_are_accepted_when_a_pod_checked_them(services, running):
     """Before that nothing is known of them, whatever the operator knows of the flag."""
     engine = {"engine": {"args": ["--watermark=0.02"]}}
     services.apply(**engine, decode={"pod": {"annotations": {"fake-kubelet/ready": "false"}}})
@@ -115,6 +118,36 @@ def test_arguments_are_accepted_when_a_pod_has_checked_them(services, running):
     services.apply(**engine)
     services.wait_ready()
     services.wait_condition("ArgumentsAccepted", "True", "Accepted")
+
+
+def test_refused_engine_args_leave_serving_pods_alone(services, running, capsys):  # [args-checked-first]
+    """The init container of the pods to come says what the parser of their image says of the words."""
+    services.apply()
+    services.wait_ready()
+    serving = uids(services)
+    unready = {"pod": {"annotations": {"fake-kubelet/ready": "false"}}}
+    services.apply(engine={"args": ["--watermark=many"]}, prefill=unready, decode=unready)
+    wait_equal(lambda: len(uids(services) - serving), 2, PATIENCE_S, services.described)
+    for pod in services.pods("worker"):
+        if pod["metadata"]["uid"] not in serving:
+            check = pod["spec"]["initContainers"][0]
+            with pytest.raises(SystemExit) as ended:
+                main([*check["command"][1:], *check["args"]])
+            failed = {"exitCode": ended.value.code, "reason": "Error", "message": capsys.readouterr().err}
+            services.fail_init(pod, check, failed)
+    services.wait_condition("ArgumentsAccepted", "False", "ArgumentRefused")
+    (refused,) = [one for one in services.get()["status"]["conditions"] if one["type"] == "ArgumentsAccepted"]
+    assert "argument --watermark" in refused["message"]
+    services.wait_event("Warning", "ArgumentRefused")
+    assert services.condition("Ready")[0] == "True"
+    assert not any(services.leaving("worker").values())
+    services.apply()
+    services.wait_ready()
+    wait_equal(lambda: uids(services), serving, PATIENCE_S, services.described)
+
+
+def uids(services) -> set[str]:
+    return {one["metadata"]["uid"] for one in services.pods("worker")}
 
 
 def test_invalid_spec_is_reported_and_changes_nothing(services, running):

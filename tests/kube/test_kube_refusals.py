@@ -16,22 +16,30 @@ import yaml
 
 from tandem_operator.api.crds import crds
 from tandem_testing.control_plane import KUBE, ControlPlane
-from tandem_testing.custom_resources import model_adapter, model_cache, model_service, worker_pool
+from tandem_testing.custom_resources import (
+    model_adapter,
+    model_cache,
+    model_gateway,
+    model_service,
+    worker_pool,
+)
 from tandem_testing.schema_walk import at_path, fields_below, merged, rules_below, schema_of_crd
+from tandem_testing.spec_fields import FULL_GATEWAY_SPEC, FULL_SPEC
 
 pytestmark = KUBE
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
-SERVICE, POOL, GATEWAY, ADAPTER_KIND, CACHE = crds()
-CRDS = (SERVICE, POOL, ADAPTER_KIND, CACHE)
+CRDS = crds()
 CRD_OF = {crd["spec"]["names"]["kind"]: crd for crd in CRDS}
 MAKE = {
     "ModelService": model_service,
     "WorkerPool": worker_pool,
+    "ModelGateway": model_gateway,
     "ModelAdapter": model_adapter,
     "ModelCache": model_cache,
 }
 ADAPTER = {"name": "sql", "source": {"claim": {"claimName": "adapters"}}}
+ROUTE = {"parentRefs": [{"name": "public"}]}
 AROUND = {".spec.adapters[0]": ADAPTER}
 """What entries of a list have to have, without which rules within them would not be looked at."""
 
@@ -104,18 +112,20 @@ VIOLATIONS = {
     "draftModelPath: '..' leads out of the folder; name the folder itself": Violation(
         {"algorithm": "EAGLE", "draftModelPath": "../eagle"}
     ),
+    "directory: '..' leads out of the folder; name the folder itself": Violation({"directory": "/nvme/../etc"}),
+    "directory is on a volume of the pod: remove claimName and path": Violation({"directory": "/kv", "path": "a"}),
     "sizeLimit is that of a pod's own copy, and with cacheClaim there is none: give one of them": Violation(
         {"id": "Qwen/Qwen3-8B", "sizeLimit": "1Ti", "cacheClaim": "hub"}
     ),
     "backendRequest is longer than request, which ends an attempt; lower it, or set it to 0s": Violation(
         {"request": "30s", "backendRequest": "1m"},
-        around={"spec": {"gateway": {"httpRoute": {"parentRefs": [{"name": "public"}]}}}},
+        around={"spec": {"httpRoute": ROUTE, "gateway": {"httpRoute": ROUTE}}},
     ),
     "metadata.name: at most 40 characters, for pods' names begin with it": Violation({"metadata": {"name": "x" * 41}}),
     "routerPolicy is locality, round_robin, least_loaded, power_of_two or session, or prefill=P,decode=P": Violation(
         {"routerPolicy": "prefill=fastest"}
     ),
-    "curveSecret cannot change: pods with other keys do not talk to those that run; make another ModelService": (
+    "curveSecret cannot change: pods with other keys do not talk to those that run; make another resource": (
         Violation({"curveSecret": "new"}, before={"curveSecret": "old"})
     ),
     "role cannot change: a pool has one role": Violation({"role": "prefill"}, before={"role": "decode"}),
@@ -254,25 +264,26 @@ def test_every_bound_of_every_field_is_enforced(control_plane, namespace):
     """Of each field that an example sets: wrong type, below, above, too long, too many, none of the list."""
     accepted, known = [], set()
     for base in bases(namespace):
-        schema = schema_of_crd(CRD_OF[base["kind"]])
+        kind = base["kind"]
         collection = control_plane.collection(base)
-        fields = {path: field for path, field in fields_below(schema) if path.startswith(".spec.")}
-        fresh = {path for path in fields if value_at(base, path) is not None} - known
+        fields = {path: field for path, field in fields_below(schema_of_crd(CRD_OF[kind])) if path.startswith(".spec.")}
+        fresh = {(kind, path) for path in fields if value_at(base, path) is not None} - known
         known |= fresh
-        for field in sorted(fresh):
+        for _, field in sorted(fresh):
             for bad in bad_values(fields[field]):
                 answer = tried(control_plane, collection, replaced(base, field, bad))
                 if answer.status_code != 422 or field.removeprefix(".") not in answer.text:
-                    accepted.append((field, bad, answer.status_code))
+                    accepted.append((kind, field, bad, answer.status_code))
     assert accepted == [], "\n".join(map(str, accepted))
-    everything = {path for crd in CRDS for path, _ in fields_below(schema_of_crd(crd)["properties"]["spec"])}
+    everything = {(kind, path) for kind, crd in CRD_OF.items() for path, _ in fields_below(schema_of_crd(crd))}
     elsewhere = re.compile(
-        r"\.(prefill|decode)\.engine\.|\.(decode|gateway|inferencePool|redis\.managed)\.(pod|resources)\."
-        r"|^\.storage\.node$"
+        r"\.spec\.(prefill|decode)\.engine\.|\.(decode|gateway|inferencePool|redis\.managed)\.(pod|resources)\."
+        r"|^\.spec\.storage\.node$"
     )
-    assert {
-        path for path in everything - {path.removeprefix(".spec") for path in known} if not elsewhere.search(path)
-    } == set()
+    left = {
+        (kind, path) for kind, path in everything - known if path.startswith(".spec.") and not elsewhere.search(path)
+    }
+    assert left == set()
 
 
 def bases(namespace: str) -> list[dict[str, Any]]:
@@ -287,12 +298,20 @@ def bases(namespace: str) -> list[dict[str, Any]]:
     engine = {"kvCacheGib": 4}
     hub = {"huggingFace": {"id": "Qwen/Qwen3-8B", "sizeLimit": "20Gi"}}
     rest = model_service(namespace, redis={"managed": redis}, prefill=prefill, engine=engine, model=hub)
+    stored = {"claimName": "kv", "path": "a", "sizeGib": 8, "waitSeconds": 1}
+    files = [model_service(namespace, engine={"storage": one}) for one in (stored, {"directory": "/nvme"})]
     listed = yaml.safe_load((EXAMPLES / "adapters.yaml").read_text())["spec"]["adapters"]
     manifests += [model_service(namespace, adapters=[one]) for one in listed]
     adapter = yaml.safe_load((EXAMPLES / "adapters/model-adapter.yaml").read_text())
     adapter["metadata"]["namespace"] = namespace
     adapter["spec"]["digest"] = "0123456789abcdef" * 2
-    return [*manifests, rest, worker_pool(namespace, replicas=2), adapter, *caches(namespace)]
+    gateways = model_gateway(namespace, **FULL_GATEWAY_SPEC, inferencePool=FULL_SPEC["gateway"]["inferencePool"])
+    host = {"path": "/mnt/models", "mountPath": "/models", "readOnly": True}
+    granted = {"serviceAccountName": "models", "hostPaths": [host], "privileged": True}
+    pod = {**granted, "env": [secret], "patch": {"spec": {}}, "tolerations": [toleration]}
+    managed = model_gateway(namespace, redis={"managed": redis}, pod=pod)
+    pool = worker_pool(namespace, replicas=2)
+    return [*manifests, rest, *files, pool, gateways, managed, adapter, *caches(namespace)]
 
 
 def caches(namespace: str) -> list[dict[str, Any]]:

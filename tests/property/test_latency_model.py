@@ -1,6 +1,7 @@
 """Latencies are what a request waits, and nothing that others pay; and what is learned of them is bounded."""
 
 from dataclasses import replace
+from math import exp
 from random import Random
 from unittest.mock import patch
 
@@ -21,6 +22,7 @@ from tandem_services.router.calibration import (
     Calibration,
     Measured,
     Sketch,
+    kept_share,
 )
 from tandem_services.router.cost import Candidate, Demand, Load
 from tandem_services.router.decision import Latency, Placement, ScoreTerm
@@ -74,7 +76,7 @@ def latency_of(option: Option) -> tuple[ScoreTerm, ...]:
 
 
 @given(st.sampled_from([Role.BOTH, Role.PREFILL]), loads, demands, st.data())
-def test_latency_is_no_price(role, load, demand, data):
+def test_latency_is_no_price(role, load, demand, data):  # [latency-is-no-price]
     """What computing costs others, now or later, delays the request itself by nothing."""
     matched = data.draw(st.integers(0, demand.prompt_tokens))
     in_host = data.draw(st.integers(0, matched))
@@ -192,6 +194,38 @@ def test_margin_is_the_percentile_over_the_correction():
     predicted = known.predict(latency(), Placement.PAIR, gateway_wait_s=0.0)
     assert predicted.compute == pytest.approx(1.0)
     assert predicted.margin == pytest.approx((0.1 + 0.4) / 0.3)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_margins_are_kept_while_the_load_changes(seed):
+    """Latencies of successive requests are alike, so the window knows little of the next ones."""
+    known, random = Calibration(percentile=0.95), Random(seed)
+    drift, kept = 0.0, []
+    for _ in range(1000):
+        drift = 0.95 * drift + random.gauss(0.0, 0.1)
+        predicted = known.predict(latency(), Placement.PAIR, gateway_wait_s=0.0)
+        factor = exp(drift)
+        measured = Measured(ttft_s=0.3 * factor, queue_s=0.1 * factor, prefill_s=0.2 * factor, itl_s=0.01 * factor)
+        assert predicted.itl_s is not None
+        kept.append(
+            (
+                measured.ttft_s <= predicted.ttft_s * predicted.margin,
+                0.01 * factor <= predicted.itl_s * predicted.itl_margin,
+            )
+        )
+        known.learn(predicted, measured)
+    for each in zip(*kept[100:], strict=True):
+        assert 0.95 <= sum(each) / len(each) <= 0.99
+    [row] = known.factors()
+    assert predicted.margin >= row.margin
+
+
+@given(st.floats(0.5, 1.0), st.floats(0.5, 0.999), st.booleans())
+def test_share_of_a_margin_is_at_least_the_percentile(share, percentile, is_kept):
+    found = kept_share(share, percentile=percentile, is_kept=is_kept)
+    assert percentile <= found <= 1.0
+    before = max(share, percentile)
+    assert found <= before if is_kept else found > before or found == 1.0
 
 
 def test_few_requests_correct_nothing():

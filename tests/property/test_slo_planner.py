@@ -30,7 +30,7 @@ def load_of(tokens: list[float], arrived: float, queued: float, variation: float
 @given(
     lengths, st.floats(0.0, 20_000.0), st.floats(0.0, 1e6), st.floats(0.01, 200.0), st.sampled_from([0.5, 0.9, 0.99])
 )
-def test_prompts_too_long_alone_never_add_workers(tokens, arrived, queued, ttft_s, percentile):
+def test_prompts_too_long_alone_never_add_workers(tokens, arrived, queued, ttft_s, percentile):  # [hopeless-prompts]
     load = load_of(tokens, arrived, queued)
     targets = replace(TARGETS, latency_s=ttft_s, percentile=percentile)
     need, plain = prefill_need(load, targets), by_load.prefill_need(load, targets)
@@ -93,7 +93,7 @@ def run(service: SlowerTogether, periods: int, tokens_per_s: float, requests_per
     return service.history[-periods:]
 
 
-def test_load_near_two_workers_keeps_counts_stable():
+def test_load_near_two_workers_keeps_counts_stable():  # [all-load-on-fewer]
     """Survivors would take the load of who leaves: with one less, steps are longer and sequences more."""
     # A worker bears 40 sequences of 15 s: 2.67 per second.
     service = SlowerTogether(with_objectives(flip_roles=False), there={"prefill": 4, "decode": 4}, places=64.0)
@@ -146,7 +146,7 @@ class Admitting(SlowerTogether):
         return load
 
 
-def test_rejected_requests_are_demand_and_keep_their_workers():
+def test_rejected_requests_are_demand_and_keep_their_workers():  # [rejected-is-demand]
     """Admission by objectives makes latencies good: a planner that looked at these alone would remove workers."""
     service = Admitting(with_objectives(flip_roles=False), there={"prefill": 5, "decode": 3}, places=64.0)
     settled = run(service, 200, 3900.0, 3.0)[-60:]

@@ -45,9 +45,19 @@ done
 [ ${#signing[@]} -eq 0 ] || [ "$push" = yes ] || die '--sign-by is about images in a registry: add --push'
 command -v buildah >/dev/null || die 'buildah is missing: apt-get install -y buildah'
 [ ${#targets[@]} -gt 0 ] || targets=(engine-cpu engine-cuda services operator redis)
+export TANDEM_CONTAINER_TOOL=buildah
+
+# Before the first image: a disk that is full in the last steps of an hour has failed other programs too.
+CUDA_GB=30
+case " ${targets[*]} " in *' engine-cuda '*)
+    store=$(buildah info --format '{{.store.GraphRoot}}')
+    there=$(df --output=avail -B 1G "$store" | tail -n 1)
+    [ "$there" -ge "$CUDA_GB" ] ||
+        die "engine-cuda needs $CUDA_GB GB of disk and $store has $((there)): free some, or name the other targets"
+    ;;
+esac
 mkdir -p "$folder"
 folder=$(realpath "$folder")
-export TANDEM_CONTAINER_TOOL=buildah
 
 id_of() { buildah inspect --type image --format '{{.FromImageID}}' "$1"; }
 

@@ -16,7 +16,7 @@ import json
 import math
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -26,6 +26,7 @@ import httpx
 import msgspec
 
 from tandem_engine.base.errors import ConfigError
+from tandem_lab.bench.promises import OBJECTIVES, Ratios, Retries, predicted_ttft_s, ratios, retry_after_s
 from tandem_lab.traces import TRACE_BLOCK, TraceRow, read_trace
 from tandem_services.common.errors import RemoteError
 
@@ -135,6 +136,12 @@ class Measurement:
     cached_tokens: int = 0
     output_tokens: int = 0
     error: str | None = None
+    predicted_s: float | None = None
+    """Time to the first token, as the server predicted it."""
+    retry_after_s: float | None = None
+    """When the server that rejected it will serve it."""
+    is_retry: bool = False
+    """It was rejected before, and sent again at the time that the server gave."""
 
     @property
     def ok(self) -> bool:
@@ -152,6 +159,10 @@ class Target:
     ignore_eos: bool
     cache_salt: str | None = None
     """Keeps these prompts out of the prefix caches that other requests share."""
+    objectives: Mapping[str, str] = field(default_factory=dict)
+    """Headers with the latency objectives of each request."""
+    retry_within_s: float = 0.0
+    """A request that is rejected with a Retry-After of at most this is sent again then, once; 0: never."""
 
     def body(self, spec: RequestSpec) -> dict[str, Any]:
         body: dict[str, Any] = {
@@ -172,11 +183,25 @@ class Target:
 
     async def send(self, spec: RequestSpec) -> Measurement:
         """Stream one completion to its end. Failures are recorded, never raised."""
+        measurement = await self._send(spec)
+        wait_s = measurement.retry_after_s
+        if wait_s is None or self.retry_within_s <= 0.0 or wait_s > self.retry_within_s:
+            return measurement
+        await asyncio.sleep(wait_s)
+        again = await self._send(spec)
+        again.is_retry = True
+        return again
+
+    async def _send(self, spec: RequestSpec) -> Measurement:
         measurement = Measurement(spec=spec, began=time.perf_counter())
         try:
-            async with self.client.stream("POST", "/v1/completions", json=self.body(spec)) as response:
+            async with self.client.stream(
+                "POST", "/v1/completions", json=self.body(spec), headers=self.objectives
+            ) as response:
+                measurement.predicted_s = predicted_ttft_s(response.headers)
                 if response.status_code != 200:
                     await response.aread()
+                    measurement.retry_after_s = retry_after_s(response.headers)
                     measurement.error = f"HTTP {response.status_code}: {response.text[:200]}"
                 else:
                     await _read(response, measurement)
@@ -349,6 +374,10 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     e2e_ms: Percentiles | None
     goodput_requests_per_s: float | None
     """None when no SLO was given."""
+    ttft_over_predicted: Ratios | None
+    """None of a server that predicts nothing."""
+    retries: Retries | None
+    """None where no request was sent again."""
     errors: dict[str, int]
     """Message → how often."""
 
@@ -372,6 +401,16 @@ def is_good(m: Measurement, slo: Slo) -> bool:
     itl = sum(m.gaps) / len(m.gaps) if m.gaps else 0.0
     bounds = ((slo.ttft_ms, m.first - m.began), (slo.itl_ms, itl), (slo.e2e_ms, m.ended - m.began))
     return all(limit is None or value * 1e3 <= limit for limit, value in bounds)
+
+
+def objectives_of(slo: Slo) -> dict[str, str]:
+    """Headers that make the bounds those of each request; there is none for the whole request."""
+    bounds = {name: getattr(slo, name) for name in OBJECTIVES}
+    return {OBJECTIVES[name]: f"{bound:g}" for name, bound in bounds.items() if bound is not None}
+
+
+def _retries(again: Sequence[Measurement], slo: Slo) -> Retries | None:
+    return Retries(sent=len(again), good=sum(is_good(m, slo) for m in again)) if again else None
 
 
 def summarize(
@@ -400,5 +439,9 @@ def summarize(
         itl_ms=percentiles([gap for m in good for gap in m.gaps]),
         e2e_ms=percentiles([m.ended - m.began for m in good if m.ended is not None]),
         goodput_requests_per_s=None if slo is None else sum(is_good(m, slo) for m in measurements) / seconds,
+        ttft_over_predicted=ratios(
+            (m.first - m.began, m.predicted_s) for m in good if m.first is not None and m.predicted_s is not None
+        ),
+        retries=_retries([m for m in measurements if m.is_retry], slo or Slo()),
         errors=errors,
     )

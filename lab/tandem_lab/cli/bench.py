@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.config.flags import non_negative_int, positive_int
 from tandem_services.cli.chat.conversation import error_message
 from tandem_services.cli.flags import (
@@ -46,6 +47,7 @@ SERVE_EXAMPLES = """\
 examples:
   tandem bench serve --num-prompts 64 --concurrency 16
   tandem bench serve --request-rate 4 --slo-ttft-ms 200 --slo-itl-ms 50
+  tandem bench serve --request-rate 8 --slo-ttft-ms 500 --send-slo --retry-within 30
   tandem bench serve --trace conversation_trace.jsonl --trace-scale 64 --trace-speed 10
   tandem bench serve --reference-url http://127.0.0.1:8001     compare texts with that server
 
@@ -124,6 +126,16 @@ def _add_serve(kinds: "argparse._SubParsersAction[argparse.ArgumentParser]") -> 
     report.add_argument("--no-check", action="store_true", help="do not compare texts with a reference run")
     report.add_argument("--reference-url", metavar="URL", help="server of the reference texts (default: --url)")
     add_slo(report)
+    report.add_argument(
+        "--send-slo", action="store_true", help="send the SLOs of TTFT and ITL as the objectives of each request"
+    )
+    report.add_argument(
+        "--retry-within",
+        type=non_negative_float,
+        default=0.0,
+        metavar="S",
+        help="send a rejected request again, once, after a Retry-After of at most S seconds (default: 0, never)",
+    )
     report.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     parser.set_defaults(run=run_serve)
 
@@ -182,12 +194,13 @@ async def _serve(args: argparse.Namespace) -> int:
 
     from tandem_lab.bench.load import Prompt, at_arrival_times, at_concurrency, reference_texts, summarize
 
-    specs = _specs(args)
+    specs, objectives = _specs(args), _objectives(args)
     columns = (SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn())
     checking = args.temperature == 0 and not args.no_check
     with Progress(*columns, console=Console(stderr=True), disable=args.json) as progress:
         async with _client(args, args.url) as client, _client(args, args.reference_url or args.url) as other:
-            target = await _target(args, client)
+            plain = await _target(args, client)
+            target = replace(plain, objectives=objectives, retry_within_s=args.retry_within)
             references: dict[Prompt, str] = {}
             if checking:
                 task = progress.add_task("reference texts", total=len({spec.prompt for spec in specs}))
@@ -203,6 +216,19 @@ async def _serve(args: argparse.Namespace) -> int:
     summary = summarize(result.measurements, result.seconds, slo=slo_of(args), references=references)
     print(msgspec.json.encode(summary).decode() if args.json else _table(msgspec.to_builtins(summary)))
     return 1 if summary.failed or summary.mismatched else 0
+
+
+def _objectives(args: argparse.Namespace) -> dict[str, str]:
+    """Raises `ConfigError` for --send-slo without an objective to send."""
+    from tandem_lab.bench.load import objectives_of
+
+    slo = slo_of(args)
+    if not args.send_slo:
+        return {}
+    headers = {} if slo is None else objectives_of(slo)
+    if not headers:
+        raise ConfigError("--send-slo: needs --slo-ttft-ms or --slo-itl-ms")
+    return headers
 
 
 def _specs(args: argparse.Namespace) -> list[Any]:
@@ -251,6 +277,8 @@ def _table(summary: dict[str, Any]) -> str:
     for name, value in summary.items():
         if name in ("ttft_ms", "itl_ms", "e2e_ms") and value is not None:
             shown = "  ".join(f"{key} {figure:.1f}" for key, figure in value.items())
+        elif name in ("ttft_over_predicted", "retries") and value is not None:
+            shown = "  ".join(f"{key} {figure:.3g}" for key, figure in value.items())
         elif name == "errors":
             shown = "; ".join(f"{count}x {text}" for text, count in value.items()) or "none"
         else:

@@ -8,7 +8,18 @@ from typing import Annotated, ClassVar, Literal
 
 import msgspec
 
-from tandem_operator.api.types import Api, Arguments, LabelKey, Rule, Share, printable, within_folder
+from tandem_operator.api.types import (
+    AbsolutePath,
+    Api,
+    Arguments,
+    LabelKey,
+    Name,
+    RelativePath,
+    Rule,
+    Share,
+    printable,
+    within_folder,
+)
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]
 GiB = Annotated[float, msgspec.Meta(gt=0.0, le=65536.0)]
@@ -42,6 +53,30 @@ class HostCache(Api, frozen=True, kw_only=True):
     """Time at which a prefix is copied there."""
     swap_gib: GiB | None = None
     """Memory for the KV of retracted requests, in GiB."""
+
+
+class Storage(Api, frozen=True, kw_only=True):
+    """Files below the host memory, for prefixes that it evicts; `hostCache.sizeGib` and one rank are required."""
+
+    claim_name: Name | None = None
+    """PersistentVolumeClaim for the files, which then outlive pods; ReadWriteMany where workers are on several nodes.
+    Without it each pod has an empty volume."""
+    path: RelativePath | None = None
+    """Directory within that volume; default: its root. Workers may share it."""
+    directory: AbsolutePath | None = None
+    """Directory of a volume of `pod.hostPaths` or `pod.patch`, instead of a claim or an empty volume."""
+    size_gib: GiB | None = None
+    """Limit of the files in GiB, 16 by default. The least recently used are deleted first."""
+    wait_seconds: Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)] | None = None
+    """Seconds that a request waits for its prefix to be read, 1 by default."""
+
+    RULES: ClassVar = (
+        within_folder("directory"),
+        Rule(
+            "!(has(self.directory) && (has(self.claimName) || has(self.path)))",
+            "directory is on a volume of the pod: remove claimName and path",
+        ),
+    )
 
 
 class Sessions(Api, frozen=True, kw_only=True):
@@ -116,6 +151,8 @@ class Engine(Api, frozen=True, kw_only=True):
     """Speculative decoding."""
     host_cache: HostCache | None = None
     """Host memory below the KV cache."""
+    storage: Storage | None = None
+    """Files below the host memory."""
     sessions: Sessions | None = None
     """KV of conversations."""
     lora: Lora | None = None

@@ -195,13 +195,13 @@ class Security(Api, frozen=True, kw_only=True):
     """User and group of all containers; never root."""
     curve_secret: Name | None = None
     """Secret with the key file of the sockets between the components (key `keys.json`); default: one is created. It
-    cannot change: other keys require another ModelService."""
+    cannot change: other keys require another resource."""
 
     RULES: ClassVar = (
         Rule(
             "has(self.curveSecret) == has(oldSelf.curveSecret) && "
             "(!has(self.curveSecret) || self.curveSecret == oldSelf.curveSecret)",
-            "curveSecret cannot change: pods with other keys do not talk to those that run; make another ModelService",
+            "curveSecret cannot change: pods with other keys do not talk to those that run; make another resource",
         ),
     )
 

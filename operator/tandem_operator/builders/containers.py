@@ -73,7 +73,8 @@ def _volume(number: int, wanted: HostPath) -> Manifest:
 
 
 def _mount(number: int, wanted: HostPath) -> Manifest:
-    return {"name": _name(number), "mountPath": wanted.mount_path, "readOnly": wanted.read_only}
+    # An API server leaves out what is false.
+    return {"name": _name(number), "mountPath": wanted.mount_path, **({"readOnly": True} if wanted.read_only else {})}
 
 
 def _name(number: int) -> str:

@@ -15,9 +15,10 @@ from typing import Literal
 
 import msgspec
 
-from tandem_operator.api.engine import Engine, HostCache, Lora, Sessions, Speculation, Transfer
+from tandem_operator.api.engine import Engine, HostCache, Lora, Sessions, Speculation, Storage, Transfer
 from tandem_operator.api.pods import Resources
 from tandem_operator.builders.containers import parse_quantity
+from tandem_operator.builders.kv_storage import storage_folder
 
 Device = Literal["cpu", "cuda"]
 
@@ -97,6 +98,7 @@ def engine_flags(engine: Engine, transfer: Transfer, model_folder: str, *, devic
     words += [word for field, flag in ENGINE_FLAGS.items() for word in _flag(flag, getattr(engine, field))]
     words += _speculation(engine.speculation, model_folder)
     words += _host_cache(engine.host_cache)
+    words += _storage(engine.storage)
     words += _sessions(engine.sessions)
     words += _lora(engine.lora)
     words += ["--kv-digest", transfer.digest, "--expect-transport", transfer.expect]
@@ -135,6 +137,14 @@ def _host_cache(cache: HostCache | None) -> Iterator[str]:
         yield from _flag("--hicache-size", cache.size_gib)
         yield from _flag("--hicache-write-policy", cache.write_policy)
     yield from _flag("--swap-space", cache.swap_gib)
+
+
+def _storage(storage: Storage | None) -> Iterator[str]:
+    if storage is None:
+        return
+    yield from ("--hicache-storage-dir", storage_folder(storage))
+    yield from _flag("--hicache-storage-size", storage.size_gib)
+    yield from _flag("--hicache-storage-prefetch-timeout", storage.wait_seconds)
 
 
 def _sessions(sessions: Sessions | None) -> Iterator[str]:

@@ -33,6 +33,7 @@ from tandem_operator.builders.containers import (
     value,
 )
 from tandem_operator.builders.engine_flags import engine_flags
+from tandem_operator.builders.kv_storage import storage_volume
 from tandem_operator.builders.model_mount import ModelMount, model_mount
 from tandem_operator.builders.naming import (
     REVISION_LABEL,
@@ -116,7 +117,7 @@ def worker_template(service: Served, role: RoleName, labels: dict[str, str], *, 
     mount = with_adapters(
         model_mount(spec.model, image=image, weights=True, cached=service.cached), service, image=image
     )
-    volumes, mounts = _files(service, part, mount)
+    volumes, mounts = _files(service, role, mount)
     container: Manifest = {
         "name": "worker",
         "image": image,
@@ -199,13 +200,15 @@ def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: 
     return ours + ucx + env_of(part.pod.env)
 
 
-def _files(service: Served, part: Role, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:
+def _files(service: Served, role: RoleName, mount: ModelMount) -> tuple[list[Manifest], list[Manifest]]:
+    part = service.role(role)
     pairs = [
         scratch("tmp", TMP, limit=scratch_limit(part.pod, SCRATCH_LIMIT)),
         # Shared memory between ranks, and between workers of one node where UCX uses it.
         scratch("shm", "/dev/shm", limit=str(part.shared_memory), memory=True),  # noqa: S108 - a volume of the pod
         secret_volume("curve", service.curve_secret, CURVE_FOLDER, {CURVE_KEY: CURVE_KEY}),
         *redis_volumes(service.spec.redis, service.name),
+        *storage_volume(service.engine(role).storage),
     ]
     volumes = [volume for volume, _ in pairs] + list(mount.volumes)
     return volumes, [place for _, place in pairs] + list(mount.mounts)

@@ -64,7 +64,7 @@ def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = froz
         *_reference(service),
         *_names(service),
         *adapter_problems(service),
-        *(text for role in ROLES for text in (*_device(service, role), *_ranks(service, role, apis))),
+        *(text for role in ROLES for text in _engine(service, role, apis)),
         *_devices(service),
     ]
 
@@ -191,7 +191,8 @@ def _ways_back(service: Served) -> Iterator[str]:
     engines = {"engine": service.spec.engine, **{f"{role}.engine": service.role(role).engine for role in ROLES}}
     for name, engine in engines.items():
         draft = engine.speculation.draft_model_path if engine.speculation is not None else None
-        paths.append((f"spec.{name}.speculation.draftModelPath", draft))
+        directory = engine.storage.directory if engine.storage is not None else None
+        paths += [(f"spec.{name}.speculation.draftModelPath", draft), (f"spec.{name}.storage.directory", directory)]
     for part, overrides in _pods(service).items():
         for number, one in enumerate(overrides.host_paths):
             field = f"spec.{part}.pod.hostPaths[{number}]"
@@ -249,6 +250,29 @@ def _processes(service: Served) -> Iterator[str]:
                 f"spec.gateway.processes: {count} processes {text}, and spec.gateway.resources.limits[{name}] is "
                 f"{limit}; raise the limit to {least}, or lower processes"
             )
+
+
+def _engine(service: Served, role: RoleName, apis: ClusterApis) -> Iterator[str]:
+    yield from _device(service, role)
+    yield from _ranks(service, role, apis)
+    yield from _storage(service, role)
+
+
+def _storage(service: Served, role: RoleName) -> Iterator[str]:
+    engine = service.engine(role)
+    if engine.storage is None:
+        return
+    if engine.host_cache is None or engine.host_cache.size_gib is None:
+        yield (
+            f"spec.{role}: engine.storage keeps what leaves host memory, and there is none; set "
+            f"engine.hostCache.sizeGib, or remove storage"
+        )
+    ranks = engine.tensor_parallel_size or 1
+    if ranks > 1:
+        yield (
+            f"spec.{role}: engine.storage with tensorParallelSize {ranks}: only workers of one rank keep files; remove "
+            f"storage, or set tensorParallelSize to 1"
+        )
 
 
 def _device(service: Served, role: RoleName) -> Iterator[str]:

@@ -8,6 +8,9 @@ Of the last `WINDOW` requests of each kind and placement
                  is the same for short and long prompts
     margin       the quantile of measured / corrected prediction that `percentile` of the requests do not exceed
 
+A prediction has a margin of its own (`kept_share`): the load changes, so of the requests to come more may exceed that
+quantile than did in the window.
+
 All factors are between `MIN_FACTOR` and `MAX_FACTOR`. Beyond them the model does not describe these workers, and
 `Factors.calibrated` is false: except of a queue that was shorter than predicted. Reports of workers are up to half a
 second old, and at low load most queues are over by then. Only requests with one attempt count
@@ -36,6 +39,10 @@ MIN_SAMPLES = 8
 MIN_FACTOR, MAX_FACTOR = 1.0 / 3.0, 3.0
 
 MIN_RATIO, MAX_RATIO = 1e-3, 1e3
+
+SHARE_RATE = 0.02
+"""How much of a missed or kept margin goes into the share of the window that later margins cover: of a missed one it is
+a fiftieth of the percentile."""
 
 MIN_QUEUE_S = 0.005
 """A shorter predicted queue does not count: what is measured then is one iteration of a loop."""
@@ -88,7 +95,7 @@ class Factors(msgspec.Struct, frozen=True, kw_only=True):
     compute: float
     handling_s: float
     margin: float
-    """What the percentile of requests takes, over the corrected time to the first token."""
+    """What the percentile of requests in the window took, over the corrected time to the first token."""
     itl: float
     itl_margin: float
     ratio: float
@@ -104,7 +111,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True, gc=False):
     itl_s: float | None
     """None where the worker has measured no step."""
     margin: float
-    """`ttft_s` × this is what the percentile of requests does not exceed."""
+    """`ttft_s` × this is what the percentile of requests does not exceed in the long run."""
     itl_margin: float
     queue: float
     """Correction of the terms that pass before the first step; `compute` is that of the others but handling."""
@@ -138,6 +145,9 @@ class _Corrections(NamedTuple):
     itl: float
     itl_margin: float
     calibrated: bool
+    kept_margin: float
+    """Of a prediction, and `kept_itl_margin`: `margin` at the share that later requests keep."""
+    kept_itl_margin: float
 
 
 @dataclass(slots=True)
@@ -147,6 +157,10 @@ class _Learned:
     handling: Sketch = field(default_factory=Sketch)
     ttft: Sketch = field(default_factory=Sketch)
     itl: Sketch = field(default_factory=Sketch)
+    ttft_share: float = 0.0
+    """Of the window, what margins of the time to the first token cover, where it is above the percentile: see
+    `kept_share`."""
+    itl_share: float = 0.0
     _corrections: _Corrections | None = None
     """None after a change."""
 
@@ -162,6 +176,8 @@ class _Learned:
         queue, compute, itl = (exp(sketch.quantile(0.5)) for sketch in (self.queue, self.compute, self.itl))
         margin = exp(self.ttft.quantile(percentile))
         itl_margin = exp(self.itl.quantile(percentile) - self.itl.quantile(0.5))
+        kept_margin = exp(self.ttft.quantile(max(self.ttft_share, percentile)))
+        kept_itl_margin = exp(self.itl.quantile(max(self.itl_share, percentile)) - self.itl.quantile(0.5))
         return _Corrections(
             queue=_clamped(queue),
             compute=_clamped(compute),
@@ -171,6 +187,8 @@ class _Learned:
             itl_margin=_clamped(itl_margin),
             calibrated=queue <= MAX_FACTOR
             and all(MIN_FACTOR <= factor <= MAX_FACTOR for factor in (compute, itl, margin, itl_margin)),
+            kept_margin=_clamped(kept_margin),
+            kept_itl_margin=_clamped(kept_itl_margin),
         )
 
 
@@ -192,8 +210,8 @@ class Calibration:
         return Prediction(
             ttft_s=min(known.queue * before + known.compute * after + known.handling_s, MAX_S),
             itl_s=min(decoding.itl * latency.itl_s, MAX_S) if latency.itl_s > 0.0 else None,
-            margin=known.margin,
-            itl_margin=decoding.itl_margin,
+            margin=known.kept_margin,
+            itl_margin=decoding.kept_itl_margin,
             queue=known.queue,
             compute=known.compute,
             itl=decoding.itl,
@@ -207,6 +225,9 @@ class Calibration:
         """A request with one attempt has ended."""
         known = self._of(prediction.kind, prediction.placement)
         before, after = split(prediction.terms)
+        if len(known.ttft) >= MIN_SAMPLES:
+            is_kept = measured.ttft_s <= prediction.ttft_s * prediction.margin
+            known.ttft_share = kept_share(known.ttft_share, percentile=self.percentile, is_kept=is_kept)
         _add_ratio(known.ttft, measured.ttft_s, prediction.ttft_s)
         if measured.queue_s is not None and before >= MIN_QUEUE_S:
             _add_ratio(known.queue, measured.queue_s, before)
@@ -218,6 +239,9 @@ class Calibration:
         known.changed()
         if measured.itl_s is not None and prediction.itl_s is not None:
             decoding = self._of(prediction.decode_kind, prediction.placement)
+            if len(decoding.itl) >= MIN_SAMPLES:
+                is_kept = measured.itl_s <= prediction.itl_s * prediction.itl_margin
+                decoding.itl_share = kept_share(decoding.itl_share, percentile=self.percentile, is_kept=is_kept)
             _add_ratio(decoding.itl, measured.itl_s, prediction.itl_s / prediction.itl)
             decoding.changed()
 
@@ -237,7 +261,13 @@ class Calibration:
             placement=placement,
             samples=len(known.ttft),
             ratio=exp(known.ttft.quantile(0.5)),
-            **corrections._asdict(),
+            queue=corrections.queue,
+            compute=corrections.compute,
+            handling_s=corrections.handling_s,
+            margin=corrections.margin,
+            itl=corrections.itl,
+            itl_margin=corrections.itl_margin,
+            calibrated=corrections.calibrated,
         )
 
     def _of(self, kind: str, placement: Placement) -> _Learned:
@@ -250,6 +280,17 @@ class Calibration:
         else:
             self._learned.move_to_end(key)
         return known
+
+
+def kept_share(share: float, *, percentile: float, is_kept: bool) -> float:
+    """Of the window, what the next margin covers, after a request kept or missed the last one.
+
+    Adaptive conformal inference: a missed margin widens the next ones, and many kept ones narrow them, so that in the
+    long run `percentile` of the requests keep theirs, however the load changes. Never less than the percentile of the
+    window.
+    """
+    step = SHARE_RATE * (percentile - 1.0 if is_kept else percentile)
+    return min(max(max(share, percentile) + step, percentile), 1.0)
 
 
 def split(terms: Iterable[ScoreTerm]) -> tuple[float, float]:

@@ -44,3 +44,13 @@ def model_cache(namespace: str, name: str = "qwen", **spec: Any) -> Manifest:
         "metadata": {"name": name, "namespace": namespace},
         "spec": {"source": source, "storage": {"newClaim": {"size": "10Gi"}}, **spec},
     }
+
+
+def model_gateway(namespace: str, name: str = "front", **spec: Any) -> Manifest:
+    """One with `spec`, of which nothing is required."""
+    return {
+        "apiVersion": "tandem.dev/v1beta1",
+        "kind": "ModelGateway",
+        "metadata": {"name": name, "namespace": namespace},
+        "spec": spec,
+    }

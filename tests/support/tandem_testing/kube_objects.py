@@ -53,3 +53,17 @@ def contains(stored: Any, given: Any) -> bool:
     if isinstance(given, list):
         return isinstance(stored, list) and len(stored) == len(given) and all(map(contains, stored, given))
     return bool(stored == given)
+
+
+def lost(wanted: Any, got: Any, path: str = "") -> list[str]:
+    """Paths of what was asked for and is not there; a quantity may be written in another way."""
+    if isinstance(wanted, dict):
+        if not isinstance(got, dict):
+            return [path]
+        return [one for name in wanted for one in lost(wanted[name], got.get(name), f"{path}.{name}")]
+    if isinstance(wanted, list):
+        if not isinstance(got, list) or len(got) != len(wanted):
+            return [path]
+        pairs = enumerate(zip(wanted, got, strict=True))
+        return [one for number, pair in pairs for one in lost(*pair, f"{path}[{number}]")]
+    return [] if wanted == got or ".resources." in path else [path]

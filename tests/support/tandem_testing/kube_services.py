@@ -123,6 +123,14 @@ class Services:
         found = self._list("/api/v1", "pods", name)
         return [one for one in found if one["metadata"]["labels"]["app.kubernetes.io/component"] == component]
 
+    def fail_init(self, pod: dict[str, Any], container: dict[str, Any], ended: dict[str, Any]) -> None:
+        """Write, as a kubelet, that an init container of `pod` has ended so and is started again later."""
+        waiting = {"waiting": {"reason": "CrashLoopBackOff"}}
+        failed = {"image": container["image"], "imageID": "", "ready": False, "restartCount": 1, "state": waiting}
+        status = {"name": container["name"], **failed, "lastState": {"terminated": ended}}
+        path = f"/api/v1/namespaces/{self.namespace}/pods/{pod['metadata']['name']}/status"
+        self.cluster.merge(path, {"status": {"initContainerStatuses": [status]}}).raise_for_status()
+
     def leaving(self, component: str, name: str = "chat") -> dict[str, bool]:
         """Of each pod of a component, whether it is being deleted."""
         return {one["metadata"]["name"]: "deletionTimestamp" in one["metadata"] for one in self.pods(component, name)}

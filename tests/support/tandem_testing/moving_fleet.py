@@ -1,7 +1,7 @@
 """Engines on the fake model that leave one another their running requests, and a client that does what a gateway does.
 
     running on A ─▶ A says `leaving` ─▶ abort at A; the two ends of one handoff to A and B ─▶ running on B
-                └─▶ A refuses, or a transfer fails ─▶ everything so far, alone, to B
+                └─▶ A refuses or ends, or a transfer fails ─▶ everything so far, alone, to B
 
 Tokens are accepted by position and once, from the current attempt.
 """
@@ -86,6 +86,18 @@ class MovingFleet:
         else:
             self.left.remove(side)
         side.engine.scheduler.decode_elsewhere(wanted=prefill)
+
+    def end(self, side: Side) -> None:
+        """As the end of its process, when its time to drain is over: what is still there, or on its way, is lost."""
+        successor = self.other(side)
+        self.sides.remove(side)
+        self.fabric.kill(side.peer.incarnation)
+        self.network.kill(side.peer.incarnation)
+        for other in self.sides:
+            other.stage.peer_ended(side.peer.incarnation)
+        for stream in self.streams:
+            if stream.finish is None and stream.side is side:
+                self._resume(stream, successor)
 
     def turn(self, seconds: float = 0.05) -> None:
         for side in self.sides:

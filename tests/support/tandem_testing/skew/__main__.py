@@ -2,9 +2,10 @@
 
 Until there are three releases, commits of this repository stand for them. Prints a table for each pair, a line for each
 stage: requests served, those equal to the answers of the old release alone, failed; KV handed over, requests moved with
-their KV, and prompts computed again, all three in choices. Then a fleet of this release and of one outside its window,
-which refuse each other. Ends with 1 if a request failed, an answer differs, no KV was handed over between releases of
-equal KV, or a release outside the window was not refused.
+their KV, and prompts computed again, all three in choices. Then a gateway of each in front of two services, one of
+which is rolled. Then a fleet of this release and of one outside its window, which refuse each other. Ends with 1 if a
+request failed, an answer differs, no KV was handed over between releases of equal KV, or a release outside the window
+was not refused.
 """
 
 import argparse
@@ -19,6 +20,7 @@ from tandem_testing.chaos.runner import new_folder
 from tandem_testing.skew.outside import later_release, refusals
 from tandem_testing.skew.releases import COMMITS, HERE, MissingCommitError, Release, take
 from tandem_testing.skew.rollout import StageResult, run_rollout
+from tandem_testing.skew.shared import shared_problems
 
 LAST = "HEAD"
 """The last commit, whose KV is that of the working tree unless a change of KV is not committed yet."""
@@ -48,6 +50,14 @@ async def roll(old: Release, new: Release, folder: Path, *, shares_kv: bool) -> 
     return all(each.sound and (each.handed_over or not shares_kv) for each in results)
 
 
+async def share(old: Release, new: Release, folder: Path) -> bool:
+    """Whether gateways of both served both services soundly."""
+    say(f"\none gateway for two services, {old.name} and {new.name}")
+    problems = await shared_problems(old, new, folder)
+    say("\n".join(problems) or "both services through both gateways; all requests equal")
+    return not problems
+
+
 async def refuse(folder: Path, later: Release) -> bool:
     """Whether each side refused the other."""
     say(f"\n{HERE.name} and a release outside its window")
@@ -74,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             for commit in args.old:
                 old = take(commit, TREES if commit in COMMITS else Path(temporary))
                 sound &= asyncio.run(roll(old, new, new_folder(logs / old.name), shares_kv=commit == LAST))
+                sound &= asyncio.run(share(old, new, new_folder(logs / f"{old.name}-shared")))
         except MissingCommitError as error:
             parser.error(str(error))
         sound &= asyncio.run(refuse(new_folder(logs / "outside"), later_release(Path(temporary))))

@@ -2,9 +2,10 @@
 
 import asyncio
 import contextlib
+import json
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -98,12 +99,12 @@ class MixedFleet:
             fleet.redis.stop()
             await fleet.http.aclose()
 
-    def add_worker(self, release: Release, role: str) -> Member:
+    def add_worker(self, release: Release, role: str, *, model: str = MODEL, cluster: str = CLUSTER) -> Member:
         port, name = free_port(), self._name(role, release)
         argv = release.command(
             *("worker", "--role", role, "--worker-id", name, "--model", str(bundled_model())),
-            *("--served-model-name", MODEL, "--host", LOOPBACK, "--health-host", LOOPBACK, "--health-port", str(port)),
-            *("--drain-timeout", str(DRAIN_S), *self._common, *ENGINE_FLAGS),
+            *("--served-model-name", model, "--host", LOOPBACK, "--health-host", LOOPBACK, "--health-port", str(port)),
+            *("--drain-timeout", str(DRAIN_S), "--cluster", cluster, *self._common, *ENGINE_FLAGS),
         )
         return self._start(name, argv, port, role)
 
@@ -111,7 +112,19 @@ class MixedFleet:
         port, name = free_port(), self._name("gateway", release)
         argv = release.command(
             *("gateway", "--host", LOOPBACK, "--port", str(port), "--model", str(bundled_model())),
-            *("--served-model-name", MODEL, "--local-prefill-tokens", SHORT_REST, *self._common),
+            *("--served-model-name", MODEL, "--local-prefill-tokens", SHORT_REST, "--cluster", CLUSTER, *self._common),
+        )
+        return self._start(name, argv, port, "gateway")
+
+    def add_shared_gateway(self, release: Release, models: Sequence[str], *flags: str) -> Member:
+        """In front of a service for each of `models`, whose cluster has its name, as a ModelGateway's."""
+        port, name = free_port(), self._name("gateway", release)
+        file = self.folder / f"{name}.json"
+        entries = [{"model": str(bundled_model()), "served_model_name": one, "cluster": one} for one in models]
+        file.write_text(json.dumps({"models": entries}), encoding="utf-8")
+        argv = release.command(
+            *("gateway", "--host", LOOPBACK, "--port", str(port), "--models", str(file), *flags),
+            *("--local-prefill-tokens", SHORT_REST, *self._common),
         )
         return self._start(name, argv, port, "gateway")
 
@@ -182,7 +195,7 @@ class MixedFleet:
 
     @property
     def _common(self) -> tuple[str, ...]:
-        return ("--redis-url", self.redis.url, "--cluster", CLUSTER, "--curve-keys", str(self._keys))
+        return ("--redis-url", self.redis.url, "--curve-keys", str(self._keys))
 
     @property
     def _keys(self) -> Path:

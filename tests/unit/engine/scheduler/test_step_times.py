@@ -83,7 +83,7 @@ def test_step_fit_of_linear_steps_finds_the_coefficients():
     assert values(serving.report()) == pytest.approx(values(TRUE), rel=0.1)
 
 
-def test_step_fit_of_a_cold_worker_leaves_the_first_steps_out():
+def test_step_fit_of_a_cold_worker_leaves_the_first_steps_out():  # [cold-steps-left-out]
     cold, warm = Serving(), Serving()
     cold.serve_for(COLD_S, factor=5.0)
     warm.serve_for(COLD_S)

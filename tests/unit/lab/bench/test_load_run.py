@@ -3,6 +3,7 @@
 import asyncio
 import json
 import re
+from dataclasses import replace
 
 import httpx
 import pytest
@@ -15,10 +16,12 @@ from tandem_lab.bench.load import (
     at_arrival_times,
     at_concurrency,
     is_good,
+    objectives_of,
     percentiles,
     reference_texts,
     summarize,
 )
+from tandem_lab.bench.promises import Ratios, Retries
 from tandem_services.common.errors import RemoteError
 
 
@@ -163,3 +166,41 @@ def test_goodput_counts_requests_within_every_bound() -> None:
     assert summary.goodput_requests_per_s == 0.5
     assert summary.failed == 1
     assert summary.output_tokens_per_s == (3 + 2 + 2) / 2
+
+
+async def test_predicted_ttft_is_compared_with_the_measured_one() -> None:
+    heads = iter([{"x-tandem-predicted-ttft-ms": "40"}, {"x-tandem-predicted-ttft-ms": "soon"}, {}])
+    server = target(lambda _: httpx.Response(200, headers=next(heads), text="".join(map(event, SOUND))))
+    found = [await server.send(SPEC) for _ in range(3)]
+    assert [m.predicted_s for m in found] == [0.04, None, None]
+    found[0].began, found[0].first = 0.0, 0.05
+    summary = summarize(found, 1.0, slo=None, references={})
+    assert summary.ttft_over_predicted == Ratios(requests=1, p10=1.25, p50=1.25, p90=1.25)
+    assert summarize(found[1:], 1.0, slo=None, references={}).ttft_over_predicted is None
+
+
+@pytest.mark.parametrize(("wait", "answered"), [("0", True), ("9", False), ("Wed, 21 Oct 2026 07:28:00 GMT", False)])
+async def test_rejected_request_is_sent_again_when_the_server_says(wait: str, answered: bool) -> None:
+    seen: list[str | None] = []
+
+    def answer(request: httpx.Request) -> list | httpx.Response:
+        seen.append(request.headers.get("x-slo-ttft-ms"))
+        return httpx.Response(429, headers={"retry-after": wait}, text="later") if len(seen) == 1 else SOUND
+
+    server = replace(target(answer), objectives=objectives_of(Slo(ttft_ms=250, e2e_ms=9)), retry_within_s=5.0)
+    found = await server.send(SPEC)
+    assert (found.ok, found.is_retry) == (answered, answered)
+    assert seen == ["250"] * (2 if answered else 1)
+    summary = summarize([found], 1.0, slo=Slo(ttft_ms=60_000), references={})
+    assert summary.retries == (Retries(sent=1, good=1) if answered else None)
+
+
+async def test_rejected_request_is_not_sent_again_by_default() -> None:
+    found = await target(lambda _: httpx.Response(429, headers={"retry-after": "0"})).send(SPEC)
+    assert (found.is_retry, found.retry_after_s) == (False, 0.0)
+
+
+async def test_request_that_is_rejected_twice_is_given_up() -> None:
+    server = replace(target(lambda _: httpx.Response(429, headers={"retry-after": "0"})), retry_within_s=1.0)
+    found = await server.send(SPEC)
+    assert summarize([found], 1.0, slo=None, references={}).retries == Retries(sent=1, good=0)

@@ -113,7 +113,7 @@ def test_full_example_has_every_field():
         "spec.model.cacheRef",
         "spec.redis.managed",
         "spec.gatewayRef",
-        "spec.engine.kvCacheGib",
+        *("spec.engine.kvCacheGib", "spec.engine.storage"),
         *("spec.adapters", "spec.adapterClaims", "spec.engine.lora"),
         *(f"spec.{role}.pod.{name}" for role in ("prefill", "decode") for name in PRIVILEGED),
     }

@@ -135,7 +135,9 @@ def given_words(draw: st.DrawFn, place: str) -> list[str]:
 @pytest.mark.parametrize("place", KNOWN)
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_accepted_arguments_leave_the_words_of_the_operator(place: str, data: st.DataObject) -> None:
+def test_accepted_arguments_leave_the_words_of_the_operator(
+    place: str, data: st.DataObject
+) -> None:  # [operator-words-stay]
     """The same words in the same order, and no setting of them has another value afterwards."""
     try:
         service = service_of(spec := spec_with(place, *data.draw(given_words(place))))
@@ -244,7 +246,7 @@ def checked(spec: dict[str, Any], *parts: str) -> list[DeploymentSeen]:
     return found
 
 
-def test_condition_has_what_the_image_says() -> None:
+def test_condition_has_what_the_image_says() -> None:  # [image-knows-flags]
     spec = spec_with("engine.args", "--watermark=0.1")
     assert condition_of(MINIMAL) is None
     unchecked = ("Unknown", "NotChecked", "no pod has checked the arguments of prefill, decode yet")

@@ -175,7 +175,7 @@ def test_amounts_are_strings_as_server_side_apply_wants_them(path):
 
 
 def test_every_engine_setting_has_its_flag():
-    of_their_own = {"device", "speculation", "host_cache", "sessions", "lora", "args"}
+    of_their_own = {"device", "speculation", "host_cache", "storage", "sessions", "lora", "args"}
     assert set(ENGINE_FLAGS) == set(Engine.__struct_fields__) - of_their_own
 
 

@@ -20,7 +20,7 @@ def test_first_number_that_is_seen_is_taken_as_it_is():
     assert PoolOwner().judge(0.0, THEIRS, BOUNDS).restore == {}
 
 
-def test_changed_replicas_are_restored_once_and_then_held(owner):
+def test_changed_replicas_are_restored_once_and_then_held(owner):  # [replicas-restored-once]
     first = owner.judge(60.0, THEIRS, BOUNDS)
     assert (first.restore, first.holding) == ({"prefill": 3}, "")
     assert "prefill from 3 to 7" in first.reason

@@ -57,3 +57,9 @@ def test_bench_reports_error_message_of_the_server(served, capsys) -> None:
     served[1]["/v1/models"] = 401
     assert main(RUN) == 3
     assert capsys.readouterr().err.strip().endswith("http://127.0.0.1:8000: Incorrect API key provided.")
+
+
+def test_objectives_without_a_bound_are_refused_before_any_request(served, capsys) -> None:
+    assert main([*RUN, "--send-slo"]) == 2
+    assert "--send-slo: needs --slo-ttft-ms or --slo-itl-ms" in capsys.readouterr().err
+    assert served[0] == []

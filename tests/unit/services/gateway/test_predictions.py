@@ -162,7 +162,7 @@ def test_other_requests_are_not_learned_from(change):
 
 
 @pytest.mark.parametrize("shape", [{"attempts": 2}, {"choices": 2}, {"attempts": 0}])
-def test_calibration_ignores_retries_and_multiple_choices(shape):
+def test_calibration_ignores_retries_and_multiple_choices(shape):  # [one-attempt-learned]
     known = predictions()
     known.finished(record_of(known))
     before = known.calibration.factors()

@@ -119,7 +119,7 @@ def test_request_behind_others_is_judged_by_its_wait(mode, priority, wait_s, rej
     assert error.value.retry_after == pytest.approx(wait_s - 1.0)
 
 
-def test_retry_after_of_requests_rejected_together_is_staggered():
+def test_retry_after_of_requests_rejected_together_is_staggered():  # [retries-spread]
     """200 in one moment, each of which takes the fleet 0.1 s, behind 3 s of other work."""
     gate = Gate(SloMode.STRICT)
     times = []
