@@ -221,18 +221,18 @@ class OnStreams:
         )
         runner.agree_time = parts.agree_time
         self.streams.synchronize()
-        decodes, prompts = self._sizes(parts)
+        decodes, prompts = self._sizes(parts, decoding.backend)
         if decodes or prompts:
             runner.capture(lambda model: self._capture(decoding.of(model), decodes, prompts))
         return runner
 
     def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:
         parts = make()
-        decodes, prompts = self._sizes(parts)
-        if not decodes and not prompts:
-            return 0
         with self.streams.on(StreamName.FORWARD):
             decoding = self._decoding(parts)
+            decodes, prompts = self._sizes(parts, decoding.backend)
+            if not decodes and not prompts:
+                return 0
             return measure_steps(
                 self._capturer, decoding, decodes=decodes, prompts=prompts, meter=meter_for(self.streams.device)
             )
@@ -276,10 +276,10 @@ class OnStreams:
                 self._capturer, decoding, decodes=decodes, prompts=prompts, meter=meter_for(self.streams.device)
             )
 
-    def _sizes(self, parts: RunnerParts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _sizes(self, parts: RunnerParts, backend: GraphBackend) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows of decodes and tokens of steps with prompts to capture: none where the model cannot be captured."""
         config, device = parts.model.config, self.streams.device
-        prompts = can_capture_prompts(config, device, states=parts.states is not None)
+        prompts = can_capture_prompts(config, backend, device, states=parts.states)
         return (
             parts.graph_sizes if can_capture(config, device) else (),
             parts.prompt_sizes if prompts else (),

@@ -198,7 +198,7 @@ def test_gpu_run_without_device_reports_it_and_writes_nothing(monkeypatch, capsy
 def test_unknown_part_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         command.main(["--part", "kernel"])
-    assert "must name some of probe, kernels, engine-8b" in capsys.readouterr().err
+    assert "must name some of probe, engine-latents, engine-states, kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [0, 1])

@@ -252,6 +252,7 @@ def decode_fits(
     )
     split.assert_fits()
     split.assert_pipelined(buffers=tiling.num_stages - 1)
+    split.assert_wide_copies()
     assert split.resident() >= tiling.resident, f"{split.what}: {split.resident()} run at once, not {tiling.resident}"
     if pool_kind:
         assert "F2F" not in split.instructions(), f"{split.what} converts numbers one by one"

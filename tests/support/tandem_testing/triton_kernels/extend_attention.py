@@ -188,3 +188,6 @@ def extend_fits(
     )
     compiled.assert_fits()
     compiled.assert_pipelined(buffers=tiling.num_stages - 1)
+    compiled.assert_wide_copies()
+    if arch == HOPPER and kind != "fp32":
+        assert "HGMMA" in compiled.instructions(), f"{compiled.what} does not multiply by warp groups"
