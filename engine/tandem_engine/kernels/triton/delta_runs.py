@@ -15,7 +15,7 @@ follow one another. Products within chunks are torch's, of all chunks at once. H
     out         float32 [C · CHUNK + 1, H, V]; a place without a token, and the last one, is 0
 
 A program of `walk_runs` has some columns of the state of a head, which no other program reads or writes, and which
-stay in a cache: 16 KiB. float32 is multiplied as three products of tf32, which lose about as much as one of float32 does.
+stay in a cache: 16 KiB. float32 is multiplied as three products of tf32, which lose about as much as one of float32.
 
 Source: Yang, Kautz and Hatamizadeh, Gated Delta Networks, 2024; the inverse as in flash-linear-attention.
 """
