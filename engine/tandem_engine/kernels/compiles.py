@@ -89,7 +89,7 @@ class CompileCounter:
 
 
 def require_private_cache(folder: Path) -> None:
-    """Make Triton's `folder` if it is absent, for this user alone. Raises `ConfigError` where others may write to it."""
+    """Make Triton's `folder`, if it is absent, for this user alone. Raises `ConfigError` if others may write to it."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.stat()
@@ -97,8 +97,8 @@ def require_private_cache(folder: Path) -> None:
         raise ConfigError(f"TRITON_CACHE_DIR {folder} cannot be used ({error}): name a folder that can") from error
     if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         raise ConfigError(
-            f"TRITON_CACHE_DIR {folder} belongs to user {found.st_uid} and has mode {found.st_mode & 0o777:o}: others may "
-            f"write kernels there, which this process would run; name a folder of user {os.geteuid()} with mode 700"
+            f"TRITON_CACHE_DIR {folder} belongs to user {found.st_uid} and has mode {found.st_mode & 0o777:o}: others "
+            f"may write kernels there, which this process would run; name a folder of user {os.geteuid()} with mode 700"
         )
 
 
