@@ -9,7 +9,6 @@ model when they are built.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Protocol, TypeVar
 
 import torch
@@ -33,7 +32,7 @@ from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
-from tandem_engine.kernels.compiles import require_private_cache
+from tandem_engine.kernels.compiles import require_private_kernels
 from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
@@ -292,10 +291,7 @@ def platform_for(device: str) -> Platform:
     """Of a device that `require_device` has accepted. The calling thread is to run its steps."""
     if device == "cpu":
         return OnHost()
-    # Only an engine on a device needs Triton.
-    import triton
-
-    require_private_cache(Path(triton.knobs.cache.dir))
+    require_private_kernels()
     use_device(device)
     streams = CudaStreams(torch.device(device))
     return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=gpu_attention)

@@ -5,9 +5,10 @@ that is no multiple of 16, a number that is 1. A launch that is the first of its
 nothing is cached on disk and for milliseconds where it is, and with it every request. So an engine launches whatever
 it can before it serves (`executor.warm_up`), and what is compiled later is counted and named: it is missing there.
 
-Triton has one listener for a process, so there is one counter. Importing this needs no Triton; `watch` does.
+Triton has one listener for a process, so there is one counter. Importing this needs no Triton; `watch` and
+`require_private_kernels` do.
 
-Kernels in Triton's folder on disk are code that this process runs: `require_private_cache`.
+Kernels in Triton's folder on disk are code that this process runs, so nobody else may write to it.
 """
 
 import logging
@@ -86,6 +87,13 @@ class CompileCounter:
             times.total * MICROSECOND,
             key_of(src, metadata),
         )
+
+
+def require_private_kernels() -> None:
+    """As `require_private_cache`, of the folder that Triton uses in this process."""
+    import triton
+
+    require_private_cache(Path(triton.knobs.cache.dir))
 
 
 def require_private_cache(folder: Path) -> None:

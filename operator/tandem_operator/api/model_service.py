@@ -312,9 +312,9 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
     images: Images = Images()
     """Container images."""
     kernel_cache_claim: Name | None = None
-    """PersistentVolumeClaim in which workers on GPUs keep compiled kernels, so that new pods do not compile them. Access
-    mode ReadWriteMany for workers on several nodes. Kernels are code: nothing else should write to it. Default: each
-    pod compiles its own."""
+    """PersistentVolumeClaim in which workers on GPUs keep compiled kernels, so that new pods do not compile them.
+    Access mode ReadWriteMany for workers on several nodes. Kernels are code: nothing else should write to it. Default:
+    each pod compiles its own."""
     engine: Engine = Engine()
     """Engine settings of both roles."""
     prefill: Role = Role()
