@@ -100,6 +100,10 @@ def check_float8_pages_with_a_scale_for_each_head(device: str) -> None:
     torch.testing.assert_close(out, expected, rtol=0, atol=4e-2)
 
 
+WARP_GROUP = 64
+"""Rows that a warp group of Hopper multiplies at a time."""
+
+
 def compile_for_llama_8b() -> None:
     for arch in ARCHITECTURES:
         extend_fits(32, 8, 128, arch=arch)
@@ -197,5 +201,5 @@ def extend_fits(
     compiled.assert_fits()
     compiled.assert_pipelined(buffers=tiling.num_stages - 1)
     compiled.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else WIDEST_COPY)
-    if arch == HOPPER and kind != "fp32":
+    if arch == HOPPER and kind != "fp32" and tiling.block_m >= WARP_GROUP:
         assert "HGMMA" in compiled.instructions(), f"{compiled.what} does not multiply by warp groups"

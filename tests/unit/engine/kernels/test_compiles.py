@@ -6,7 +6,13 @@ from types import SimpleNamespace
 import pytest
 
 from tandem_engine.base.errors import ConfigError
-from tandem_engine.kernels.compiles import CompileCounter, Compiles, key_of, require_private_cache
+from tandem_engine.kernels.compiles import (
+    CompileCounter,
+    Compiles,
+    key_of,
+    require_private_cache,
+    require_private_kernels,
+)
 
 SOURCE = SimpleNamespace(
     name="some_kernel",
@@ -80,3 +86,9 @@ def test_folder_of_kernels_that_cannot_be_made_is_an_error(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="TRITON_CACHE_DIR .* cannot be used"):
         require_private_cache(tmp_path / "file" / "triton")
+
+
+def test_triton_has_a_folder_of_its_own_before_the_first_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    require_private_kernels()
+    assert (tmp_path / "triton").stat().st_mode & 0o777 == 0o700
