@@ -226,7 +226,7 @@ def shape_of(tokens: int) -> PromptShape:
 
 def run_room(shape: PromptShape) -> RunRoom:
     """Of the graph of this shape."""
-    sequences = min(MAX_RUNS, shape.extends - 1)
+    sequences = max(1, min(MAX_RUNS, shape.extends - 1))
     return RunRoom(
         tokens=shape.tokens,
         sequences=sequences,

@@ -105,6 +105,8 @@ def walk_runs_kernel(
             tl.store(out + place, read, mask=live_column)
             remains, copied = tl.load(whole + part), tl.load(slots + chunk)
             copy = matrices + copied * matrices_stride + head * (K * V)
+            # No thread writes what another has yet to read.
+            tl.debug_barrier()
             for start in range(0, K, DEPTH):
                 of_key = start + part_key
                 live = (of_key < K)[:, None] & live_column

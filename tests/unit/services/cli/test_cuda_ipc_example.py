@@ -1,4 +1,4 @@
-"""examples/cuda-ipc.yaml: two workers on two GPUs in one PID namespace, which is what cuda_ipc requires."""
+"""examples/cuda-ipc/deployment.yaml: two workers on two GPUs in one PID namespace, which is what cuda_ipc requires."""
 
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,7 @@ from tandem_services.cli.main import build_parser
 from tandem_services.cli.serve import choose_workers
 from tandem_testing.pod_security import violations
 
-EXAMPLE = Path(__file__).parents[4] / "examples/cuda-ipc.yaml"
+EXAMPLE = Path(__file__).parents[4] / "examples/cuda-ipc/deployment.yaml"
 
 
 @pytest.fixture
