@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import NamedTuple, Self
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -20,6 +21,8 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardMode
 from tandem_engine.kernels.interface import by_triton
 from tandem_engine.memory.cache_groups import STATE_CHUNK
 from tandem_engine.memory.state_pool import Run, StatePool, StateSpec, runs_of
+
+Ints = npt.NDArray[np.int64]
 
 NO_SLOT = -1
 """Row of a decode that there is not."""
@@ -114,9 +117,9 @@ def list_runs(batch: ForwardBatch, history: int, room: RunRoom) -> ListedRuns:
 class _Decodes(NamedTuple):
     """int64 [D] each: the tokens, rows and lengths of a step's decodes."""
 
-    tokens: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-    rows: "np.ndarray[tuple[int], np.dtype[np.int64]]"
-    seq_lens: "np.ndarray[tuple[int], np.dtype[np.int64]]"
+    tokens: Ints
+    rows: Ints
+    seq_lens: Ints
 
     @classmethod
     def of(cls, batch: ForwardBatch) -> Self:
@@ -153,7 +156,7 @@ def _listed(parts: Sequence[Run], decodes: _Decodes, history: int, room: RunRoom
         places[own] = number * STATE_CHUNK + np.arange(chunk.stop - chunk.start)
         tokens[number, : chunk.stop - chunk.start] = np.arange(chunk.start, chunk.stop)
 
-    def inputs_before(token: np.ndarray, sequence: np.ndarray) -> np.ndarray:
+    def inputs_before(token: Ints, sequence: Ints) -> Ints:
         """[n, history] where the inputs before `token` [n], of `sequence` [n], are."""
         source = token[:, None] - history + np.arange(history)
         before = source - begins[sequence][:, None]
@@ -204,7 +207,7 @@ def _chunks(parts: Sequence[Run]) -> list[_Chunk]:
     return chunks
 
 
-def _filled(values: Sequence[int], size: int, *, fill: int = 0) -> "np.ndarray[tuple[int], np.dtype[np.int64]]":
+def _filled(values: Sequence[int] | Ints, size: int, *, fill: int = 0) -> Ints:
     filled = np.full(size, fill, dtype=np.int64)
     filled[: len(values)] = values
     return filled

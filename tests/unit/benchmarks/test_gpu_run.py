@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,11 @@ def test_part_that_hangs_is_ended_at_its_limit(tmp_path):
     assert lines.ended(lines.LineFile(tmp_path).read(), "p") == {"a"}
     assert "no end within the part's 1 s" in Report(tmp_path).table()
     assert "p: hung" in Report(tmp_path).failures
+
+
+def test_rehearsal_on_a_busy_cpu_is_not_ended_at_the_limit_of_a_device(tmp_path):
+    rehearsal = replace(runner(tmp_path, "import time; time.sleep(1.5)"), dry_run=True)
+    assert status(rehearsal.run([part(seconds=1.0)])) is Status.DONE
 
 
 def test_case_cut_off_by_the_runs_end_is_done_again(tmp_path):
