@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from gpu.control.needs import Need, memory, modules, tool
 
+REHEARSAL = 10.0
+"""Times every limit where the programs are tried on a CPU, which others may use."""
+
 ENGINE = modules("msgspec", "zmq", "llguidance", "xxhash", "triton")
 
 

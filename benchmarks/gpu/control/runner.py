@@ -17,7 +17,7 @@ from typing import IO
 
 from gpu.control import child, folder
 from gpu.control.lines import End, LineFile, Missing, open_case
-from gpu.control.parts import Part
+from gpu.control.parts import REHEARSAL, Part
 from gpu.control.state import PartState, State, Status
 from tandem_engine.base.linux import die_with_parent
 
@@ -26,8 +26,6 @@ MIN_S = 20.0
 GRACE_S = 12.0
 """A part that plans its time ends so long before it would be ended."""
 MOST_CRASHES = 5
-REHEARSAL = 10.0
-"""Times the limit of a part on a CPU."""
 ENDINGS = {0: Status.DONE, child.LEFT: Status.LEFT, child.SKIPPED: Status.SKIPPED}
 
 

@@ -169,7 +169,7 @@ def test_folder_that_cannot_be_carried_is_named(tmp_path, monkeypatch):
 def test_parts_are_in_the_order_of_their_worth():
     assert [one.name for one in named("tests-rest,probe,engine-8b")] == ["probe", "engine-8b", "tests-rest"]
     assert all(one.seconds < 600 for one in PARTS)
-    with pytest.raises(ValueError, match="must name some of probe, kernels"):
+    with pytest.raises(ValueError, match="must name some of probe, engine-latents"):
         named("kernel")
 
 
