@@ -21,7 +21,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models random-adapters console-shots clients images e2e docs clean
+.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours test-tritons release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models random-adapters console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -69,6 +69,10 @@ test-neighbours: setup ## Tests beside Prometheus, an OCI registry and definitio
 	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh
 	@tools/neighbours/setup.sh
 	TANDEM_NEIGHBOURS=1 TANDEM_KUBE_REQUIRED=1 $(BIN)/python -m pytest tests/neighbours $(ARGS)
+
+test-tritons: setup ## Machine code of kernels by the Tritons of torch 2.11 and of the CUDA image (a download of 400 MB at first)
+	@PIP="$(BIN)/python -m pip" tools/tritons.sh
+	TANDEM_TRITONS_REQUIRED=1 $(BIN)/python -m pytest -n $(WORKERS) tests/unit/engine/kernels/test_other_tritons.py $(ARGS)
 
 release: setup ## As root with buildah: charts, all images built twice, bills of materials, signed if KEY=… (docs/release.md)
 	@PIP="$(BIN)/python -m pip" tools/helm/setup.sh

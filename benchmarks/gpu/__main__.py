@@ -5,10 +5,10 @@
     python -m gpu --dry-run --out out                  the same programs on a CPU, tiny: figures mean nothing
     python -m gpu report out [--json]                  the table of a run
 
-Parts, in the order of their worth: probe, kernels, engine-8b, engine-30b, engine-0.6b, handoff, tests-exact,
-tests-rest, sanitize, trace, counters. Each is a process with a limit. A folder has state.json, lines.jsonl (a line for
-each figure, test and ceiling, as soon as it is known), log.txt and what `trace` and `counters` leave: at most 8 files
-of 16 MiB.
+Parts, in the order of their worth: probe, engine-latents, engine-states, kernels, engine-8b, engine-30b, engine-0.6b,
+handoff, tests-exact, tests-rest, sanitize, trace, counters. Each is a process with a limit. A folder has state.json,
+lines.jsonl (a line for each figure, test and ceiling, as soon as it is known), log.txt and what `trace` and `counters`
+leave: at most 8 files of 16 MiB.
 """
 
 import argparse

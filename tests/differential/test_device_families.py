@@ -8,6 +8,7 @@ import torch
 
 from tandem_engine.executor.platform import OnStreams
 from tandem_testing.device_families import DEVICE_FAMILIES, differences_of
+from tandem_testing.exactness import DISAGGREGATED
 from tandem_testing.plain_device import AgainCapturer, PlainDevice, PlainStreams
 from tandem_testing.turning_reference import TurningReference
 from tandem_testing.twin_platform import load_for_twin
@@ -36,3 +37,11 @@ def test_queued_paths_of_a_family_equal_transformers(name, tmp_path):
     paths = DEVICE_FAMILIES[name].paths[-1:]
     model = load_for_twin(DEVICE_FAMILIES[name].write(tmp_path))
     assert differences_of(model, paths, platform=WithoutKernels) == dict.fromkeys(paths)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3"])
+def test_family_of_a_device_is_handed_over(name, tmp_path):
+    """States and latents go by NIXL, from and to memory that a device would have."""
+    model = load_for_twin(DEVICE_FAMILIES[name].write(tmp_path))
+    assert differences_of(model, [DISAGGREGATED], platform=WithoutKernels) == {DISAGGREGATED: None}

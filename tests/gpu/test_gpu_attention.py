@@ -15,7 +15,15 @@ pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
 ]
-MODULES = ("latent_attention", "delta_step", "work_list", "decode_attention", "extend_attention", "triton_backend")
+MODULES = (
+    "delta_runs",
+    "delta_step",
+    "latent_attention",
+    "triton_backend",
+    "work_list",
+    "decode_attention",
+    "extend_attention",
+)
 CHECKS = [
     (KernelChecks(f"tandem_testing.triton_kernels.{name}"), check)
     for name in MODULES

@@ -29,7 +29,7 @@ def test_paths_of_a_family_give_the_tokens_of_transformers(name, tmp_path):
 
 
 @pytest.mark.skipif(find_spec("nixl") is None, reason="needs nixl")
-@pytest.mark.parametrize("name", ["deepseek-v3", "llama4"])
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5", "deepseek-v3", "llama4"])
 def test_family_on_one_card_hands_over_by_nixl(name, tmp_path):
     assert differences_of(loaded(name, tmp_path), [DISAGGREGATED]) == {DISAGGREGATED: None}
 

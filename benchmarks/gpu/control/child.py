@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from gpu.control.lines import LineFile, Machine, Missing
-from gpu.control.parts import PARTS, Part
+from gpu.control.parts import PARTS, REHEARSAL, Part
 
 LEFT, SKIPPED, LOST = 3, 4, 75
 """Cases are left for lack of time; the machine lacks something; the device failed in a case."""
@@ -52,8 +52,10 @@ def run(part: Part, folder: Path, ends_at: float, *, tiny: bool) -> int:
 
         bfloat16.install()
         scalars.install()
-    device = torch.device("cpu" if tiny else "cuda:0")
-    record = Record(part=part.name, lines=LineFile(folder), ends_at=ends_at, limit=ended_at)
+    device, factor = torch.device("cpu" if tiny else "cuda:0"), REHEARSAL if tiny else 1.0
+    record = Record(
+        part=part.name, lines=LineFile(folder), ends_at=ends_at, limit=lambda seconds: ended_at(factor * seconds)
+    )
     record.write(Machine(part=part.name, facts=machine.facts(device)))
     bench = Bench(record=record, device=device, tiny=tiny, folder=folder)
     module, _, argument = part.run.partition(":")

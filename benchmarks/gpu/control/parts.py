@@ -8,6 +8,9 @@ from dataclasses import dataclass
 
 from gpu.control.needs import Need, memory, modules, tool
 
+REHEARSAL = 10.0
+"""Times every limit where the programs are tried on a CPU, which others may use."""
+
 ENGINE = modules("msgspec", "zmq", "llguidance", "xxhash", "triton")
 
 
@@ -26,6 +29,8 @@ class Part:
 
 PARTS = (
     Part(name="probe", seconds=90, run="gpu.parts.probe"),
+    Part(name="engine-latents", seconds=180, run="gpu.parts.engine:V2-Lite", needs_device=(memory(50),)),
+    Part(name="engine-states", seconds=180, run="gpu.parts.engine:Next", needs_device=(memory(70),)),
     Part(name="kernels", seconds=240, run="gpu.parts.kernels"),
     Part(name="engine-8b", seconds=420, run="gpu.parts.engine:8B", needs_device=(memory(40),)),
     Part(name="engine-30b", seconds=420, run="gpu.parts.engine:30B-A3B", needs_device=(memory(75),)),

@@ -17,7 +17,7 @@ from typing import IO
 
 from gpu.control import child, folder
 from gpu.control.lines import End, LineFile, Missing, open_case
-from gpu.control.parts import Part
+from gpu.control.parts import REHEARSAL, Part
 from gpu.control.state import PartState, State, Status
 from tandem_engine.base.linux import die_with_parent
 
@@ -68,7 +68,7 @@ class Runner:
         self._say(f"== {part.name}: {status}{f' ({why})' if why else ''}\n".encode())
 
     def _run(self, part: Part) -> tuple[Status, str]:
-        ends_at = min(self.ends_at, time.monotonic() + part.seconds)
+        ends_at = min(self.ends_at, time.monotonic() + self._limit(part))
         own_limit = ends_at < self.ends_at
         for _ in range(MOST_CRASHES):
             code = self._process(part, ends_at - time.monotonic())
@@ -91,8 +91,12 @@ class Runner:
         if not own_limit:
             return Status.LEFT, "the run's time was over"
         if case is not None:
-            self._close(part, case, f"no end within the part's {part.seconds:.0f} s")
-        return Status.HUNG, f"ended at its limit of {part.seconds:.0f} s"
+            self._close(part, case, f"no end within the part's {self._limit(part):.0f} s")
+        return Status.HUNG, f"ended at its limit of {self._limit(part):.0f} s"
+
+    def _limit(self, part: Part) -> float:
+        """Seconds. Limits are those of a device, which is alone; a CPU that tries the programs may be busy."""
+        return part.seconds * (REHEARSAL if self.dry_run else 1.0)
 
     def _close(self, part: Part, case: str, why: str) -> None:
         self._lines.write(Missing(part=part.name, case=case, why=why))

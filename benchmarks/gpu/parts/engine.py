@@ -4,7 +4,14 @@ from gpu.control.bench import Bench
 from gpu.engine import TINY, EngineRun, Loads
 from gpu.shapes import SHAPES
 
+FIRST = Loads(
+    decode=((64, 512), (1, 512), (64, 4096)), sampled=(), prefill=(8192, 2048), prompts=(128, 512, 1024, 16), float8=(),
+    peers=False,
+)  # fmt: skip
+"""Of families whose prompts by graphs have no figures yet."""
 LOADS = {
+    "V2-Lite": FIRST,
+    "Next": FIRST,
     "8B": Loads(),
     "30B-A3B": Loads(
         decode=((1, 512), (64, 512), (16, 4096), (1, 4096)),
@@ -23,6 +30,9 @@ LOADS = {
 """Where one card has less room, or others have been measured, less is."""
 
 
+TINY_OF = {"30B-A3B": "tiny MoE", "V2-Lite": "tiny latents", "Next": "tiny states"}
+
+
 def run(bench: Bench, model: str) -> None:
-    shape = SHAPES[model] if not bench.tiny else SHAPES["tiny MoE" if SHAPES[model].experts else "tiny"]
+    shape = SHAPES[TINY_OF.get(model, "tiny") if bench.tiny else model]
     EngineRun(bench=bench, shape=shape, loads=TINY if bench.tiny else LOADS[model]).measure()

@@ -21,9 +21,9 @@ from gpu.shapes import SHAPES
 from gpu.table_cases import TableCases
 
 KINDS: tuple[tuple[type[CaseMaker], str], ...] = (
+    (ExpertCases, "30B-A3B"),
     (AttentionCases, "8B"),
     (LatentCases, "V3"),
-    (ExpertCases, "30B-A3B"),
     (LayerCases, "8B"),
     (TableCases, "8B"),
     (QuantizedCases, "8B"),

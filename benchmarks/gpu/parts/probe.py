@@ -16,11 +16,15 @@ from gpu.control.lines import Check
 
 KERNELS = "tandem_testing.triton_kernels"
 CHECKS = (
+    ("delta_runs", "check_runs_of_several_sequences"),
+    ("delta_runs", "check_padding_changes_nothing"),
+    ("expert_kernels", "check_tiles_change_no_bit"),
+    ("triton_backend", "check_a_prompt_graph_over_latents_gives_the_bits_of_a_plan"),
     ("decode_attention", "check_half_precision"),
     ("decode_attention", "check_company_and_programs_change_no_bit"),
     ("extend_attention", "check_half_precision"),
 )
-"""Attention against float64, and whether company changes a result."""
+"""What has not run on a device yet; attention against float64, and whether company changes a result."""
 PATHS = ("chunked by 7, overlap", "mixed, staggered, no graphs", "twice, to the bit")
 
 

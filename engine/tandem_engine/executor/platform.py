@@ -32,6 +32,7 @@ from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
+from tandem_engine.kernels.compiles import require_private_kernels
 from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
@@ -221,18 +222,18 @@ class OnStreams:
         )
         runner.agree_time = parts.agree_time
         self.streams.synchronize()
-        decodes, prompts = self._sizes(parts)
+        decodes, prompts = self._sizes(parts, decoding.backend)
         if decodes or prompts:
             runner.capture(lambda model: self._capture(decoding.of(model), decodes, prompts))
         return runner
 
     def graph_bytes(self, make: Callable[[], RunnerParts]) -> int:
         parts = make()
-        decodes, prompts = self._sizes(parts)
-        if not decodes and not prompts:
-            return 0
         with self.streams.on(StreamName.FORWARD):
             decoding = self._decoding(parts)
+            decodes, prompts = self._sizes(parts, decoding.backend)
+            if not decodes and not prompts:
+                return 0
             return measure_steps(
                 self._capturer, decoding, decodes=decodes, prompts=prompts, meter=meter_for(self.streams.device)
             )
@@ -276,10 +277,10 @@ class OnStreams:
                 self._capturer, decoding, decodes=decodes, prompts=prompts, meter=meter_for(self.streams.device)
             )
 
-    def _sizes(self, parts: RunnerParts) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    def _sizes(self, parts: RunnerParts, backend: GraphBackend) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """Rows of decodes and tokens of steps with prompts to capture: none where the model cannot be captured."""
         config, device = parts.model.config, self.streams.device
-        prompts = can_capture_prompts(config, device, states=parts.states is not None)
+        prompts = can_capture_prompts(config, backend, device, states=parts.states)
         return (
             parts.graph_sizes if can_capture(config, device) else (),
             parts.prompt_sizes if prompts else (),
@@ -290,6 +291,7 @@ def platform_for(device: str) -> Platform:
     """Of a device that `require_device` has accepted. The calling thread is to run its steps."""
     if device == "cpu":
         return OnHost()
+    require_private_kernels()
     use_device(device)
     streams = CudaStreams(torch.device(device))
     return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=gpu_attention)

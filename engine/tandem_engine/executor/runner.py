@@ -20,6 +20,7 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardResult, Guesses, dr
 from tandem_engine.forward.future_map import FutureMap, token_rows
 from tandem_engine.forward.results import sum_pooled
 from tandem_engine.kernels.interface import HeadTurn
+from tandem_engine.memory.listed_runs import ListedRuns
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.state_pool import DraftedRuns, StatePool, StepStates
 from tandem_engine.model.adapters.step import StepAdapters
@@ -101,9 +102,15 @@ def _compute(
     return model.forward(input_ids, batch.positions, attend, wanted, adapters)
 
 
-def with_states(attend: Attend, states: StatePool | None, batch: ForwardBatch) -> Attend:
-    """`attend` of `batch`, with the `states` of its sequences where layers keep any."""
-    return attend if states is None else StatefulAttend(attend, StepStates.of(states, batch))
+def with_states(
+    attend: Attend, states: StatePool | None, batch: ForwardBatch, listed: ListedRuns | None = None
+) -> Attend:
+    """`attend` of `batch`, with the `states` of its sequences where layers keep any; `listed`: those of a device."""
+    if states is None:
+        return attend
+    if listed is not None:
+        return StatefulAttend(attend, StepStates.of_listed(states), listed)
+    return StatefulAttend(attend, StepStates.of(states, batch))
 
 
 def drafted_runs(attend: Attend) -> DraftedRuns | None:

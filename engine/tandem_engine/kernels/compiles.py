@@ -5,15 +5,22 @@ that is no multiple of 16, a number that is 1. A launch that is the first of its
 nothing is cached on disk and for milliseconds where it is, and with it every request. So an engine launches whatever
 it can before it serves (`executor.warm_up`), and what is compiled later is counted and named: it is missing there.
 
-Triton has one listener for a process, so there is one counter. Importing this needs no Triton; `watch` does.
+Triton has one listener for a process, so there is one counter. Importing this needs no Triton; `watch` and
+`require_private_kernels` do.
+
+Kernels in Triton's folder on disk are code that this process runs, so nobody else may write to it.
 """
 
 import logging
+import os
+import stat
 import threading
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.progress import START
 
 logger = logging.getLogger(__name__)
@@ -79,6 +86,27 @@ class CompileCounter:
             "while serving: requests waited for it" if serving else "before serving",
             times.total * MICROSECOND,
             key_of(src, metadata),
+        )
+
+
+def require_private_kernels() -> None:
+    """As `require_private_cache`, of the folder that Triton uses in this process."""
+    import triton
+
+    require_private_cache(Path(triton.knobs.cache.dir))
+
+
+def require_private_cache(folder: Path) -> None:
+    """Make Triton's `folder`, if it is absent, for this user alone. Raises `ConfigError` if others may write to it."""
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.stat()
+    except OSError as error:
+        raise ConfigError(f"TRITON_CACHE_DIR {folder} cannot be used ({error}): name a folder that can") from error
+    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        raise ConfigError(
+            f"TRITON_CACHE_DIR {folder} belongs to user {found.st_uid} and has mode {found.st_mode & 0o777:o}: others "
+            f"may write kernels there, which this process would run; name a folder of user {os.geteuid()} with mode 700"
         )
 
 

@@ -66,6 +66,16 @@ DeltaStep = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, DeltaWeigh
 """One token of each of several sequences, as `kernels.triton.delta_step` has it."""
 
 
+class DeltaKernels(NamedTuple):
+    """What a device has for the gated delta rule."""
+
+    step: DeltaStep
+    inverse: Callable[[Tensor], Tensor]
+    """`kernels.triton.delta_runs.unit_lower_inverse`"""
+    walk: Callable[..., Tensor]
+    """`kernels.triton.delta_runs.walk_runs`"""
+
+
 FLOAT8 = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
 
 

@@ -222,6 +222,10 @@ class StatePool:
     def total_bytes(self) -> int:
         return self._bytes.numel()
 
+    @property
+    def device(self) -> torch.device:
+        return self._bytes.device
+
     # As transfers see it: slots are pages.
 
     @property
@@ -330,7 +334,7 @@ class StepStates:
         runs: tuple[Run, ...] = ()
         count = _drafted_sequences(batch.host) if batch.mode is ForwardMode.TARGET_VERIFY else 0
         if batch.num_extend > count:
-            runs = tuple(_runs(batch.host, batch.snapshots, most=batch.num_extend - count))
+            runs = tuple(runs_of(batch.host, batch.snapshots, most=batch.num_extend - count))
         drafted = DraftedRuns.of(batch, count) if count else None
         decodes = fresh = None
         if batch.num_extend < batch.num_sequences:
@@ -338,6 +342,11 @@ class StepStates:
             fresh = batch.seq_lens[batch.num_extend :] == 1
         first = runs[-1].stop if runs else 0
         return cls(pool=pool, runs=runs, decodes=decodes, fresh=fresh, first_decode=first, drafted=drafted)
+
+    @classmethod
+    def of_listed(cls, pool: StatePool) -> "StepStates":
+        """Of a step whose sequences are elsewhere (`listed_runs`)."""
+        return cls(pool=pool, runs=(), decodes=None, fresh=None, first_decode=0)
 
     def of_run(self, layer: int, run: Run) -> tuple[Tensor, Tensor]:
         """Inputs [history, channels] and matrices before `run`: zeros, or those kept."""
@@ -392,7 +401,7 @@ def _drafted_sequences(host: ForwardBatch) -> int:
     return count
 
 
-def _runs(host: ForwardBatch, snapshots: Sequence[Snapshot], *, most: int) -> Iterator[Run]:
+def runs_of(host: ForwardBatch, snapshots: Sequence[Snapshot], *, most: int) -> Iterator[Run]:
     """Of the first `most` sequences, which have runs of tokens, each cut where its state is copied within a chunk of
     its run."""
     columns = (host.rows, host.extend_lens, host.seq_lens)

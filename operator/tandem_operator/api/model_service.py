@@ -311,6 +311,10 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
     adapters on them come and go without new pods. Required for ModelAdapters."""
     images: Images = Images()
     """Container images."""
+    kernel_cache_claim: Name | None = None
+    """PersistentVolumeClaim in which workers on GPUs keep compiled kernels, so that new pods do not compile them.
+    Access mode ReadWriteMany for workers on several nodes. Kernels are code: nothing else should write to it. Default:
+    each pod compiles its own."""
     engine: Engine = Engine()
     """Engine settings of both roles."""
     prefill: Role = Role()

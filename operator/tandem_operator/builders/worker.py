@@ -34,7 +34,7 @@ from tandem_operator.builders.containers import (
 )
 from tandem_operator.builders.engine_flags import engine_flags
 from tandem_operator.builders.kv_storage import storage_volume
-from tandem_operator.builders.model_mount import ModelMount, model_mount
+from tandem_operator.builders.model_mount import ModelMount, claim_volume, model_mount
 from tandem_operator.builders.naming import (
     REVISION_LABEL,
     ROLE_LABEL,
@@ -72,6 +72,10 @@ LEAST = {"cpu": "500m", "memory": "1Gi"}
 
 SCRATCH_LIMIT = "16Gi"
 """Of compiled kernels and temporary files."""
+
+KERNEL_VOLUME = "kernels"
+KERNELS = "/kernels"
+"""Where the claim of compiled kernels is mounted. Workers make a folder in it that only their user may write."""
 
 START_PROBES = 360
 """Every five seconds: half an hour to download and load weights before the pod is restarted."""
@@ -194,7 +198,7 @@ def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: 
         value("HOME", TMP),
         # Compiled kernels are kept where the container may write.
         value("TANDEM_CACHE_DIR", f"{TMP}/tandem"),
-        value("TRITON_CACHE_DIR", f"{TMP}/triton"),
+        value("TRITON_CACHE_DIR", f"{TMP if spec.kernel_cache_claim is None else KERNELS}/triton"),
     ]
     ucx = [value(name, text) for name, text in sorted(spec.transfer.ucx.items())]
     return ours + ucx + env_of(part.pod.env)
@@ -210,6 +214,10 @@ def _files(service: Served, role: RoleName, mount: ModelMount) -> tuple[list[Man
         *redis_volumes(service.spec.redis, service.name),
         *storage_volume(service.engine(role).storage),
     ]
+    claim = service.spec.kernel_cache_claim
+    if claim is not None:
+        volume = claim_volume(KERNEL_VOLUME, claim, read_only=False)
+        pairs.append((volume, {"name": KERNEL_VOLUME, "mountPath": KERNELS}))
     volumes = [volume for volume, _ in pairs] + list(mount.volumes)
     return volumes, [place for _, place in pairs] + list(mount.mounts)
 

@@ -14,8 +14,9 @@ from tandem_engine.model.layers.norm import LateRoundingRmsNorm, RmsNorm
 
 
 class TurningReference(TorchReferenceBackend):
-    """`TorchReferenceBackend`, whose plans are `TurningPlan`s."""
+    """`TorchReferenceBackend`, whose plans are `TurningPlan`s. What its graphs cost does not matter."""
 
+    captures_prompts = True
     turned = 0
     """Layers that asked for it."""
     planned = 0

@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -94,6 +95,11 @@ def test_part_that_hangs_is_ended_at_its_limit(tmp_path):
     assert "p: hung" in Report(tmp_path).failures
 
 
+def test_rehearsal_on_a_busy_cpu_is_not_ended_at_the_limit_of_a_device(tmp_path):
+    rehearsal = replace(runner(tmp_path, "import time; time.sleep(1.5)"), dry_run=True)
+    assert status(rehearsal.run([part(seconds=1.0)])) is Status.DONE
+
+
 def test_case_cut_off_by_the_runs_end_is_done_again(tmp_path):
     lines.LineFile(tmp_path).write(lines.Begin(part="p", case="a"))
     run = runner(tmp_path, "import time; time.sleep(1000)")
@@ -163,7 +169,7 @@ def test_folder_that_cannot_be_carried_is_named(tmp_path, monkeypatch):
 def test_parts_are_in_the_order_of_their_worth():
     assert [one.name for one in named("tests-rest,probe,engine-8b")] == ["probe", "engine-8b", "tests-rest"]
     assert all(one.seconds < 600 for one in PARTS)
-    with pytest.raises(ValueError, match="must name some of probe, kernels"):
+    with pytest.raises(ValueError, match="must name some of probe, engine-latents"):
         named("kernel")
 
 
@@ -198,7 +204,7 @@ def test_gpu_run_without_device_reports_it_and_writes_nothing(monkeypatch, capsy
 def test_unknown_part_is_refused_by_name(capsys):
     with pytest.raises(SystemExit):
         command.main(["--part", "kernel"])
-    assert "must name some of probe, kernels, engine-8b" in capsys.readouterr().err
+    assert "must name some of probe, engine-latents, engine-states, kernels" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("code", [0, 1])

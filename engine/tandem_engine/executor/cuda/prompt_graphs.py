@@ -10,9 +10,12 @@ runs every step that is not larger than its shape (`forward.prompt_shape`).
 What a graph computes of a token does not depend on padding, but the sizes of its products do, and with them how a
 library sums up: as for decodes, bits of a token follow from the size of the graph that ran it.
 
-Not captured are steps of models with states, whose layers read lengths on the host; latent attention, which torch
-computes where its kernel has no room, from all pages that a sequence could have; and models for which no decode is
-captured (`graphs.can_capture`).
+Layers that keep states take the sequences of a step from lists, which the host fills before it queues the step
+(`memory.listed_runs`); such graphs have room for few prompts, because each may have a chunk that is not full.
+
+Not captured are steps of models with states where no kernel moves them on; latent attention that torch computes, from
+all pages that a sequence could have (`GraphBackend.captures_prompts`); and models for which no decode is captured
+(`graphs.can_capture`).
 """
 
 import logging
@@ -35,11 +38,14 @@ from tandem_engine.executor.cuda.graphs import (
     no_garbage_collection,
 )
 from tandem_engine.executor.memory_profile import MemoryMeter
-from tandem_engine.executor.runner import every_hidden_state
+from tandem_engine.executor.runner import every_hidden_state, with_states
 from tandem_engine.forward.batch import ForwardBatch, ForwardMode
 from tandem_engine.forward.prompt_shape import PromptShape, can_be_prompt
 from tandem_engine.forward.step_inputs import NO_SAMPLING, StepInputs
-from tandem_engine.model.attention.backend import PromptGraphPlan
+from tandem_engine.memory.cache_groups import STATE_CHUNK
+from tandem_engine.memory.listed_runs import ListedRuns, RunRoom, can_list_runs, inputs_before_a_token, no_runs
+from tandem_engine.memory.state_pool import StatePool
+from tandem_engine.model.attention.backend import GraphBackend, PromptGraphPlan
 
 logger = logging.getLogger(__name__)
 
@@ -53,6 +59,12 @@ MAX_ROWS = 128
 
 MAX_EXTENDS = 32
 """Sequences of a graph with more than one token, without padding."""
+
+MAX_RUNS = 4
+"""Prompts of a graph whose layers keep states."""
+
+CUTS = 2
+"""Chunks of a prompt in such a graph that are not full: its last one, and one before a copy of its state."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,17 +82,30 @@ class PromptGraph:
     graph: Captured
     hidden: Tensor
     """[tokens, hidden_size], where the graph writes it."""
+    room: RunRoom | None
+    """Of `runs`; None where no layer keeps states."""
+    runs: ListedRuns | None
+    """Where the graph reads the sequences of a step whose states move on."""
 
     @property
     def pad_to(self) -> PromptShape:
         """What a step is padded to."""
         return self.shape
 
-    def replay(self, inputs: StepInputs) -> Tensor:
-        """Queue the layers of the step `inputs`, which was padded. The hidden states of all tokens, for what is queued
-        next: a later replay overwrites them.
+    def holds(self, batch: ForwardBatch) -> bool:
+        """Whether `batch`, on the host, is not larger."""
+        if not self.shape.fits(batch):
+            return False
+        return self.room is None or (can_list_runs(batch) and self.room.holds(RunRoom.of(batch)))
+
+    def replay(self, inputs: StepInputs, runs: ListedRuns | None) -> Tensor:
+        """Queue the layers of the step `inputs`, which was padded, with its `runs` where layers keep states. The
+        hidden states of all tokens, for what is queued next: a later replay overwrites them.
         """
         batch = inputs.batch
+        if self.runs is not None:
+            assert runs is not None, "a step of a model with states has its runs listed"
+            self.runs.load(runs)
         self.input_ids.copy_(batch.input_ids)
         self.positions.copy_(batch.positions)
         self.token_rows.copy_(inputs.token_rows)
@@ -107,7 +132,7 @@ class PromptGraphs:
         if batch.kv_progress is not None and batch.num_tokens > self._most_reported:
             return None
         place = bisect_left(self._tokens, batch.num_tokens)
-        if place == len(self._graphs) or not self._graphs[place].shape.fits(batch):
+        if place == len(self._graphs) or not self._graphs[place].holds(batch):
             return None
         return self._graphs[place]
 
@@ -148,6 +173,9 @@ def capture_prompts(
 def capture_prompt(capturer: GraphCapturer, decoding: Decoding, tokens: int) -> PromptGraph:
     """The graph of steps of up to so many tokens. Runs some, of padding alone."""
     shape = shape_of(tokens)
+    history = inputs_before_a_token(decoding.states)
+    room = None if history is None else run_room(shape)
+    runs = None if room is None or history is None else no_runs(room, history, decoding.device)
     input_ids, positions, token_rows = torch.zeros(3, tokens, dtype=torch.int64, device=decoding.device).unbind(0)
     every = torch.arange(tokens, device=decoding.device)
     plan = decoding.backend.prompt_graph_plan(shape, decoding.max_pages)
@@ -169,7 +197,8 @@ def capture_prompt(capturer: GraphCapturer, decoding: Decoding, tokens: int) -> 
     def run() -> Tensor:
         ids = decoding.future_map.resolve(input_ids, token_rows)
         plan.prepare()
-        return every_hidden_state(decoding.model, decoding.observer, step, input_ids=ids, attend=plan, every=every)
+        attend = with_states(plan, decoding.states, step, runs)
+        return every_hidden_state(decoding.model, decoding.observer, step, input_ids=ids, attend=attend, every=every)
 
     graph, hidden = capturer.capture(run)
     return PromptGraph(
@@ -181,6 +210,8 @@ def capture_prompt(capturer: GraphCapturer, decoding: Decoding, tokens: int) -> 
         plan=plan,
         graph=graph,
         hidden=hidden,
+        room=room,
+        runs=runs,
     )
 
 
@@ -190,6 +221,17 @@ def shape_of(tokens: int) -> PromptShape:
         tokens=tokens,
         rows=min(tokens, MAX_ROWS) + 1,
         extends=min(tokens // 2, MAX_EXTENDS) + 1,
+    )
+
+
+def run_room(shape: PromptShape) -> RunRoom:
+    """Of the graph of this shape."""
+    sequences = max(1, min(MAX_RUNS, shape.extends - 1))
+    return RunRoom(
+        tokens=shape.tokens,
+        sequences=sequences,
+        chunks=shape.tokens // STATE_CHUNK + CUTS * sequences,
+        decodes=shape.rows - 1,
     )
 
 
@@ -218,9 +260,10 @@ def prompt_sizes(config: GraphConfig, model: ModelConfig, *, most: int) -> tuple
     return (*(size for size in steps if size < largest), largest)
 
 
-def can_capture_prompts(config: ModelConfig, device: torch.device, *, states: bool) -> bool:
-    """Whether steps with prompts of the model can be queued without a look at their lengths (see the module).
-
-    `states`: some layers keep states.
-    """
-    return can_capture(config, device) and config.latent is None and not states
+def can_capture_prompts(
+    config: ModelConfig, backend: GraphBackend, device: torch.device, *, states: StatePool | None
+) -> bool:
+    """Whether steps with prompts of the model can be queued without a look at their lengths (see the module)."""
+    if not can_capture(config, device) or not backend.captures_prompts:
+        return False
+    return states is None or inputs_before_a_token(states) is not None

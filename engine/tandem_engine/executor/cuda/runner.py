@@ -40,6 +40,7 @@ from tandem_engine.forward.future_map import FutureMap
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.results import Outcome, PooledSum, queue_pooled
 from tandem_engine.forward.step_inputs import StepInputs, step_inputs
+from tandem_engine.memory.listed_runs import ListedRuns, RunRoom, can_list_runs, inputs_before_a_token, list_runs
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.state_pool import DraftedRuns, StatePool
 from tandem_engine.model.attention.backend import Attend, GraphBackend
@@ -148,6 +149,8 @@ class StreamRunner:
         self._observer = observer
         self._group = group or SingleRank()
         self._states = states
+        self._history = inputs_before_a_token(states)
+        """None where no step has its runs listed."""
         self._drafted: DraftedRuns | None = None
         """Of the newest step with drafts, until it is known which are accepted."""
         self._capture: Capture | None = None
@@ -181,10 +184,10 @@ class StreamRunner:
 
     def _queue(self, batch: ForwardBatch) -> "QueuedStep":
         self.before(batch)
-        graph, inputs = self._prepare(batch)
+        graph, inputs, runs = self._prepare(batch)
         began = self.streams.record(StreamName.FORWARD, timed=True)
         with self.streams.on(StreamName.FORWARD):
-            computed = self._compute(inputs, graph)
+            computed = self._compute(inputs, graph, runs)
         step = QueuedStep(runner=self, inputs=inputs, computed=computed, began=began)
         if batch.sampling.masks is None:
             step.sample(None)
@@ -207,9 +210,9 @@ class StreamRunner:
 
     def logits(self, batch: ForwardBatch) -> Tensor:
         """See `Runner.logits`."""
-        graph, inputs = self._prepare(batch)
+        graph, inputs, runs = self._prepare(batch)
         with self.streams.on(StreamName.FORWARD):
-            logits = self._compute(inputs, graph).logits
+            logits = self._compute(inputs, graph, runs).logits
         copies = download(self.streams, (logits,))
         return StreamFuture(Queued(copies.arrived, lambda: copies.tensors[0])).result()
 
@@ -261,14 +264,22 @@ class StreamRunner:
         self._drafted = computed.drafted or self._drafted
         return token_ids, answers
 
-    def _prepare(self, batch: ForwardBatch) -> tuple[Graph | None, StepInputs]:
+    def _prepare(self, batch: ForwardBatch) -> tuple[Graph | None, StepInputs, ListedRuns | None]:
         """The graph for `batch`, if one fits, and what is to be computed, on the device."""
         graph = self._graphs.fitting(batch)
         on_host = step_inputs(batch, pad_to=None if graph is None else graph.pad_to)
-        inputs = with_tensors(on_host, upload(self.streams, tensors_of(on_host)))
-        return graph, replace(inputs, batch=replace(inputs.batch, on_host=on_host.batch))
+        given = on_host, self._listed(batch, graph)
+        inputs, runs = with_tensors(given, upload(self.streams, tensors_of(given)))
+        return graph, replace(inputs, batch=replace(inputs.batch, on_host=on_host.batch)), runs
 
-    def _compute(self, inputs: StepInputs, graph: Graph | None) -> Computed:
+    def _listed(self, batch: ForwardBatch, graph: Graph | None) -> ListedRuns | None:
+        """The runs of `batch`, on the host, if its layers take them from lists."""
+        if self._history is None or isinstance(graph, DecodeGraph) or not can_list_runs(batch):
+            return None
+        room = RunRoom.of(batch) if graph is None or graph.room is None else graph.room
+        return list_runs(batch, self._history, room)
+
+    def _compute(self, inputs: StepInputs, graph: Graph | None, runs: ListedRuns | None) -> Computed:
         if inputs.page_copies is not None:
             self.pool.copy_pages_of(*inputs.page_copies)
         if self._states is not None:
@@ -276,31 +287,31 @@ class StreamRunner:
         if inputs.batch.guessed is not None:
             inputs.batch.guessed.fill(inputs.batch.input_ids)
         if graph is None:
-            computed = self._compute_queued(inputs)
+            computed = self._compute_queued(inputs, runs)
         elif isinstance(graph, DecodeGraph):
             computed = graph.replay(inputs)
         else:
-            computed = self._compute_prompt(inputs, graph)
+            computed = self._compute_prompt(inputs, graph, runs)
         keep_guesses(self._model, inputs.batch, computed.hidden, inputs.wanted)
         return computed
 
-    def _compute_queued(self, inputs: StepInputs) -> Computed:
+    def _compute_queued(self, inputs: StepInputs, runs: ListedRuns | None) -> Computed:
         """Operation by operation."""
         batch = inputs.batch
         input_ids = self.future_map.resolve(batch.input_ids, inputs.token_rows)
         attend: Attend = self.backend.plan(batch)
         if batch.kv_progress is not None:
             attend = notifying(attend, partial(self._wrote, batch.kv_progress))
-        stateful = with_states(attend, self._states, batch)
+        stateful = with_states(attend, self._states, batch, runs)
         hidden = hidden_states(
             self._model, self._observer, batch, input_ids=input_ids, attend=stateful, wanted=inputs.wanted
         )
         logits = self._model.logits(hidden[: inputs.sampled])
         return Computed(hidden, logits, drafted_runs(stateful))
 
-    def _compute_prompt(self, inputs: StepInputs, graph: PromptGraph) -> Computed:
+    def _compute_prompt(self, inputs: StepInputs, graph: PromptGraph, runs: ListedRuns | None) -> Computed:
         """By a graph that ends at hidden states. All layers have been written when it ends."""
-        every, progress = graph.replay(inputs), inputs.batch.kv_progress
+        every, progress = graph.replay(inputs, runs), inputs.batch.kv_progress
         if progress is not None:
             self._wrote(progress, len(self._model.attention) - 1)
         hidden = every.index_select(0, inputs.wanted)

@@ -88,36 +88,37 @@ def delta_step_kernel(
     SHARED: tl.constexpr = VALUES // KEYS
     sequence, key_head = tl.program_id(0), tl.program_id(1)
     slot = tl.load(rows + sequence)
-    kept = (1 - tl.load(fresh + sequence).to(tl.int32)) * CHANNELS
-    projected += sequence.to(tl.int64) * projected_stride
-    rates += sequence.to(tl.int64) * rates_stride
-    inputs += slot * inputs_stride
-    matrices += slot * matrices_stride
-    of_key, of_value = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
-    live_key, live_value = of_key < K, of_value < V
-    at = key_head * K + of_key
-    q = unit(moved_on(projected, inputs, conv, at, live_key, kept, CHANNELS, TAPS, out.dtype.element_ty)) * K**-0.5
-    k = unit(moved_on(projected, inputs, conv, KEYS * K + at, live_key, kept, CHANNELS, TAPS, out.dtype.element_ty))
-    for shared in range(SHARED):
-        head = key_head * SHARED + shared
-        own = head * V + of_value
-        channel = 2 * KEYS * K + own
-        v = moved_on(projected, inputs, conv, channel, live_value, kept, CHANNELS, TAPS, out.dtype.element_ty)
-        a = tl.load(rates + VALUES + head).to(tl.float32) + tl.load(bias + head)
-        beta = tl.sigmoid(tl.load(rates + head).to(tl.float32))
-        softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
-        remains = tl.exp(tl.load(decay + head) * softplus)
-        place = matrices + (head * K + of_key)[:, None] * V + of_value[None, :]
-        live = live_key[:, None] & live_value[None, :]
-        state = tl.load(place, mask=live & (of_value < kept)[None, :], other=0.0) * remains
-        change = (v - tl.sum(state * k[:, None], axis=0)) * beta
-        state += k[:, None] * change[None, :]
-        tl.store(place, state, mask=live)
-        read = tl.sum(state * q[:, None], axis=0)
-        scale = tl.rsqrt(tl.sum(read * read, axis=0) / V + eps)
-        z = tl.load(projected + CHANNELS + own, mask=live_value, other=0.0).to(tl.float32)
-        gated = read * scale * tl.load(weight + of_value, mask=live_value, other=0.0) * (z / (1.0 + tl.exp(-z)))
-        tl.store(out + sequence.to(tl.int64) * (VALUES * V) + own, gated.to(out.dtype.element_ty), mask=live_value)
+    if slot >= 0:
+        kept = (1 - tl.load(fresh + sequence).to(tl.int32)) * CHANNELS
+        projected += sequence.to(tl.int64) * projected_stride
+        rates += sequence.to(tl.int64) * rates_stride
+        inputs += slot * inputs_stride
+        matrices += slot * matrices_stride
+        of_key, of_value = tl.arange(0, BLOCK_K), tl.arange(0, BLOCK_V)
+        live_key, live_value = of_key < K, of_value < V
+        at = key_head * K + of_key
+        q = unit(moved_on(projected, inputs, conv, at, live_key, kept, CHANNELS, TAPS, out.dtype.element_ty)) * K**-0.5
+        k = unit(moved_on(projected, inputs, conv, KEYS * K + at, live_key, kept, CHANNELS, TAPS, out.dtype.element_ty))
+        for shared in range(SHARED):
+            head = key_head * SHARED + shared
+            own = head * V + of_value
+            channel = 2 * KEYS * K + own
+            v = moved_on(projected, inputs, conv, channel, live_value, kept, CHANNELS, TAPS, out.dtype.element_ty)
+            a = tl.load(rates + VALUES + head).to(tl.float32) + tl.load(bias + head)
+            beta = tl.sigmoid(tl.load(rates + head).to(tl.float32))
+            softplus = tl.where(a > 20.0, a, tl.log(1.0 + tl.exp(tl.minimum(a, 20.0))))
+            remains = tl.exp(tl.load(decay + head) * softplus)
+            place = matrices + (head * K + of_key)[:, None] * V + of_value[None, :]
+            live = live_key[:, None] & live_value[None, :]
+            state = tl.load(place, mask=live & (of_value < kept)[None, :], other=0.0) * remains
+            change = (v - tl.sum(state * k[:, None], axis=0)) * beta
+            state += k[:, None] * change[None, :]
+            tl.store(place, state, mask=live)
+            read = tl.sum(state * q[:, None], axis=0)
+            scale = tl.rsqrt(tl.sum(read * read, axis=0) / V + eps)
+            z = tl.load(projected + CHANNELS + own, mask=live_value, other=0.0).to(tl.float32)
+            gated = read * scale * tl.load(weight + of_value, mask=live_value, other=0.0) * (z / (1.0 + tl.exp(-z)))
+            tl.store(out + sequence.to(tl.int64) * (VALUES * V) + own, gated.to(out.dtype.element_ty), mask=live_value)
 
 
 def delta_step(
@@ -134,7 +135,8 @@ def delta_step(
     Args:
         projected, rates: [N, …] as above.
         inputs, matrices: of all slots, of one layer.
-        rows: [N] int64 slots; only that of padding may occur twice.
+        rows: [N] int64 slots; only that of padding may occur twice. One below 0 is no sequence: its outputs are left as
+            they are in memory.
         fresh: [N] bool, whose state is zero, whatever the slot holds.
     """
     _, values, key_size, value_size = matrices.shape

@@ -13,9 +13,8 @@ the two products is by weights of that dtype (here) or by packed ones (`quantize
 Tiling: a program of a product has the rows of one block and a tile of the outputs, gathers its rows by `pairs`, and
 walks over the inputs BLOCK_K at a time; the one of gate and up sums both and never writes them.
 
-Of weights in the dtype one tile size serves every batch. With 64 rows a block reads a weight once for 64 multiply-adds,
-which is less than what a device computes while it reads one (H200: 206), so a single token still takes the time of
-reading its experts; and the order of a row's sum does not depend on T, so neither does its result.
+Tiles follow from the number of pairs (`expert_tiles`), and the order of a row's sum follows from no tile: so a token's
+result does not depend on T.
 
 Source: the grouped product as in Triton's grouped GEMM tutorial.
 """
@@ -28,11 +27,11 @@ import triton.language as tl
 from torch import Tensor
 
 from tandem_engine.kernels.interface import PackedWeight
+from tandem_engine.kernels.triton.common import facts_of
 from tandem_engine.kernels.triton.expert_blocks import Alignment, align, combine
+from tandem_engine.kernels.triton.expert_tiles import SOME, ExpertTiles, GemmTile, expert_tiles
 from tandem_engine.kernels.triton.norm_activation import Clamp, gated_product, product_constants
 from tandem_engine.kernels.triton.quantized_moe import packed_block_rows, packed_down, packed_gate_up, reordered
-
-BLOCK_ROWS = 64
 
 ExpertWeights = Tensor | PackedWeight
 """[E, outputs, inputs]: in the dtype of x, dense, or a packed stack."""
@@ -45,19 +44,6 @@ class ExpertBiases(NamedTuple):
     """[E, 2 · I], gate first"""
     down: Tensor | None
     """[E, H]; None where another rank adds it."""
-
-
-class GemmTile(NamedTuple):
-    """How a product is cut."""
-
-    outputs: int
-    depth: int
-    num_warps: int
-    num_stages: int
-
-
-GATE_UP = GemmTile(outputs=64, depth=64, num_warps=4, num_stages=3)
-DOWN = GemmTile(outputs=128, depth=64, num_warps=4, num_stages=3)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -161,12 +147,14 @@ def fused_experts(
     clamp: Clamp | None = None,
     biases: ExpertBiases | None = None,
     order: Tensor | None = None,
+    tiles: ExpertTiles | None = None,
 ) -> Tensor:
     """What the chosen experts make of x, weighted and added: [T, H], dense. All arguments are dense.
 
     Args:
         clamp: of `CLAMPED_SWIGLU`, and of no other activation.
         order: int32 [E, H], where `gate_up` has the inputs of each expert in a separate order.
+        tiles: where no weight is packed, these in place of those for so many pairs.
     """
     gate = product_constants(activation, clamp)
     of_gate_up, of_down = biases or (None, None)
@@ -175,22 +163,23 @@ def fused_experts(
     out = torch.empty((tokens, size), dtype=x.dtype, device=x.device)
     if not tokens:
         return out
-    alignment = align(experts, num_experts, block_rows(num_pairs, gate_up, down, x.dtype))
+    tiles = tiles or _tiles_of(num_pairs, gate_up, down, x)
+    alignment = align(experts, num_experts, tiles.rows)
     rows = x if order is None else reordered(x, experts, order)
     inner = torch.empty((num_pairs, inputs_of(down)), dtype=x.dtype, device=x.device)
     results = torch.empty((num_pairs, size), dtype=x.dtype, device=x.device)
-    _multiply_gate_up(rows, gate_up, of_gate_up, alignment, inner, gate)
-    _multiply_down(inner, down, of_down, alignment, results)
+    _multiply_gate_up(rows, gate_up, of_gate_up, alignment, inner, gate, tiles.gate_up)
+    _multiply_down(inner, down, of_down, alignment, results, tiles.down)
     combine(results, weights, out)
     return out
 
 
-def block_rows(num_pairs: int, gate_up: ExpertWeights, down: ExpertWeights, dtype: torch.dtype) -> int:
-    """Rows of a block of so many pairs."""
-    packed = [isinstance(weight, PackedWeight) for weight in (gate_up, down)]
+def _tiles_of(num_pairs: int, gate_up: ExpertWeights, down: ExpertWeights, x: Tensor) -> ExpertTiles:
+    """Rows of a block of so many pairs, and tiles of plain weights."""
+    packed, num_experts = [isinstance(weight, PackedWeight) for weight in (gate_up, down)], num_experts_of(gate_up)
     if not any(packed):
-        return BLOCK_ROWS
-    return packed_block_rows(num_pairs if all(packed) else None, num_experts_of(gate_up), dtype)
+        return expert_tiles(num_pairs, num_experts, x.dtype, shared_bytes=facts_of(x.device).shared_bytes)
+    return SOME._replace(rows=packed_block_rows(num_pairs if all(packed) else None, num_experts, x.dtype))
 
 
 def num_experts_of(weight: ExpertWeights) -> int:
@@ -208,48 +197,44 @@ def _multiply_gate_up(
     alignment: Alignment,
     inner: Tensor,
     gate: dict[str, str | float],
+    tile: GemmTile,
 ) -> None:
-    """Fill `inner` from `rows`, one for each token or one for each pair."""
+    """Fill `inner` from `rows`, one for each token or one for each pair. `tile`: of a plain weight."""
     if isinstance(weight, PackedWeight):
         packed_gate_up(rows, weight, bias, alignment, inner, gate)
         return
     num_pairs, size = inner.shape
-    constants = gate_up_constants(num_pairs // len(rows), size, rows.shape[1], gate) | {"ROWS": alignment.rows}
-    gate_up_kernel[(triton.cdiv(size, GATE_UP.outputs), len(alignment.owner))](
-        rows, weight, alignment.pairs, alignment.owner, bias, inner, num_pairs, **constants,
-        num_warps=GATE_UP.num_warps, num_stages=GATE_UP.num_stages,
+    shape = gate_up_shape(num_pairs // len(rows), size, rows.shape[1], gate)
+    gate_up_kernel[(triton.cdiv(size, tile.outputs), len(alignment.owner))](
+        rows, weight, alignment.pairs, alignment.owner, bias, inner, num_pairs,
+        **shape, **tile_constants(alignment.rows, tile), num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
 def _multiply_down(
-    inner: Tensor, weight: ExpertWeights, bias: Tensor | None, alignment: Alignment, results: Tensor
+    inner: Tensor, weight: ExpertWeights, bias: Tensor | None, alignment: Alignment, results: Tensor, tile: GemmTile
 ) -> None:
     if isinstance(weight, PackedWeight):
         packed_down(inner, weight, bias, alignment, results)
         return
     num_pairs, size = results.shape
-    constants = down_constants(size, inner.shape[1]) | {"ROWS": alignment.rows}
-    down_kernel[(triton.cdiv(size, DOWN.outputs), len(alignment.owner))](
-        inner, weight, alignment.pairs, alignment.owner, bias, results, num_pairs, **constants,
-        num_warps=DOWN.num_warps, num_stages=DOWN.num_stages,
+    down_kernel[(triton.cdiv(size, tile.outputs), len(alignment.owner))](
+        inner, weight, alignment.pairs, alignment.owner, bias, results, num_pairs,
+        **down_shape(size, inner.shape[1]), **tile_constants(alignment.rows, tile),
+        num_warps=tile.num_warps, num_stages=tile.num_stages,
     )  # fmt: skip
 
 
-def gate_up_constants(
-    chosen: int, inner: int, depth: int, gate: dict[str, str | float]
-) -> dict[str, int | str | float]:
-    """What `gate_up_kernel` is compiled for; `gate`: `product_constants`."""
-    return {
-        "CHOSEN": chosen,
-        "INNER": inner,
-        "DEPTH": depth,
-        **gate,
-        "ROWS": BLOCK_ROWS,
-        "OUTPUTS": GATE_UP.outputs,
-        "BLOCK_K": GATE_UP.depth,
-    }
+def gate_up_shape(chosen: int, inner: int, depth: int, gate: dict[str, str | float]) -> dict[str, int | str | float]:
+    """What `gate_up_kernel` is compiled for, but for its tile; `gate`: `product_constants`."""
+    return {"CHOSEN": chosen, "INNER": inner, "DEPTH": depth, **gate}
 
 
-def down_constants(size: int, depth: int) -> dict[str, int]:
-    """What `down_kernel` is compiled for."""
-    return {"SIZE": size, "DEPTH": depth, "ROWS": BLOCK_ROWS, "OUTPUTS": DOWN.outputs, "BLOCK_K": DOWN.depth}
+def down_shape(size: int, depth: int) -> dict[str, int]:
+    """What `down_kernel` is compiled for, but for its tile."""
+    return {"SIZE": size, "DEPTH": depth}
+
+
+def tile_constants(rows: int, tile: GemmTile) -> dict[str, int]:
+    """What both are compiled for besides."""
+    return {"ROWS": rows, "OUTPUTS": tile.outputs, "BLOCK_K": tile.depth}

@@ -139,6 +139,11 @@ class AttentionBackend(Protocol):
 class GraphBackend(AttentionBackend, Protocol):
     """A backend for devices that run steps by graphs."""
 
+    @property
+    def captures_prompts(self) -> bool:
+        """Whether a graph of prompts costs about what the step costs without one."""
+        ...
+
     def graph_plan(self, max_rows: int, max_pages: int) -> GraphPlan:
         """A plan for decodes of `max_rows` sequences, each of at most `max_pages` pages."""
         ...

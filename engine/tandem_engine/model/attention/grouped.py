@@ -152,6 +152,11 @@ class GroupedGraphAttention(GroupedAttention):
         super().__init__(backends, windows=windows, places=places)
         self._graph_backends = tuple(backends)
 
+    @property
+    def captures_prompts(self) -> bool:
+        """See `GraphBackend.captures_prompts`."""
+        return all(backend.captures_prompts for backend in self._graph_backends)
+
     def graph_plan(self, max_rows: int, max_pages: int) -> GroupedGraphPlan:
         """See `GraphBackend.graph_plan`."""
         graphs = tuple(backend.graph_plan(max_rows, max_pages) for backend in self._graph_backends)

@@ -122,6 +122,9 @@ class TorchPromptPlan:
 class TorchReferenceBackend:
     """Implements `GraphBackend`. Nothing of it waits for a device: lengths are looked at on the host."""
 
+    captures_prompts = False
+    """A captured token reads all pages that its sequence could have."""
+
     def __init__(self, pool: KvPool, *, specs: Ordered[AttentionSpec]) -> None:
         """`specs`: one for each layer of the pool."""
         self._pool = pool

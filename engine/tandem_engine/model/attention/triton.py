@@ -136,7 +136,10 @@ class TritonPromptPlan(TurningPlan):
 
 
 class TritonBackend:
-    """Implements `AttentionBackend` over a pool on a CUDA device, or anywhere in Triton's interpreter."""
+    """Implements `GraphBackend` over a pool on a CUDA device, or anywhere in Triton's interpreter."""
+
+    captures_prompts = True
+    """Its grids follow from the shape of a step."""
 
     def __init__(
         self,

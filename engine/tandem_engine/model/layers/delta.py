@@ -15,11 +15,19 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.kernels.interface import DeltaStep, DeltaWeights
+from tandem_engine.kernels.interface import DeltaKernels, DeltaWeights
+from tandem_engine.memory.listed_runs import ListedRuns
 from tandem_engine.memory.state_pool import DraftedInputs, DraftedRuns, Run, StateCopy, StatePool, StateSpec, StepStates
 from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
-from tandem_engine.model.layers.delta_rule import causal_conv, next_token, prompt, unit_heads
+from tandem_engine.model.layers.delta_rule import (
+    causal_conv,
+    listed_prompts,
+    mixed_by_taps,
+    next_token,
+    prompt,
+    unit_heads,
+)
 from tandem_engine.model.layers.linear import Delta, Projection, project
 from tandem_engine.model.layers.norm import Norm
 
@@ -30,6 +38,8 @@ class StatefulAttend:
 
     paged: Attend
     states: StepStates
+    listed: ListedRuns | None = None
+    """The sequences of `states` as a device takes them; None where the host looks at their lengths."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """See `Attend`."""
@@ -116,8 +126,8 @@ class GatedDelta:
     rates: Projection
     """[T, hidden] to [b | a], [T, 2 H]"""
     weights: DeltaWeights
-    step: DeltaStep | None
-    """Of decodes, on a device; None is torch."""
+    kernels: DeltaKernels | None
+    """Of a device; None is torch."""
     output: Projection
 
     @property
@@ -138,29 +148,64 @@ class GatedDelta:
         states, heads = attend.states, self.heads
         of_inputs, of_rates = columns(delta, 2 * (heads.key_width + heads.value_width), 2 * heads.values)
         projected, rates = project(self.inputs, normed, of_inputs), project(self.rates, normed, of_rates)
-        if self.step is None or states.decodes is None:
+        if attend.listed is not None:
+            return self._listed(states.pool, attend.listed, projected, rates)
+        if self.kernels is None or states.decodes is None:
             return self._by_torch(states, projected, rates)
         first = states.first_decode
-        stepped = states.stepped(self.place, self.step, projected[first:], rates[first:], self.weights)
+        stepped = states.stepped(self.place, self.kernels.step, projected[first:], rates[first:], self.weights)
         if not states.runs:
             return stepped
         return torch.cat((self._by_torch(states.without_decodes(), projected[:first], rates[:first]), stepped))
 
     def _by_torch(self, states: StepStates, projected: Tensor, rates: Tensor) -> Tensor:
-        heads, weights = self.heads, self.weights
+        heads = self.heads
         mixed, z = projected.split_with_sizes((2 * heads.key_width + heads.value_width, heads.value_width), dim=-1)
-        b, a = rates.float().chunk(2, dim=-1)
-        decay, beta = weights.decay * F.softplus(a + weights.bias), b.sigmoid()
+        decay, beta = self._rates(rates)
         parts = [self._run(states, run, mixed, decay, beta) for run in states.runs]
         if states.decodes is not None:
             first = states.first_decode
             parts.append(self._decodes(states, states.decodes, mixed[first:], decay[first:], beta[first:]))
         if states.drafted is not None:
             parts.append(self._drafted(states, states.drafted, mixed, decay, beta))
-        read = torch.cat(parts) if len(parts) > 1 else parts[0]
-        scale = torch.rsqrt(read.square().mean(-1, keepdim=True) + weights.eps)
-        gated = (read * scale).mul_(weights.norm).flatten(1).mul_(F.silu(z.float()))
-        return gated.to(projected.dtype)
+        return self._gated(torch.cat(parts) if len(parts) > 1 else parts[0], z)
+
+    def _listed(self, pool: StatePool, listed: ListedRuns, projected: Tensor, rates: Tensor) -> Tensor:
+        """As `_by_torch`, by launches whose number and sizes do not follow from the lengths of sequences."""
+        assert self.kernels is not None, "runs are listed where there are kernels for them"
+        heads, tokens = self.heads, len(projected)
+        mixed, z = projected.split_with_sizes((2 * heads.key_width + heads.value_width, heads.value_width), dim=-1)
+        decay, beta = self._rates(rates)
+        inputs, matrices = pool.inputs[:, self.place], pool.matrices[:, self.place]
+        before = inputs.index_select(0, listed.rows).masked_fill_(listed.fresh[:, None, None], 0.0)
+        window = torch.cat((before.flatten(0, 1), mixed))
+        inputs.index_copy_(0, listed.kept_slots, window[listed.kept_inputs])
+        convolved = mixed_by_taps(window, listed.conv_inputs, mixed, self.weights.conv)
+        read = listed_prompts(
+            *self._heads(convolved, mixed.dtype), decay, beta, matrices, listed, kernels=self.kernels
+        )  # fmt: skip
+        # Behind the last token is a place for decodes that there are not.
+        out = projected.new_empty((tokens + 1, heads.value_width))
+        out[:tokens] = self._gated(read, z)
+        if len(listed.decode_tokens):
+            own = listed.decode_tokens.clamp(max=tokens - 1)
+            decodes = projected.index_select(0, own), rates.index_select(0, own)
+            stepped = self.kernels.step(
+                *decodes, inputs, matrices, listed.decode_rows, listed.decode_fresh, self.weights
+            )  # fmt: skip
+            out.index_copy_(0, listed.decode_tokens, stepped)
+        return out[:tokens]
+
+    def _rates(self, rates: Tensor) -> tuple[Tensor, Tensor]:
+        """float32 [T, H]: how much each token forgets, as a logarithm, and how much it corrects."""
+        b, a = rates.float().chunk(2, dim=-1)
+        return self.weights.decay * F.softplus(a + self.weights.bias), b.sigmoid()
+
+    def _gated(self, read: Tensor, z: Tensor) -> Tensor:
+        """What tokens have read, float32 [T, H, value_size], normalized, and times silu(z): [T, value_width]."""
+        scale = torch.rsqrt(read.square().mean(-1, keepdim=True) + self.weights.eps)
+        gated = (read * scale).mul_(self.weights.norm).flatten(1).mul_(F.silu(z.float()))
+        return gated.to(z.dtype)
 
     def project(self, gathered: Tensor, delta: Delta | None = None) -> Tensor:
         """What `attend` returned to what is added to the hidden states."""

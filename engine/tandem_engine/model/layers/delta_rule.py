@@ -9,6 +9,7 @@ Each value head keeps a state S [key_size, value_size] per sequence. A token wit
 `next_token` does that, of one token for each of several sequences. `prompt` computes a run of tokens of one sequence in
 chunks of `CHUNK`: the corrections of a chunk are a triangular system, so only chunks follow one another. A run that is
 cut at multiples of `CHUNK` gives the same bits; cut elsewhere it differs by rounding, as the two forms do.
+`listed_prompts` computes the runs of a whole step on a device.
 
 Shapes use  L = tokens of a run, N = sequences, H = value heads, K = key_size, V = value_size, C = channels.
 """
@@ -19,7 +20,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-CHUNK = 64
+from tandem_engine.kernels.interface import DeltaKernels
+from tandem_engine.memory.cache_groups import STATE_CHUNK
+from tandem_engine.memory.listed_runs import ListedRuns
+
+CHUNK = STATE_CHUNK
 """Tokens, as in transformers."""
 
 NORM_EPS = 1e-6
@@ -39,6 +44,18 @@ def causal_conv(history: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
     mixed = window[:, :length] * weight[0]
     for tap in range(1, len(weight)):
         mixed.addcmul_(window[:, tap : tap + length], weight[tap])
+    return F.silu(mixed, inplace=True)
+
+
+def mixed_by_taps(window: Tensor, before: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
+    """As `causal_conv`, of tokens of several sequences: float32 [T, C].
+
+    window   [N, C] of which `before` [T, taps - 1] are those before each of `inputs` [T, C], the newest last
+    """
+    mixed = window.index_select(0, before[:, 0]).float() * weight[0]
+    for tap in range(1, len(weight) - 1):
+        mixed.addcmul_(window.index_select(0, before[:, tap]).float(), weight[tap])
+    mixed.addcmul_(inputs.float(), weight[-1])
     return F.silu(mixed, inplace=True)
 
 
@@ -95,6 +112,56 @@ def prompt(
         if min((chunk + 1) * CHUNK, length) in kept:
             states.append(state)
     return torch.cat(outputs, dim=1)[:, :length].transpose(0, 1), [*states, state]
+
+
+def listed_prompts(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    matrices: Tensor,
+    listed: ListedRuns,
+    *,
+    kernels: DeltaKernels,
+) -> Tensor:
+    """As `prompt`, of all sequences of a step at once; the states of `matrices` [slots, H, K, V] move on.
+
+    Arguments are as of `next_token`, T for N. Returns float32 [T, H, V], 0 for tokens that no sequence has.
+    """
+    tokens = listed.chunk_tokens
+    query, key, value = (_of_chunks(each, tokens) for each in (query, key, value))
+    # A token that there is not forgets nothing and corrects nothing.
+    missing = (tokens == len(decay))[:, None]
+    decay, beta = (_of_chunks(each, tokens).masked_fill_(missing, 0.0) for each in (decay, beta))
+    total = decay.cumsum(-1)
+    between = total[..., :, None] - total[..., None, :]
+    later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=total.device).triu(1)
+    between = between.masked_fill_(later, float("-inf")).exp_()
+    written = key * beta[..., None]
+    inverse = kernels.inverse((written @ key.mT).mul_(between))
+    attention = (query @ key.mT).mul_(between)
+    grown = total.exp()[..., None]
+    solved = inverse @ torch.cat((value * beta[..., None], written * grown), dim=-1)
+    read = kernels.walk(
+        solved,
+        query * grown,
+        key * (total[..., -1:] - total).exp()[..., None],
+        attention,
+        total[..., -1].exp().contiguous(),
+        matrices,
+        listed.rows,
+        listed.fresh,
+        listed.first_chunks,
+        listed.chunk_slots,
+    )
+    return read.index_select(0, listed.places)
+
+
+def _of_chunks(x: Tensor, tokens: Tensor) -> Tensor:
+    """[T, H, …] to [C, H, CHUNK, …], dense, by the `tokens` [C, CHUNK] of each chunk; any for those behind the last."""
+    taken = x.index_select(0, tokens.flatten().clamp(max=len(x) - 1)).view(*tokens.shape, *x.shape[1:])
+    return taken.transpose(1, 2).contiguous()
 
 
 def _chunks(x: Tensor) -> Tensor:

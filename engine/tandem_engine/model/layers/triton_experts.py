@@ -17,6 +17,8 @@ from torch import Tensor
 
 from tandem_engine.config import Activation, GateClamp
 from tandem_engine.kernels.interface import PackedWeight
+from tandem_engine.kernels.triton.common import facts_of
+from tandem_engine.kernels.triton.expert_tiles import ExpertTiles, every_tile
 from tandem_engine.kernels.triton.fused_moe import (
     ExpertBiases,
     ExpertWeights,
@@ -73,7 +75,7 @@ class DeviceExperts:
         shared: SharedBlock | None = None,
         weighted_inputs: bool = False,
     ) -> Self:
-        """The block of these experts. Kernels of packed ones are compiled."""
+        """The block of these experts. Its kernels are compiled, on a device."""
         layer = cls(
             norm=norm,
             router=router,
@@ -85,8 +87,7 @@ class DeviceExperts:
             shared=shared,
             weighted_inputs=weighted_inputs,
         )
-        if weights.any_packed:
-            layer._warm_up()
+        layer._warm_up()
         return layer
 
     def __call__(self, normed: Tensor) -> Tensor:
@@ -107,7 +108,7 @@ class DeviceExperts:
         results = self._computed(inputs, experts.view(-1, 1), torch.ones_like(weights).view(-1, 1))
         return results.view(*experts.shape, normed.shape[1]).sum(dim=1)
 
-    def _computed(self, normed: Tensor, experts: Tensor, weights: Tensor) -> Tensor:
+    def _computed(self, normed: Tensor, experts: Tensor, weights: Tensor, tiles: ExpertTiles | None = None) -> Tensor:
         held = self.weights
         return fused_experts(
             normed,
@@ -119,16 +120,30 @@ class DeviceExperts:
             clamp=self.clamp,
             biases=self.biases,
             order=held.order,
+            tiles=tiles,
         )
 
     def _warm_up(self) -> None:
         """No request waits for a compiler: run what few tokens take, and what many do."""
         held, chosen = self.weights, self.router.experts_per_token
+        if not held.any_packed:
+            self._warm_up_plain()
+            return
         many = FEW_ROWS * num_experts_of(held.gate_up) // chosen + 1
         x = torch.zeros((many, held.hidden_size), dtype=held.dtype, device=held.device)
         experts = torch.zeros((many, chosen), dtype=torch.int64, device=held.device)
         for tokens in (1, many):
             self._computed(x[:tokens], experts[:tokens], x[:tokens, :1].expand(-1, chosen).contiguous())
+
+    def _warm_up_plain(self) -> None:
+        """One token by every tile."""
+        held, chosen = self.weights, self.router.experts_per_token
+        if self.weighted_inputs:
+            chosen = 1
+        x = torch.zeros((1, held.hidden_size), dtype=held.dtype, device=held.device)
+        experts = torch.zeros((1, chosen), dtype=torch.int64, device=held.device)
+        for tiles in every_tile(held.dtype, shared_bytes=facts_of(held.device).shared_bytes):
+            self._computed(x, experts, torch.zeros_like(experts, dtype=held.dtype), tiles)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

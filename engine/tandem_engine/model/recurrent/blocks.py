@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tandem_engine.config import DeltaConfig, ModelConfig
-from tandem_engine.kernels.interface import DeltaStep, DeltaWeights, by_triton
+from tandem_engine.kernels.interface import DeltaKernels, DeltaWeights, by_triton
 from tandem_engine.memory.state_pool import PartedSpec, StateSpec, parted_spec
 from tandem_engine.model.layers.attention import SelfAttention
 from tandem_engine.model.layers.delta import DeltaHeads, GatedAttention, GatedDelta
@@ -88,17 +88,18 @@ def gated_delta(config: ModelConfig, delta: DeltaConfig, weights: Weights, *, la
             norm=weights.exact(f"{own}norm.weight"),
             eps=config.rms_eps,
         ),
-        step=_step_on(weights.device),
+        kernels=_kernels_on(weights.device),
         output=row_parallel(weights, f"{own}out_proj", bias=False, split=Split(dim=1, unit=delta.value_size)),
     )
 
 
-def _step_on(device: torch.device) -> DeltaStep | None:
+def _kernels_on(device: torch.device) -> DeltaKernels | None:
     if not by_triton(device):
         return None
+    from tandem_engine.kernels.triton.delta_runs import unit_lower_inverse, walk_runs
     from tandem_engine.kernels.triton.delta_step import delta_step
 
-    return delta_step
+    return DeltaKernels(step=delta_step, inverse=unit_lower_inverse, walk=walk_runs)
 
 
 def joined_sizes(heads: DeltaHeads) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -31,8 +31,13 @@ SHARED_OF_ALL, SHARED_RESERVED = {AMPERE: 164 << 10, HOPPER: 228 << 10}, 1 << 10
 """Bytes of shared memory of a multiprocessor, and of them what each block takes for itself."""
 MOST_WARPS = 64
 """Of a multiprocessor."""
+WIDEST_COPY = 16
+"""Bytes that a thread copies to shared memory at once, at most."""
+FLOAT8_COPY = 8
+"""The same of pages of float8: Triton lays them out for products of numbers of two bytes, eight to a thread."""
 _BUFFER = re.compile(r"ttg\.local_alloc\s*:\s*\(\)\s*->\s*!ttg\.memdesc<(?P<count>\d+)x\d+x\d+x")
 _WAIT = re.compile(r"ttg\.async_wait .*\{num = (?P<count>\d+)")
+_COPY = re.compile(r"cp\.async\.c[ag]\.shared\.global\s*\[[^]]*\],\s*\[[^]]*\],\s*(?P<bytes>0x[0-9a-f]+|\d+)")
 _OPCODE = re.compile(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@!?U?P\w+\s+)?(?P<opcode>[A-Z][A-Z0-9]*)", re.MULTILINE)
 _RESOURCES = re.compile(r"Function (?P<name>\S+):\s+REG:(?P<registers>\d+) STACK:(?P<stack>\d+)")
 
@@ -64,6 +69,13 @@ class Compiled:
         assert min(found) >= buffers, f"{self.what} has {found} buffers of K and V, not {buffers}"
         waits = [int(each["count"]) for each in _WAIT.finditer(self.ttgir)]
         assert buffers == 1 or max(waits) > 0, f"{self.what} waits for each block as soon as it has asked for it"
+
+    def assert_wide_copies(self, *, at_least: int = WIDEST_COPY) -> None:
+        """Nine of ten bytes that are copied to shared memory ahead are copied so many at a time, or more."""
+        sizes = [int(found["bytes"], 0) for found in _COPY.finditer(self.ptx)]
+        assert sizes, f"{self.what} copies nothing to shared memory ahead"
+        wide = sum(size for size in sizes if size >= at_least)
+        assert wide >= 0.9 * sum(sizes), f"{self.what} copies {sorted(set(sizes))} bytes at a time"
 
     def resident(self) -> int:
         """Blocks that a multiprocessor runs at once."""

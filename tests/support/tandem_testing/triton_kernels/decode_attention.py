@@ -13,7 +13,15 @@ from tandem_engine.kernels.triton.decode_attention import (
     split_kernel,
 )
 from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW, Splitting, splitting_of
-from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import (
+    AMPERE,
+    ARCHITECTURES,
+    FLOAT8_COPY,
+    HOPPER,
+    SHARED_LIMIT,
+    WIDEST_COPY,
+    compile_kernel,
+)
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 
 DECODES = ((1, 1), (1, 16), (1, 17), (1, 255), (1, 257), (1, 700))
@@ -252,6 +260,7 @@ def decode_fits(
     )
     split.assert_fits()
     split.assert_pipelined(buffers=tiling.num_stages - 1)
+    split.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else WIDEST_COPY)
     assert split.resident() >= tiling.resident, f"{split.what}: {split.resident()} run at once, not {tiling.resident}"
     if pool_kind:
         assert "F2F" not in split.instructions(), f"{split.what} converts numbers one by one"

@@ -52,7 +52,8 @@ def check_latents_and_a_shared_expert(device: str) -> None:
 
 
 def check_states_of_sequences_and_gated_attention(device: str) -> None:
-    device_equals_transformers("qwen3.5", "mixed, staggered", launches={"delta_step_kernel"})
+    kernels = {"delta_step_kernel", "unit_lower_inverse_kernel", "walk_runs_kernel"}
+    device_equals_transformers("qwen3.5", "mixed, staggered", launches=kernels)
 
 
 def check_short_runs_of_pages_are_one_launch_and_long_ones_are_commands(device: str) -> None:

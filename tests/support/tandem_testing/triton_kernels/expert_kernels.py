@@ -19,7 +19,8 @@ from tandem_engine.config import (
     Scoring,
     SharedExpert,
 )
-from tandem_engine.kernels.triton import expert_blocks, fused_moe
+from tandem_engine.kernels.triton import expert_blocks, expert_tiles, fused_moe
+from tandem_engine.kernels.triton.expert_tiles import ExpertTiles
 from tandem_engine.kernels.triton.norm_activation import product_constants
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model import decoder
@@ -31,7 +32,14 @@ from tandem_engine.model.layers.mlp import Choice, Expert, SparseFeedForward
 from tandem_engine.model.rotary_fields import NO_ROTATION
 from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.random_weights import RandomWeights, small_config
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import (
+    AMPERE,
+    ARCHITECTURES,
+    HOPPER,
+    SHARED_LIMIT,
+    Compiled,
+    compile_kernel,
+)
 from tandem_testing.triton_kernels.tensors import kernels_on, random_floats, to_device, units_apart
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -42,7 +50,7 @@ def check_alignment_of_experts(device: str) -> None:
     draws = torch.Generator().manual_seed(3)
     cases = [torch.randint(0, 6, (tokens, 2), generator=draws) for tokens in (1, 40, 150)]
     for experts in (*cases, torch.full((70, 2), 5)):
-        for rows in (fused_moe.BLOCK_ROWS, 16):
+        for rows in (64, 16):
             alignment_agrees(device, experts, rows)
 
 
@@ -73,6 +81,29 @@ def check_experts_of_a_token_do_not_depend_on_the_others(device: str) -> None:
         x[2:3], choice.experts[2:3], choice.weights[2:3], gate_up, down, activation="silu"
     )  # fmt: skip
     assert torch.equal(together[2:3], alone)
+
+
+def check_every_tile_agrees_with_the_layer(device: str) -> None:
+    """Sizes that no tile divides."""
+    for tiles in every_tile():
+        experts_agree(
+            device, BFLOAT16, "silu", tokens=5, hidden=72, inner=40, experts=4, chosen=2, tiles=tiles
+        )  # fmt: skip
+
+
+def check_tiles_change_no_bit(device: str) -> None:
+    """A token alone, by the tile for few, has the result that it has in a prompt, by that for many."""
+    x, choice, gate_up, down = experts_of(BFLOAT16, device, tokens=150, hidden=192, inner=144, experts=2, chosen=2)
+    results = [
+        fused_moe.fused_experts(x, *choice, gate_up, down, activation="silu", tiles=tiles) for tiles in every_tile()
+    ]
+    for result in results[1:]:
+        assert torch.equal(result, results[0])
+
+
+def every_tile() -> tuple[ExpertTiles, ...]:
+    """Of Hopper."""
+    return expert_tiles.every_tile(BFLOAT16, shared_bytes=SHARED_LIMIT[HOPPER])
 
 
 def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
@@ -162,7 +193,9 @@ def experts_of(
     return x, Choice(ids, weights.to(dtype)), gate_up, down
 
 
-def experts_agree(device: str, dtype: torch.dtype, name: str, **sizes: int) -> None:
+def experts_agree(
+    device: str, dtype: torch.dtype, name: str, *, tiles: ExpertTiles | None = None, **sizes: int
+) -> None:
     """Within rounding of the layer that visits expert after expert."""
     x, choice, gate_up, down = experts_of(dtype, device, **sizes)
     reference = {"silu": cpu_activation.silu_and_multiply, "gelu_tanh": cpu_activation.gelu_tanh_and_multiply}[name]
@@ -175,41 +208,62 @@ def experts_agree(device: str, dtype: torch.dtype, name: str, **sizes: int) -> N
         ),
         activation=reference,
     )
-    found = fused_moe.fused_experts(x, *choice, gate_up, down, activation=name)
+    found = fused_moe.fused_experts(x, *choice, gate_up, down, activation=name, tiles=tiles)
     assert units_apart(found, layer(x), at_least=0.25) <= (4.0 if dtype is BFLOAT16 else 64.0)
 
 
-def compile_fused_moe() -> None:
-    """Qwen3-30B-A3B's experts: 128 of 768 on 2048, 8 for a token."""
+def compile_alignment_and_sums_of_experts() -> None:
+    """Of Qwen3-30B-A3B: 128 of 768 on 2048, 8 for a token."""
     counting = {"experts": "*i64:16", "counts": "*i32:16", "num_pairs": "i32"}
-    rows = {"pairs": "*i32:16", "owner": "*i32:16", "num_pairs": "i32"}
+    placing = counting | {"pairs": "*i32:16", "owner": "*i32:16", "num_blocks": "i32"}
     blocks = {"BLOCK": expert_blocks.BLOCK_PAIRS}
     for arch in ARCHITECTURES:
         compile_kernel(expert_blocks.count_kernel, counting, blocks, arch=arch).assert_fits()
-        placing = counting | rows | {"num_blocks": "i32"}
-        table = {"EXPERTS": 128, "WIDTH": 128, "ROWS": fused_moe.BLOCK_ROWS} | blocks
-        compile_kernel(expert_blocks.place_kernel, placing, table, arch=arch).assert_fits()
+        for rows in (64, 128):
+            table = {"EXPERTS": 128, "WIDTH": 128, "ROWS": rows} | blocks
+            compile_kernel(expert_blocks.place_kernel, placing, table, arch=arch).assert_fits()
         combining = dict.fromkeys(("results", "weights", "out"), "*bf16:16")
         shape = {"CHOSEN": 8, "SIZE": 2048, "BLOCK": expert_blocks.COMBINE}
         compile_kernel(expert_blocks.combine_kernel, combining, shape, arch=arch, enable_fp_fusion=False).assert_fits()
-        for kernel, tensors, constants, tile in (
-            (
-                fused_moe.gate_up_kernel,
-                ("x", "weight", "inner"),
-                fused_moe.gate_up_constants(8, 768, 2048, product_constants("silu", None)) | {"bias": None},
-                fused_moe.GATE_UP,
-            ),
-            (
-                fused_moe.down_kernel,
-                ("inner", "weight", "results"),
-                fused_moe.down_constants(2048, 768) | {"bias": None},
-                fused_moe.DOWN,
-            ),
-        ):
-            signature = dict.fromkeys(tensors, "*bf16:16") | rows
-            built = compile_kernel(
-                kernel, signature, constants, arch=arch, num_warps=tile.num_warps, num_stages=tile.num_stages
-            )
-            built.assert_fits()
-            # Tensor cores: of a warp group on Hopper, of a warp before.
-            assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
+
+
+RESIDENT = {expert_tiles.FEW: 3, expert_tiles.SOME: 3, expert_tiles.MANY: 1}
+"""Programs of each tile that a multiprocessor of Hopper runs at once, at least: with few pairs, loads of all of them
+are in flight together."""
+
+
+def compile_every_tile_of_experts() -> None:
+    """Of Qwen3-30B-A3B: nothing spills, weights are loaded ahead, 16 bytes at a time, and warp groups multiply."""
+    for tiles, resident in RESIDENT.items():
+        for built in tile_compiled(tiles, arch=HOPPER):
+            assert built.resident() >= resident, f"{built.what}: {built.resident()} run at once"
+            assert "HGMMA" in built.instructions(), built.what
+            built.assert_pipelined(buffers=2)
+            built.assert_wide_copies()
+
+
+def compile_experts_for_smaller_devices() -> None:
+    for built in tile_compiled(expert_tiles.SOME, arch=AMPERE):
+        assert "mma.sync" in built.ptx, built.what
+
+
+def tile_compiled(tiles: ExpertTiles, *, arch: int) -> Iterator[Compiled]:
+    """Both products, which fit."""
+    rows = {"pairs": "*i32:16", "owner": "*i32:16", "num_pairs": "i32"}
+    gate = product_constants("silu", None)
+    for kernel, tensors, shape, tile in (
+        (
+            fused_moe.gate_up_kernel,
+            ("x", "weight", "inner"),
+            fused_moe.gate_up_shape(8, 768, 2048, gate),
+            tiles.gate_up,
+        ),
+        (fused_moe.down_kernel, ("inner", "weight", "results"), fused_moe.down_shape(2048, 768), tiles.down),
+    ):
+        built = compile_kernel(
+            kernel, dict.fromkeys(tensors, "*bf16:16") | rows,
+            {"bias": None, **shape, **fused_moe.tile_constants(tiles.rows, tile)},
+            arch=arch, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        )  # fmt: skip
+        built.assert_fits()
+        yield built

@@ -4,7 +4,15 @@ import torch
 
 from tandem_engine.kernels.triton.extend_attention import ExtendTiling, extend_constants, extend_kernel, extend_tiling
 from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW
-from tandem_testing.triton_kernels.ahead_of_time import AMPERE, ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import (
+    AMPERE,
+    ARCHITECTURES,
+    FLOAT8_COPY,
+    HOPPER,
+    SHARED_LIMIT,
+    WIDEST_COPY,
+    compile_kernel,
+)
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 
 EXTENDS = ((2, 2), (40, 40), (7, 50), (70, 200), (16, 129), (33, 33))
@@ -90,6 +98,10 @@ def check_float8_pages_with_a_scale_for_each_head(device: str) -> None:
     expected = small.converted(torch.float32, scales=scales).expected(heads.spec())
     out = small.attend(heads.spec(), scales=scales).double()
     torch.testing.assert_close(out, expected, rtol=0, atol=4e-2)
+
+
+WARP_GROUP = 64
+"""Rows that a warp group of Hopper multiplies at a time."""
 
 
 def compile_for_llama_8b() -> None:
@@ -188,3 +200,6 @@ def extend_fits(
     )
     compiled.assert_fits()
     compiled.assert_pipelined(buffers=tiling.num_stages - 1)
+    compiled.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else WIDEST_COPY)
+    if arch == HOPPER and kind != "fp32" and tiling.block_m >= WARP_GROUP:
+        assert "HGMMA" in compiled.instructions(), f"{compiled.what} does not multiply by warp groups"

@@ -8,12 +8,12 @@ import torch
 
 from tandem_engine.config import Quantization
 from tandem_engine.kernels.interface import PACKED_E2M1, PackedWeight
-from tandem_engine.kernels.triton import fused_moe, quantized_gemm, quantized_moe
+from tandem_engine.kernels.triton import expert_tiles, fused_moe, quantized_gemm, quantized_moe
 from tandem_engine.kernels.triton.fused_moe import ExpertBiases
 from tandem_engine.kernels.triton.norm_activation import CLAMPED_SWIGLU, Clamp, product_constants
 from tandem_engine.model.layers.triton_experts import DeviceExperts
 from tandem_testing.mxfp4_files import write_random_mxfp4
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels, logits_through
 from tandem_testing.triton_kernels.quantized_expert_kernels import EXPERTS, FEW, MANY, agrees, levels_of_experts
 from tandem_testing.triton_kernels.quantized_kernels import loaded, only_for, shape_alone
@@ -117,12 +117,14 @@ def compile_plain_experts_of_gpt_oss() -> None:
     }
     gate = product_constants(CLAMPED_SWIGLU, GPT_OSS)
     for arch in ARCHITECTURES:
-        for kernel, constants, tile in (
-            (fused_moe.gate_up_kernel, fused_moe.gate_up_constants(4, 2880, 2880, gate), fused_moe.GATE_UP),
-            (fused_moe.down_kernel, fused_moe.down_constants(2880, 2880), fused_moe.DOWN),
-        ):
-            built = compile_kernel(
-                kernel, *only_for(kernel, types), constants, arch=arch, num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-            )  # fmt: skip
-            built.assert_fits()
+        for tiles in expert_tiles.every_tile(BFLOAT16, shared_bytes=SHARED_LIMIT[arch]):
+            for kernel, shape, tile in (
+                (fused_moe.gate_up_kernel, fused_moe.gate_up_shape(4, 2880, 2880, gate), tiles.gate_up),
+                (fused_moe.down_kernel, fused_moe.down_shape(2880, 2880), tiles.down),
+            ):
+                constants = shape | fused_moe.tile_constants(tiles.rows, tile)
+                built = compile_kernel(
+                    kernel, *only_for(kernel, types), constants, arch=arch, num_warps=tile.num_warps,
+                    num_stages=tile.num_stages,
+                )  # fmt: skip
+                built.assert_fits()

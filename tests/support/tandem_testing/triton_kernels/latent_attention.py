@@ -249,6 +249,7 @@ def latents_fit(heads: int, *, arch: int, kind: str = "bf16", page_size: int = 6
             assert built.resident() >= tiling.resident, f"{built.what}: {built.resident()} run at once"
         if arch == HOPPER and kind != "fp32":
             built.assert_pipelined(buffers=tiling.num_stages - 1)
+            built.assert_wide_copies()
             assert "HGMMA" in built.instructions(), f"{built.what} does not multiply from shared memory"
 
     fits(latent_split_kernel, decode, {"items": "*i32:16", **partials}, split_constants(splitting))

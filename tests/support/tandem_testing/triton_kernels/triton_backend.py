@@ -1,19 +1,24 @@
 """`TritonBackend` as the executor has it: against the reference over the same pool, and as CUDA graphs want it."""
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
 
 from tandem_engine.forward.prompt_shape import PromptShape, as_prompt
+from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.attention.triton import TritonBackend
-from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PLAIN, PageDealer, make_batch, make_pool, make_qkv
+from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_qkv
 from tandem_testing.triton_kernels.ahead_of_time import HOPPER, launches_that_only_compile
 
 SCALE = HEAD_DIM**-0.5
 SPECS = (AttentionSpec(scale=SCALE, window=20), AttentionSpec(scale=0.6, soft_cap=2.0))
 """A layer with a window, and one that caps."""
+RANK, WIDTH = 24, 40
+LATENT = (AttentionSpec(scale=WIDTH**-0.5, value_width=RANK),)
+"""A layer over latents."""
 
 
 def pools(device: str, **shape):
@@ -79,6 +84,14 @@ def check_drafts_behind_a_token(device: str) -> None:
     agrees(runs, here, there, device, SPECS, max_queries=3)
 
 
+def check_a_prompt_graph_over_float8_pages_gives_the_bits_of_a_plan(device: str) -> None:
+    _, pool = pools(device, dtype=torch.float8_e4m3fn)
+    dealer = PageDealer(pool=pool)
+    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN, dtype=torch.float32)
+    steps = [dealer.seq(30, 20), dealer.decode(70)], [dealer.seq(24, 24)]
+    prompt_graph_is_a_plan(backend, PromptShape(tokens=24, rows=4, extends=3), steps, device, layers=1)
+
+
 def check_a_graph_gives_the_bits_of_a_plan(device: str) -> None:
     """One graph for batches of any size up to its own, one after the other; its tensors stay where they are."""
     _, pool = pools(device)
@@ -106,20 +119,57 @@ def check_a_prompt_graph_gives_the_bits_of_a_plan(device: str) -> None:
     _, pool = pools(device)
     dealer = PageDealer(pool=pool)
     backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=SPECS)
-    shape = PromptShape(tokens=72, rows=5, extends=3)
-    graph = backend.prompt_graph_plan(shape, max_pages=30)
     large = [dealer.seq(60, 60), dealer.seq(40, 3), dealer.decode(300), dealer.decode(17)]
-    for sequences in (large, [dealer.seq(33, 1)], [dealer.seq(72, 72)], [dealer.seq(90, 20), dealer.decode(5)]):
-        batch = make_batch(sequences, page_size=pool.page_size)
+    others = [dealer.seq(33, 1)], [dealer.seq(72, 72)], [dealer.seq(90, 20), dealer.decode(5)]
+    shape = PromptShape(tokens=72, rows=5, extends=3)
+    prompt_graph_is_a_plan(backend, shape, (large, *others), device, layers=2)
+
+
+def prompt_graph_is_a_plan(
+    backend: TritonBackend, shape: PromptShape, steps: Sequence[Sequence[Seq]], device: str, *, layers: int
+) -> None:
+    """Each of `steps`, one after the other, by one graph."""
+    graph = backend.prompt_graph_plan(shape, max_pages=30)
+    for sequences in steps:
+        batch = make_batch(sequences)
         tokens = batch.num_tokens
         padded = [part.to(device) for part in make_qkv(shape.tokens)]
-        for layer in range(2):
+        for layer in range(layers):
             graph.load(as_prompt(batch, shape))
             graph.prepare()
             out = graph(layer, *padded)
             plain = backend.plan(batch)(layer, *(part[:tokens] for part in padded))
             assert torch.equal(out[:tokens], plain), sequences
             assert bool(out.isfinite().all()), "every token of padding has a result"
+
+
+def check_a_prompt_graph_over_latents_gives_the_bits_of_a_plan(device: str) -> None:
+    pool = latent_pool(device)
+    dealer = PageDealer(pool=pool)
+    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=LATENT)
+    shape = PromptShape(tokens=40, rows=4, extends=3)
+    graph = backend.prompt_graph_plan(shape, max_pages=20)
+    draws = torch.Generator().manual_seed(5)
+    q, rows = (torch.randn(shape.tokens, heads, WIDTH, generator=draws).to(device) for heads in (NUM_HEADS, 1))
+    for sequences in ([dealer.seq(30, 20), dealer.seq(40, 3), dealer.decode(200)], [dealer.seq(40, 40)]):
+        batch = make_batch(sequences, page_size=pool.page_size)
+        tokens = batch.num_tokens
+        graph.load(as_prompt(batch, shape))
+        graph.prepare()
+        out = graph(0, q, rows, rows[..., :RANK])
+        plain = backend.plan(batch)(0, q[:tokens], rows[:tokens], rows[:tokens, :, :RANK])
+        assert torch.equal(out[:tokens], plain), sequences
+        assert bool(out.isfinite().all()), "every token of padding has a result"
+
+
+def latent_pool(device: str) -> KvPool:
+    """A pool of latents full of random numbers."""
+    pool = KvPool(
+        num_pages=40, num_layers=1, num_kv_heads=1, head_dim=WIDTH, page_size=16, dtype=torch.float32, device=device,
+        value_width=RANK,
+    )  # fmt: skip
+    pool.data.copy_(torch.randn(pool.data.shape, generator=torch.Generator().manual_seed(1)))
+    return pool
 
 
 def check_padding_writes_to_the_dummy_page_alone(device: str) -> None:  # [dummy-page]

@@ -36,6 +36,8 @@ from tandem_engine.executor import warm_up
 from tandem_engine.executor.warm_up import LISTED_ROWS, Room, WarmStep, list_sizes
 from tandem_engine.kernels import compiles
 from tandem_engine.kernels.compiles import CompileCounter, Compiles
+from tandem_engine.kernels.triton import common
+from tandem_engine.kernels.triton.common import DeviceFacts
 from tandem_engine.kernels.triton.page_copy import copy_pages
 from tandem_engine.kernels.triton.work_list import ALL, MIN_WIDTH, list_constants, splitting_of
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
@@ -47,6 +49,7 @@ from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 from tandem_testing.triton_kernels.ahead_of_time import (
     HOPPER,
+    SHARED_LIMIT,
     Launch,
     launches_that_are_only_noted,
     launches_that_only_compile,
@@ -139,6 +142,20 @@ def compile_nothing_for_windows_and_caps_without_graphs() -> None:
 
 def compile_nothing_for_experts_over_float8_pages() -> None:
     is_warm("mixtral", cache=CacheConfig(num_pages=120, dtype=KvCacheDtype.FP8_E4M3))
+
+
+def compile_nothing_for_experts_of_any_tile() -> None:
+    """On a device with the shared memory of Hopper, in steps with few pairs of an expert, some, and many."""
+    hopper = DeviceFacts(multiprocessors=2, shared_bytes=SHARED_LIMIT[HOPPER])
+    prompts = [make_message(f"{tokens}", [1] * tokens, max_tokens=2) for tokens in (3, 60, 120)]
+    scheduler = SchedulerConfig(context_length=160, chunked_prefill_size=128)
+    with pytest.MonkeyPatch.context() as patch, TemporaryDirectory(prefix="tandem-warm-") as folder:
+        patch.setattr(common, "INTERPRETER", hopper)
+        checkpoint = write_tiny_checkpoint("mixtral", Path(folder) / "model")
+        with device_engine(checkpoint, scheduler=scheduler) as (engine, noted):
+            engine.warm_up()
+            assert not new_launches(engine, noted, prompts)
+        assert len([launch for launch in noted if launch.kernel == "down_kernel"]) == 3, "one of each tile"
 
 
 def compile_nothing_for_latents() -> None:

@@ -9,23 +9,30 @@ import torch
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW
-from tandem_engine.config import GraphConfig, LatentConfig
+from tandem_engine.config import GraphConfig
 from tandem_engine.executor.cuda.prompt_graphs import (
     MAX_EXTENDS,
     PromptGraphs,
     can_capture_prompts,
     prompt_sizes,
+    run_room,
     shape_of,
 )
-from tandem_engine.forward.batch import ForwardMode, PromptPositions
+from tandem_engine.forward.batch import ForwardMode, PromptPositions, Snapshot
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.prompt_shape import PromptShape, as_prompt, can_be_prompt
 from tandem_engine.forward.results import PooledTokens
+from tandem_engine.memory.listed_runs import RunRoom
+from tandem_engine.memory.state_pool import StatePool, StateSpec
+from tandem_engine.model.attention.backend import AttentionSpec
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_testing.device_twin import reachable
-from tandem_testing.forward_builders import NUM_LAYERS, Seq, make_batch
+from tandem_testing.forward_builders import NUM_LAYERS, Seq, make_batch, make_pool
 from tandem_testing.graph_tape import Tape
 from tandem_testing.stream_builders import Beside
 from tandem_testing.toy_model import ToyModel
+from tandem_testing.triton_kernels.tensors import kernels_on
+from tandem_testing.turning_reference import TurningReference
 
 SIZES = (4, 16, 24)
 SMALL = ToyModel.random().config
@@ -247,9 +254,28 @@ def test_shapes_have_room_for_padding():
     assert shape_of(1024).extends == MAX_EXTENDS + 1
 
 
-def test_prompts_of_stateful_or_latent_models_are_not_captured():
+def test_prompts_are_captured_where_attention_and_states_allow():
+    """By kernels: torch's attention reads all that a sequence could have, and its states need lengths on the host."""
     plain, here = ToyModel.random().config, torch.device("cpu")
-    assert can_capture_prompts(plain, here, states=False)
-    assert not can_capture_prompts(plain, here, states=True)
-    latent = LatentConfig(query_rank=None, rank=8, plain_size=4, rotated_size=4, value_size=4, interleaved=False)
-    assert not can_capture_prompts(replace(plain, latent=latent), here, states=False)
+    pool, specs = make_pool(), (AttentionSpec(scale=1.0),) * NUM_LAYERS
+    kernels, by_torch = TurningReference(pool, specs=specs), TorchReferenceBackend(pool, specs=specs)
+    states = StatePool(
+        StateSpec(layers=1, history=3, channels=16, heads=2, key_size=4, value_size=4, dtype=torch.float32),
+        rows=2,
+        device="cpu",
+    )
+    assert can_capture_prompts(plain, kernels, here, states=None)
+    assert not can_capture_prompts(plain, by_torch, here, states=None)
+    assert not can_capture_prompts(plain, kernels, here, states=states)
+    with kernels_on("cpu"):
+        assert can_capture_prompts(plain, kernels, here, states=states)
+
+
+def test_graph_with_states_has_room_for_few_prompts():
+    room = run_room(shape_of(128))
+    assert room == RunRoom(tokens=128, sequences=4, chunks=2 + 8, decodes=128)
+    whole = [prompt(64), prompt(1, row=2), *(decode(row) for row in range(3, 7))]
+    assert room.holds(RunRoom.of(make_batch(whole)))
+    assert not room.holds(RunRoom.of(make_batch([prompt(2, row=row) for row in range(1, 6)])))
+    cut = replace(make_batch([prompt(70)]), snapshots=tuple(Snapshot(0, length, 1) for length in range(1, 11)))
+    assert not room.holds(RunRoom.of(cut)), "each copy of a state ends a chunk"

@@ -3,7 +3,16 @@
 import logging
 from types import SimpleNamespace
 
-from tandem_engine.kernels.compiles import CompileCounter, Compiles, key_of
+import pytest
+
+from tandem_engine.base.errors import ConfigError
+from tandem_engine.kernels.compiles import (
+    CompileCounter,
+    Compiles,
+    key_of,
+    require_private_cache,
+    require_private_kernels,
+)
 
 SOURCE = SimpleNamespace(
     name="some_kernel",
@@ -51,3 +60,35 @@ def test_kernel_read_from_disk_while_serving_counts_too(caplog):
 def test_key_of_a_kernel_without_constants_has_its_types():
     source = SimpleNamespace(signature={"x": "*fp32"}, constants={}, attrs={})
     assert key_of(source, OPTIONS) == "(x: *fp32), 4 warps, 3 stages"
+
+
+def test_folder_of_kernels_is_made_for_this_user_alone(tmp_path):
+    folder = tmp_path / "volume" / "triton"
+    for _ in range(2):
+        require_private_cache(folder)
+    assert folder.stat().st_mode & 0o777 == 0o700
+
+
+@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+def test_folder_of_kernels_that_others_may_write_is_refused(tmp_path, mode):
+    tmp_path.chmod(mode)
+    with pytest.raises(ConfigError, match=f"mode {mode:o}: others may write kernels there"):
+        require_private_cache(tmp_path)
+
+
+def test_folder_of_kernels_of_another_user_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("os.geteuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ConfigError, match="belongs to user"):
+        require_private_cache(tmp_path)
+
+
+def test_folder_of_kernels_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="TRITON_CACHE_DIR .* cannot be used"):
+        require_private_cache(tmp_path / "file" / "triton")
+
+
+def test_triton_has_a_folder_of_its_own_before_the_first_launch(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "triton"))
+    require_private_kernels()
+    assert (tmp_path / "triton").stat().st_mode & 0o777 == 0o700

@@ -15,6 +15,7 @@ from tandem_operator.builders.engine_flags import ENGINE_FLAGS
 from tandem_operator.builders.gateway import allowed_hosts, gateway_deployment
 from tandem_operator.builders.naming import ROLE_LABEL
 from tandem_operator.builders.served import may_be_zero
+from tandem_operator.builders.worker import worker_deployment
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan, revision_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
@@ -267,6 +268,23 @@ def test_only_a_scaled_service_may_be_at_zero():
     assert not may({"mode": "internal"}, 0)
     assert not may({"mode": "external"}, 1)
     assert not may({"mode": "none", "idleSecondsToZero": 60}, 0)
+
+
+def test_compiled_kernels_are_kept_on_the_claim_of_a_service():
+    def worker(**spec: Any) -> Any:
+        return worker_deployment(service_of(**spec), "decode", "law", 1)["spec"]["template"]["spec"]
+
+    def cache(pod: Any) -> str:
+        (found,) = (one["value"] for one in pod["containers"][0]["env"] if one["name"] == "TRITON_CACHE_DIR")
+        return found
+
+    pod = worker(kernelCacheClaim="compiled")
+    (volume,) = (one for one in pod["volumes"] if one["name"] == "kernels")
+    (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "kernels")
+    assert volume["persistentVolumeClaim"] == {"claimName": "compiled"}
+    assert cache(pod).startswith(f"{mount['mountPath']}/")
+    assert not any(one["name"] == "kernels" for one in worker()["volumes"])
+    assert cache(worker()) == "/tmp/triton"
 
 
 def test_group_is_one_worker_with_pods_numbered_by_controller():

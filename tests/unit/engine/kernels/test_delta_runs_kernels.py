@@ -1,0 +1,13 @@
+"""The kernel of `kernels.triton.delta_runs`, without a device."""
+
+import pytest
+
+from tandem_testing.triton_kernels.checks import KernelChecks
+
+CHECKS = KernelChecks("tandem_testing.triton_kernels.delta_runs")
+pytestmark = CHECKS.marks
+
+
+@pytest.mark.parametrize("check", CHECKS.names)
+def test_delta_runs_kernels(check):
+    CHECKS.passes(check)
