@@ -24,6 +24,7 @@ from tandem_engine.config import Role
 from tandem_services.common.redis_client import (
     BACKGROUND_TIMEOUT_S,
     ROUTING_TIMEOUT_S,
+    BreakerState,
     RedisAddress,
     RedisClient,
     RedisUnavailableError,
@@ -245,6 +246,10 @@ class Router:
         """Raises `RedisUnavailableError`, with the fix in its message, when Redis cannot be used at all."""
         await self._background.require(wait_s=self._config.start_timeout_s)
         await self.refresh()
+        self.begin()
+
+    def begin(self) -> None:
+        """Renew the view of the fleet from now on; Redis need not answer yet."""
         self._refresher = asyncio.create_task(self._keep_refreshing(), name="router-refresh")
 
     async def stop(self) -> None:
@@ -293,6 +298,15 @@ class Router:
             age_s=self._clock.now() - self._refreshed_at,
             starting=self._starts.workers,
         )
+
+    def knows(self, incarnation: str) -> bool:
+        """Whether this incarnation is in the view."""
+        return self._membership.find(incarnation) is not None
+
+    @property
+    def redis_answers(self) -> bool:
+        """Whether the last routing calls had an answer."""
+        return self._routing.breaker.state is BreakerState.CLOSED
 
     @property
     def redis_failures(self) -> int:

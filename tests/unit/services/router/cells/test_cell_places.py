@@ -1,0 +1,61 @@
+"""Other cells as the flags of a gateway name them."""
+
+from pathlib import Path
+
+import pytest
+
+from tandem_engine.base.errors import ConfigError
+from tandem_services.cli.main import build_parser
+from tandem_services.router.cells.places import MAX_CELLS, CellPlace, read_places
+
+
+def test_cells_are_read_with_their_files():
+    assert read_places(["west=redis://w:1/0", "east=rediss://e?ssl_ca_certs=/ca"], ["east=/run/e"], own="home") == (
+        CellPlace(name="west", url="redis://w:1/0"),
+        CellPlace(name="east", url="rediss://e?ssl_ca_certs=/ca", password_file=Path("/run/e")),
+    )
+    assert read_places([], [], own="home") == ()
+
+
+@pytest.mark.parametrize(
+    ("cells", "files", "message"),
+    [
+        (["west"], [], "--cells is NAME=URL"),
+        (["=redis://w"], [], "--cells is NAME=URL"),
+        (["west="], [], "--cells is NAME=URL"),
+        (["we st=redis://w"], [], "--cells: a name must be 1 to 128 letters"),
+        (["home=redis://w"], [], "'home' is the gateway's own --cluster"),
+        (["west=redis://w", "west=redis://x"], [], "'west' is given twice"),
+        (["west=http://w"], [], "--cells west=http://w: "),
+        (["west=redis://w"], ["east=/run/e"], "'east' is not in --cells; add east=URL there"),
+        (["west=redis://w"], ["west"], "--cell-password-files is NAME=FILE"),
+        ([f"c{number}=redis://w" for number in range(MAX_CELLS + 1)], [], f"a gateway may have {MAX_CELLS} others"),
+    ],
+)
+def test_bad_cells_are_refused_with_the_fix(cells, files, message):
+    with pytest.raises(ConfigError) as refused:
+        read_places(cells, files, own="home")
+    assert message in str(refused.value)
+
+
+def test_password_of_an_invalid_url_is_not_shown():
+    with pytest.raises(ConfigError) as refused:
+        read_places(["west=redis://user:hunter2@w/not-a-number"], [], own="home")
+    assert "hunter2" not in str(refused.value)
+
+
+def test_missing_file_is_an_error_of_the_address_alone(tmp_path):
+    (place,) = read_places(["west=redis://w"], [f"west={tmp_path / 'later'}"], own="home")
+    with pytest.raises(ConfigError, match="no such file"):
+        place.address()
+    (tmp_path / "later").write_text("secret")
+    assert place.address().password_file == tmp_path / "later"
+
+
+def test_gateway_of_several_models_has_no_cells(tmp_path, capsys):
+    file = tmp_path / "models.json"
+    file.write_text('{"models": []}')
+    words = ["gateway", "--models", str(file), "--cells", "west=redis://w"]
+    args = build_parser().parse_args(words)
+    with pytest.raises(ConfigError, match="--cells are of one model: leave out --models"):
+        args.run(args)
