@@ -44,7 +44,9 @@ def read_places(cells: Sequence[str], password_files: Sequence[str], *, own: str
         try:
             RedisUrl.parse(url)
         except ConfigError as error:
-            raise ConfigError(f"--cells {name}={mask_password(url)}: {error}") from error
+            shown = mask_password(url)
+            reason = str(error).removeprefix(f"--redis-url {shown}: ")
+            raise ConfigError(f"--cells {name}={shown}: {reason}") from error
     for name in files:
         if name not in urls:
             raise ConfigError(f"--cell-password-files: {name!r} is not in --cells; add {name}=URL there")
