@@ -17,7 +17,7 @@ Sessions, quarantine, fairness, usage and registered adapters are those of the o
 import asyncio
 import logging
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from hashlib import blake2b
 from random import Random
@@ -32,7 +32,7 @@ from tandem_services.router.decision import Choice, MemberProofs, NoWorkersError
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.membership import FleetView
 from tandem_services.router.redis_functions import LibrarySource, library_source
-from tandem_services.router.registry import WorkerState
+from tandem_services.router.registry import Endings, WorkerState
 from tandem_services.router.router import Router, RouterConfig
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.starting import StartingWorker
@@ -84,7 +84,8 @@ class CellRouter:
         start_timeout_s = min(config.start_timeout_s, START_WAIT_S)
         self.home = Router(replace(config, start_timeout_s=start_timeout_s), clock=clock, random=random, source=source)
         self.sessions, self.quarantine, self.usage = self.home.sessions, self.home.quarantine, self.home.usage
-        self.fairness, self.adapters, self.end_reports = self.home.fairness, self.home.adapters, self.home.end_reports
+        self.fairness, self.adapters = self.home.fairness, self.home.adapters
+        self.end_reports = self
         self._name, self._model, self._worker_wait_s = config.cluster, model, worker_wait_s
         self._proofs = SharedProofs()
         self._others = [
@@ -166,6 +167,21 @@ class CellRouter:
         else:
             await self._by_name[choice.cell.name].release(choice)
 
+    async def endings(self, incarnations: Iterable[str]) -> Endings:
+        """As `Registry.endings`, of workers of all cells that are in use. Raises `RedisUnavailableError` if no cell
+        answers."""
+        names = tuple(incarnations)
+        asked = (router.end_reports.endings(names) for router in self.in_use())
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        known = [each for each in found if isinstance(each, Endings)]
+        for error in found:
+            if isinstance(error, BaseException) and (not known or not isinstance(error, RedisUnavailableError)):
+                raise error
+        return Endings(
+            ended=frozenset().union(*(each.ended for each in known)),
+            for_memory=frozenset().union(*(each.for_memory for each in known)),
+        )
+
     def figures(self) -> list[CellFigures]:
         """The other cells as they are."""
         return [
@@ -182,6 +198,10 @@ class CellRouter:
     def workers(self) -> tuple[WorkerView, ...]:
         """As `Router.workers`, of all cells that are in use."""
         return self._workers.of([router.workers() for router in self.in_use()])
+
+    def peers(self, worker: WorkerView) -> tuple[WorkerView, ...]:
+        """As `Router.peers`: those of its cell."""
+        return self._router_of(worker.incarnation).workers()
 
     def offered(self) -> tuple[WorkerView, ...]:
         """As `Router.offered`, of all cells that are in use."""

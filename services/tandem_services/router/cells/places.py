@@ -41,12 +41,7 @@ def read_places(cells: Sequence[str], password_files: Sequence[str], *, own: str
         check_name("--cells: a name", name)
         if name == own:
             raise ConfigError(f"--cells: {name!r} is the gateway's own --cluster; name the other cells alone")
-        try:
-            RedisUrl.parse(url)
-        except ConfigError as error:
-            shown = mask_password(url)
-            reason = str(error).removeprefix(f"--redis-url {shown}: ")
-            raise ConfigError(f"--cells {name}={shown}: {reason}") from error
+        _check_url(name, url)
     for name in files:
         if name not in urls:
             raise ConfigError(f"--cell-password-files: {name!r} is not in --cells; add {name}=URL there")
@@ -54,6 +49,20 @@ def read_places(cells: Sequence[str], password_files: Sequence[str], *, own: str
         CellPlace(name=name, url=url, password_file=Path(files[name]).expanduser() if name in files else None)
         for name, url in urls.items()
     )
+
+
+def _check_url(name: str, url: str) -> None:
+    shown = mask_password(url)
+    try:
+        parsed = RedisUrl.parse(url)
+    except ConfigError as error:
+        reason = str(error).removeprefix(f"--redis-url {shown}: ")
+        raise ConfigError(f"--cells {name}={shown}: {reason}") from error
+    if parsed.password is not None:
+        raise ConfigError(
+            f"--cells {name}={shown}: all users of a machine can read arguments; put the password into a file and add "
+            f"--cell-password-files {name}=FILE"
+        )
 
 
 def _pairs(flag: str, value: str, words: Sequence[str]) -> Mapping[str, str]:

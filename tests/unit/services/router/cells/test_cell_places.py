@@ -27,6 +27,7 @@ def test_cells_are_read_with_their_files():
         (["home=redis://w"], [], "'home' is the gateway's own --cluster"),
         (["west=redis://w", "west=redis://x"], [], "'west' is given twice"),
         (["west=http://w"], [], "--cells west=http://w: "),
+        (["west=redis://user:hunter2@w"], [], "add --cell-password-files west=FILE"),
         (["west=redis://w"], ["east=/run/e"], "'east' is not in --cells; add east=URL there"),
         (["west=redis://w"], ["west"], "--cell-password-files is NAME=FILE"),
         ([f"c{number}=redis://w" for number in range(MAX_CELLS + 1)], [], f"a gateway may have {MAX_CELLS} others"),
@@ -38,9 +39,10 @@ def test_bad_cells_are_refused_with_the_fix(cells, files, message):
     assert message in str(refused.value)
 
 
-def test_password_of_an_invalid_url_is_not_shown():
+@pytest.mark.parametrize("place", ["w/0", "w/not-a-number"])
+def test_password_of_a_refused_url_is_not_shown(place):
     with pytest.raises(ConfigError) as refused:
-        read_places(["west=redis://user:hunter2@w/not-a-number"], [], own="home")
+        read_places([f"west=redis://user:hunter2@{place}"], [], own="home")
     assert "hunter2" not in str(refused.value)
 
 
