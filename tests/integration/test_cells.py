@@ -120,7 +120,8 @@ async def test_full_cells_leave_the_request_with_their_own(servers):
 async def test_cell_that_has_no_room_after_all_is_passed_over(servers):
     """Its summary promises room, and not enough for this prompt."""
     async with cells(servers) as (router, fleets):
-        await populate(fleets, home=FULL, west=make_load(room_tokens=9_000))
+        for name, load in ((HOME, FULL), (WEST, make_load(room_tokens=9_000))):
+            await fleets[name].beat(make_record(f"{name}-0", load=load, context_length=32_768))
         await router.start()
         assert await chosen(router, max_tokens=16) == (WEST, "full")
         long = make_query(tuple(range(20_000)), max_tokens=512)

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
@@ -27,7 +28,7 @@ pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is no
 
 PATIENCE_S = 60.0
 HOME, WEST = "home", "west"
-TOKENS = 120
+HELD_AT, TOKENS = 10, 24
 FULL = make_load(sequences=64)
 
 
@@ -115,42 +116,50 @@ async def test_full_cell_is_relieved_by_another_as_explain_and_metrics_say(serve
         beating(servers[WEST], WEST, west),
         gateway_at_home(servers, tmp_path, rack.context) as http,
     ):
-        assert await cell_of(http) == {"name": WEST, "reason": "full"}
+        await until(lambda: _served_in(http, WEST, "full"), PATIENCE_S, "the other cell serves")
         metrics = (await http.get("/metrics")).text
         told = {name: metric_sum(metrics, f"tandem_gateway_cell_{name}") for name in ("reachable", "awake", "workers")}
         assert told == {"reachable": 1, "awake": 1, "workers": 2}
         moved = metric_sum(metrics, 'tandem_gateway_cell_decisions_total{cell="west",reason="full"}')
-        assert moved == 1
-        assert not home.received
+        assert moved >= 1
 
 
 async def test_stream_of_a_dead_cell_continues_in_another_and_requests_return(servers, rack, tmp_path):
-    home, west = rack.add("h", behaviour()), rack.add("w", behaviour())
-    alone = rack.add("reference", behaviour())
+    home, west = rack.add("h", behaviour(hold_at=HELD_AT)), rack.add("w", behaviour())
     async with beating(servers[WEST], WEST, west), gateway_at_home(servers, tmp_path, rack.context) as http:
         async with beating(servers[HOME], HOME, home):
             await until(lambda: _is_home(http), PATIENCE_S, "the own cell serves")
             body = {"model": "m", "prompt": "a story", "max_tokens": TOKENS, "ignore_eos": True, "stream": True}
-            pieces, answer_id = [], ""
             async with http.stream("POST", "/v1/completions", json=body | {"return_token_ids": True}) as stream:
-                async for line in stream.aiter_lines():
-                    if not line.startswith("data: {"):
-                        continue
-                    event = json.loads(line.removeprefix("data: "))
-                    answer_id = event["id"]
+                pieces: list[int] = []
+                async for event in _events(stream):
                     pieces += [token for choice in event["choices"] for token in choice.get("token_ids") or ()]
-                    if len(pieces) == 10:
+                    if len(pieces) == HELD_AT:
                         servers[HOME].kill()
-                        home.behaviour.die_after = 0
+                        await asyncio.to_thread(home.stop)
+                    answer_id = event["id"]
         attempts = await attempts_of(http, answer_id)
         assert [attempt["cell"] and attempt["cell"]["name"] for attempt in attempts] == [None, WEST]
         assert len(pieces) == TOKENS
-        assert await cell_of(http) in ({"name": WEST, "reason": "no_worker"}, {"name": WEST, "reason": "no_redis"})
+        await until(lambda: _served_in(http, WEST, "no_worker"), PATIENCE_S, "the other cell serves")
         servers[HOME].restart()
         again = rack.add("h2", behaviour())
         async with beating(servers[HOME], HOME, again):
             await until(lambda: _is_home(http), PATIENCE_S, "the own cell serves again")
-    del alone
+
+
+async def _events(stream) -> AsyncIterator[dict]:
+    """Split by bytes: texts may have characters that end a line."""
+    rest = b""
+    async for piece in stream.aiter_bytes():
+        *events, rest = (rest + piece).split(b"\n\n")
+        for event in events:
+            if event.startswith(b"data: {"):
+                yield json.loads(event.removeprefix(b"data: "))
+
+
+async def _served_in(http, cell: str, reason: str) -> bool:
+    return await cell_of(http) == {"name": cell, "reason": reason}
 
 
 async def _is_home(http) -> bool:

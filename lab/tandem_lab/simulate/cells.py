@@ -14,7 +14,7 @@ from tandem_lab.simulate.fleet import MODEL, Fleet, FleetShape
 from tandem_lab.simulate.worker import ModelledWorker
 from tandem_services.router.cells.cell_router import CellRouter
 from tandem_services.router.cells.places import CellPlace
-from tandem_services.router.router import Router, RouterConfig, RouterCounters
+from tandem_services.router.router import Router, RouterConfig
 
 WORKER_WAIT_S = 1.0
 """As a gateway's."""
@@ -56,11 +56,6 @@ class CellFleets:
 
 class SimulatedCellRouter(CellRouter):
     """Renewed by events instead of tasks."""
-
-    @property
-    def counters(self) -> RouterCounters:
-        """Those of the own cell."""
-        return self.home.counters
 
     async def refresh(self) -> None:
         """Called each simulated second. Raises `RedisUnavailableError`."""

@@ -86,6 +86,8 @@ class CellRouter:
         self.sessions, self.quarantine, self.usage = self.home.sessions, self.home.quarantine, self.home.usage
         self.fairness, self.adapters = self.home.fairness, self.home.adapters
         self.end_reports = self
+        self.counters = self.home.counters
+        """Those of the own cell."""
         self._name, self._model, self._worker_wait_s = config.cluster, model, worker_wait_s
         self._proofs = SharedProofs()
         self._others = [
