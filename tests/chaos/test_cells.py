@@ -9,7 +9,7 @@ from tandem_testing.redis_server import REDIS_SERVER
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(600),
+    pytest.mark.timeout(900),
     pytest.mark.xdist_group("chaos"),
     pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),
 ]
