@@ -114,7 +114,8 @@ class CellRouter:
         try:
             await self.home.start()
         except RedisUnavailableError as error:
-            if not any(await asyncio.gather(*(cell.open() for cell in self._others))):
+            opened = await asyncio.gather(*(cell.open(within_s=START_WAIT_S) for cell in self._others))
+            if not any(opened):
                 raise
             logger.warning("cell %s has no Redis, requests go to others: %s", self._name, error)
             self.home.begin()

@@ -177,13 +177,14 @@ class NeighbourCell:
         """Whether it is awake and has this worker."""
         return self.router is not None and self.router.knows(incarnation)
 
-    async def open(self) -> Router | None:
-        """Its router; None where it does not answer in `open_wait_s`, after which it goes on opening."""
+    async def open(self, *, within_s: float | None = None) -> Router | None:
+        """Its router; None where it does not answer in this time, `open_wait_s` by default, after which it goes on
+        opening."""
         self._used_at = self.clock.now()
         if self.router is None:
             self.wake()
             assert self._opening is not None
-            await asyncio.wait({self._opening}, timeout=self.open_wait_s)
+            await asyncio.wait({self._opening}, timeout=self.open_wait_s if within_s is None else within_s)
         return self.router
 
     def wake(self) -> None:
