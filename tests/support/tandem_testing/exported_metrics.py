@@ -28,7 +28,7 @@ from tandem_services.gateway.queueing.admission import QueueMetrics
 from tandem_services.gateway.queueing.slo_admission import SloAdmission
 from tandem_services.router.calibration import Calibration
 from tandem_services.router.cells.cell_router import CellFigures
-from tandem_services.router.decision import Latency, Placement, ScoreTerm
+from tandem_services.router.decision import Latency, OtherCell, Placement, ScoreTerm
 from tandem_services.router_server.routing_service import RouterMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.tracing import trace_metrics
@@ -52,7 +52,9 @@ def gateway_metrics() -> list[Metric]:
     predictions = Predictions(families, model="m", clock=ServiceClock())
     predictions.finished(predicted_record())
     reject_and_keep(families, predictions)
-    gateway.finished(resumed_record())
+    moved = resumed_record()
+    moved.choices[0].attempts[1].cell = OtherCell("west", "no_worker")
+    gateway.finished(moved)
     access.keys_loaded(1)
     access.refused("unknown")
     access.limited("t", "requests")
