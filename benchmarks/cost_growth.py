@@ -12,8 +12,8 @@ explains.
               engine: wall time, prefix cached for decodes. The model must have 32k positions
     workers   1 to 10,000: a decision in Redis, of a prompt of 32k tokens, and without (CPU of Redis, of the gateway); 1
               to 16: a request through `tandem gateway` with its router and mock workers (CPU of both)
-    views     64 to 10,000 workers: a heartbeat, a gateway's view of the fleet each second, its first view, and the
-              sweep of each second (CPU of Redis)
+    views     64 to 10,000 workers: a heartbeat, a gateway's view of the fleet each second, a summary for gateways
+              of other cells, its first view, and the sweep of each second (CPU of Redis)
     gateways  1 to 64, at 1,024 workers: a second of the views of all gateways, and a decision of one of them while all
               decide (CPU of Redis)
     blocks    10^4 to 10^7 in the index, over eight workers: Redis's memory, and its CPU for a decision. What does not

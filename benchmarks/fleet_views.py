@@ -12,7 +12,7 @@ from typing import NamedTuple
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.keys import HEARTBEAT_S, MAX_DESCRIBED, MAX_WORKERS, Keys
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
-from tandem_services.router.registry import Registry, WorkerRecord
+from tandem_services.router.registry import Registry, WorkerRecord, model_digest
 from tandem_services.router.views.fleet_reader import LISTED_A_SECOND, FleetReader
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.service_clock import ServiceClock
@@ -80,6 +80,12 @@ class Views:
         for _ in range(len(self.records)):
             await self.registry.library.call("usage_settle", keys, 0, 0, "")
 
+    async def summaries(self) -> None:
+        """What gateways of other cells read of this fleet every second, by as many gateways as `AT_ONCE`."""
+        keys, model = Keys("bench"), model_digest(self.records[0].view.model)
+        for _ in range(AT_ONCE):
+            await self.registry.library.call("cell_summary", keys.shared, keys.prefix, model)
+
     async def whole_view(self) -> None:
         """Every worker described, as each gateway read it every second."""
         changes = await self.registry.changes(0)
@@ -136,6 +142,7 @@ async def measure_views(
         "heartbeat_with_description": await least(lambda: fleet.beats(describe=True, known=True)),
         "heartbeat_with_all_members": await least(lambda: fleet.beats(describe=True, known=False, most=AT_ONCE)),
         "sweep": {name: round(swept[name] - beat[name], 1) for name in beat},
+        "summary": await least(fleet.summaries),
         "view_per_gateway_second": await least(one_second_each, seconds),
         "whole_view": await least(fleet.whole_view, 1),
         "first_view": first.over(1),

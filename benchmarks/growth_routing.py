@@ -78,6 +78,7 @@ def view_curves(workers: Sequence[int], *, rounds: int) -> dict[str, Curve]:
     return {
         "heartbeat by workers": curve("heartbeat"),
         "view of a gateway by workers": curve("view_per_gateway_second"),
+        "summary of a cell by workers": curve("summary"),
         "first view of a gateway by workers": curve("first_view", ALL_ROWS),
         "sweep by workers": curve("sweep", ALL_ROWS),
     }

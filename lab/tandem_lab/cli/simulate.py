@@ -132,6 +132,21 @@ def _add_gateways(parser: argparse.ArgumentParser) -> None:
         help="number of gateways, which get requests in turn (default: 1)",
     )
     gateways.add_argument(
+        "--cells",
+        type=positive_int,
+        default=1,
+        metavar="N",
+        help="divide workers and gateways among N cells, each of which serves the requests of its gateways, and those "
+        "that other cells have no capacity for (default: 1)",
+    )
+    apart = gateways.add_mutually_exclusive_group()
+    apart.add_argument(
+        "--sessions-apart",
+        action="store_true",
+        help="send all requests of a conversation to one gateway, as a load balancer that hashes them does (default: "
+        "gateways get requests in turn)",
+    )
+    apart.add_argument(
         "--tenants-apart",
         action="store_true",
         help="send all requests of a tenant to one gateway (default: gateways get requests in turn)",
@@ -229,6 +244,7 @@ def simulation_of(args: argparse.Namespace) -> "Simulation":
         speed=args.trace_speed,
         tenants=tenants,
         apart=args.tenants_apart,
+        sessions_apart=args.sessions_apart,
     )
     if not requests:
         left = f" after --skip-prompts {args.skip_prompts}" if args.skip_prompts else ""
@@ -242,7 +258,22 @@ def simulation_of(args: argparse.Namespace) -> "Simulation":
         slo=slo_of(args),
         gateways=gateways,
         candidates=_candidates(args.candidates),
+        cells=_cells(args, counts),
     )
+
+
+def _cells(args: argparse.Namespace, counts: dict[str, int]) -> int:
+    cells: int = args.cells
+    if cells == 1:
+        return 1
+    if args.autoscale is not None:
+        raise ConfigError("--cells: scalers are compared in one cell; leave out --autoscale")
+    if args.gateways < cells:
+        raise ConfigError(f"--cells {cells}: each cell needs a gateway; add --gateways {cells} or more")
+    for role, count in counts.items():
+        if count % cells:
+            raise ConfigError(f"--cells {cells}: --workers has {count} ({role}), which is no multiple of {cells}")
+    return cells
 
 
 def _candidates(text: str) -> "tuple[CandidateLimit, ...]":

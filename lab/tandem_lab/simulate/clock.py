@@ -78,6 +78,8 @@ class SimulatedRedis:
     address: RedisAddress
     cluster: str
     events: EventQueue
+    clock_of: str = ""
+    """Cluster whose time this one has; "": its own."""
     price_all: bool = False
     """All workers are candidates of each decision, in a fleet of any size."""
     keys: Keys = field(init=False)
@@ -101,7 +103,7 @@ class SimulatedRedis:
 
     @property
     def _clock_key(self) -> str:
-        return self.keys.prefix + "simulated_clock"
+        return Keys(self.clock_of or self.cluster).prefix + "simulated_clock"
 
     async def begin(self) -> None:
         """Keep hashes in the order in which they were written: otherwise it is another one in each Redis process, and

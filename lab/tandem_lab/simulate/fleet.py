@@ -83,8 +83,10 @@ class FleetShape:
 class Fleet:
     """All workers of one run. `begin` registers them."""
 
-    def __init__(self, shape: FleetShape, redis: SimulatedRedis) -> None:
+    def __init__(self, shape: FleetShape, redis: SimulatedRedis, *, cell: str = "") -> None:
+        """`cell`: begins the names of its workers."""
         self.redis = redis
+        self._cell = cell
         self._shape = shape
         self._revision: dict[str, int] = {}
         self._publishing: set[str] = set()
@@ -110,6 +112,11 @@ class Fleet:
                 await self.join(role)
         self.redis.events.after(HEARTBEAT_S, self._beat)
 
+    def of_gateway(self, number: int) -> "Fleet":
+        """The one that the gateway of this number belongs to."""
+        del number
+        return self
+
     @property
     def cache_blocks(self) -> int:
         """Of each worker."""
@@ -122,7 +129,7 @@ class Fleet:
 
     async def join(self, role: Role) -> ModelledWorker:
         """A new worker. Raises `RedisUnavailableError`."""
-        worker = self._worker(f"{role.value}-{self._joined[role]:04}", role)
+        worker = self._worker(f"{self._cell}{role.value}-{self._joined[role]:04}", role)
         self._joined[role] += 1
         self._revision[worker.name] = 0
         self.workers[_incarnation(worker.name)] = worker

@@ -17,6 +17,7 @@ from random import Random
 
 from tandem_engine.config import Role
 from tandem_lab.simulate.autoscaling import Autoscaling, Scaler, ScalingCosts, SeenLoad
+from tandem_lab.simulate.cells import CellFleets, SimulatedCellRouter, cell_router
 from tandem_lab.simulate.clock import PATIENCE_S, EventQueue, SimulatedRedis
 from tandem_lab.simulate.fleet import Fleet, FleetShape
 from tandem_lab.simulate.gateway import Chooser, Client, Gateway, GatewayShape, held_at
@@ -83,6 +84,8 @@ class Outcome:
     placements: Counter[Placement] = field(default_factory=Counter)
     local_choices: int = 0
     """Made without Redis."""
+    in_other_cells: int = 0
+    """Choices that were served in another cell than their gateway's."""
     outstanding_most: float = 0.0
     """Of the worker with most requests at the moment, summed over the seconds of the run."""
     outstanding_mean: float = 0.0
@@ -118,14 +121,24 @@ async def replay(
     scaled: Scaled | None = None,
     on_ended: Callable[[Served], None] = lambda _: None,
     price_all: bool = False,
+    cells: int = 1,
 ) -> Outcome:
     """Run to the last token. The Redis must hold nothing of `cluster` yet.
 
     `on_ended` gets each request that has ended or was refused; what it raises ends the run. `price_all` as of
-    `SimulatedRedis`. Raises `RedisUnavailableError`.
+    `SimulatedRedis`. `cells`: workers and gateways are divided among so many. Raises `RedisUnavailableError`.
     """
     events, gateways = EventQueue(), gateways or GatewayShape()
-    simulated = SimulatedRedis(address=redis, cluster=cluster, events=events, price_all=price_all)
+    places = [
+        SimulatedRedis(
+            address=redis,
+            cluster=f"{cluster}.{number}" if number else cluster,
+            clock_of=cluster,
+            events=events,
+            price_all=price_all,
+        )
+        for number in range(cells)
+    ]
     config = RouterConfig(
         redis=redis,
         cluster=cluster,
@@ -134,17 +147,22 @@ async def replay(
         routing_timeout_s=PATIENCE_S,
         background_timeout_s=PATIENCE_S,
     )
-    routers = [
-        Router(config, clock=events, random=Random(seed + number), source=simulated.source)
-        for number in range(gateways.gateways)
-    ]
+    routers: list[Router] | list[SimulatedCellRouter]
+    if cells == 1:
+        routers = [
+            Router(config, clock=events, random=Random(seed + number), source=places[0].source)
+            for number in range(gateways.gateways)
+        ]
+    else:
+        routers = [cell_router(config, places, number, seed=seed) for number in range(gateways.gateways)]
     try:
-        fleet = Fleet(shape, simulated)
+        fleet = Fleet(shape, places[0]) if cells == 1 else CellFleets(shape, places)
         return await Replay(requests, fleet, routers, shape, on_served, gateways, scaled, on_ended).to_the_end()
     finally:
         for router in routers:
             await router.stop()
-        await simulated.client.close()
+        for place in places:
+            await place.client.close()
 
 
 class Replay:
@@ -153,7 +171,7 @@ class Replay:
     def __init__(
         self,
         requests: Sequence[SimulatedRequest],
-        fleet: Fleet,
+        fleet: Fleet | CellFleets,
         routers: Sequence[Chooser],
         shape: FleetShape,
         on_served: Callable[[], None],
@@ -166,7 +184,9 @@ class Replay:
         self._fleet = fleet
         self._events = fleet.redis.events
         queues = gateways or GatewayShape()
-        self._gateways = [Gateway(router, fleet, queues, number) for number, router in enumerate(routers)]
+        self._gateways = [
+            Gateway(router, fleet.of_gateway(number), queues, number) for number, router in enumerate(routers)
+        ]
         self._times = shape.times
         self._block = shape.block_tokens
         self._on_served = on_served
@@ -175,6 +195,7 @@ class Replay:
         self._scaling = None if scaled is None else self._autoscaling(shape, scaled)
 
     def _autoscaling(self, shape: FleetShape, scaled: Scaled) -> Autoscaling:
+        assert isinstance(self._fleet, Fleet), "cells are not scaled"
         seen = SeenLoad.of(self._fleet, shape, held=lambda: held_at(self._gateways))
         return Autoscaling(fleet=self._fleet, scaler=scaled.scaler(), costs=scaled.costs, seen=seen)
 
@@ -246,6 +267,7 @@ class Replay:
             self._scaling.seen.counters.admitted(choice.matched_tokens)
             self._scaling.seen.latency.uncached.observe(max(1, served.request.prompt_tokens - choice.matched_tokens))
         self.outcome.placements[choice.placement] += 1
+        self.outcome.in_other_cells += choice.cell is not None
         decode = self._fleet.workers[choice.decode.incarnation]
         if choice.prefill is None:
             decode.submit(self._alone(served, choice))

@@ -67,6 +67,8 @@ class PolicyReport(msgspec.Struct, frozen=True, kw_only=True):
     retractions: int
     """Times that a sequence gave its pages back to others and was computed again."""
     placements: dict[str, int]
+    in_other_cells: int | None = None
+    """Choices served in another cell than their gateway's; None of one cell."""
     tenants: dict[str, TenantReport]
     """Empty where the trace names none."""
 
@@ -93,7 +95,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     """Replayed by this machine, all policies together."""
 
 
-def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None) -> PolicyReport:
+def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None, cells: int = 1) -> PolicyReport:
     """`pooled`: block hit rate of the pooled LRU cache."""
     computing = [worker.done for worker in outcome.workers if worker.role is not Role.DECODE]
     blocks = sum(worker.done.prompt_blocks for worker in outcome.workers)
@@ -126,6 +128,7 @@ def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None) -> Policy
         utilisation=sum(worker.done.busy_s for worker in outcome.workers) / len(outcome.workers) / seconds,
         retractions=sum(worker.done.retractions for worker in outcome.workers),
         placements={placement.value: count for placement, count in sorted(outcome.placements.items())},
+        in_other_cells=None if cells == 1 else outcome.in_other_cells,
         tenants=_by_tenant(outcome),
     )
 
@@ -263,6 +266,7 @@ COLUMNS: tuple[tuple[str, Figure], ...] = (
     ("busiest/mean, tokens", lambda report: report.balance.prompt_tokens),
     ("busiest/mean, requests", lambda report: report.balance.requests),
     ("retractions", lambda report: report.retractions),
+    ("in other cells", lambda report: report.in_other_cells),
     ("refused", lambda report: report.refused),
 )
 

@@ -89,8 +89,10 @@ def simulated_requests(
     speed: float,
     tenants: Tenants | None = None,
     apart: bool = False,
+    sessions_apart: bool = False,
 ) -> list[SimulatedRequest]:
-    """In the order of arrival. Gateways get them in turn, or, `apart`, all of a tenant are sent to one.
+    """In the order of arrival. Gateways get them in turn, or, `apart`, all of a tenant are sent to one, or,
+    `sessions_apart`, all of a conversation.
 
     `speed` divides the times between them. Raises `ConfigError` for an unknown tenant.
     """
@@ -98,6 +100,8 @@ def simulated_requests(
     sessions, tenants = _Sessions(), tenants or Tenants()
     homes: dict[str, int] = {}
     admitted = [tenants.admit(row.tenant, row.priority) for row in ordered]
+    conversations = [sessions.of(row.blocks) for row in ordered]
+    together = apart or sessions_apart
     return [
         SimulatedRequest(
             number=number,
@@ -106,14 +110,14 @@ def simulated_requests(
             output_tokens=row.output_tokens,
             blocks=row.blocks,
             chain=tuple(_chain(row, whose.cache_salt)),
-            session=sessions.of(row.blocks),
+            session=session,
             tenant=whose.tenant,
             priority=whose.priority,
             cache_salt=whose.cache_salt,
             choices=row.choices,
-            gateway=homes.setdefault(whose.tenant.name, len(homes)) if apart else number,
+            gateway=homes.setdefault(whose.tenant.name if apart else session, len(homes)) if together else number,
         )
-        for number, (row, whose) in enumerate(zip(ordered, admitted, strict=True))
+        for number, (row, whose, session) in enumerate(zip(ordered, admitted, conversations, strict=True))
     ]
 
 

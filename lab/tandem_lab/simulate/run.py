@@ -45,6 +45,7 @@ class Simulation:
     slo: Slo | None = None
     gateways: GatewayShape = field(default_factory=GatewayShape)
     candidates: Sequence[CandidateLimit] = (CandidateLimit.FEW,)
+    cells: int = 1
 
     def names(self) -> dict[str, tuple[PolicyNames, CandidateLimit]]:
         """What is compared, by the name that the report uses."""
@@ -70,8 +71,9 @@ class Simulation:
                 on_served=lambda name=name: on_served(name),  # type: ignore[misc]
                 gateways=self.gateways,
                 price_all=limit is CandidateLimit.ALL,
+                cells=self.cells,
             )
-            reports[name] = policy_report(outcome, pooled=limits.pooled_lru_hit_rate, slo=self.slo)
+            reports[name] = policy_report(outcome, pooled=limits.pooled_lru_hit_rate, slo=self.slo, cells=self.cells)
         minutes = (time.monotonic() - began) / 60
         return Report(
             trace=limits,

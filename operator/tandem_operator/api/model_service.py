@@ -171,6 +171,15 @@ class Redis(Api, frozen=True, kw_only=True):
     RULES: ClassVar = (Rule("!(has(self.managed) && has(self.external))", "give managed or external, not both"),)
 
 
+class Cell(Api, frozen=True, kw_only=True):
+    """Another ModelService of the namespace that serves the same model, with workers and a Redis of its own."""
+
+    service: Name
+    """Its name. Its own `cells` has to list this service."""
+    redis: ExternalRedis | None = None
+    """Its Redis where that is external; default: the managed Redis of that service."""
+
+
 class EgressRule(Api, frozen=True, kw_only=True):
     """A destination outside of the service that its pods may reach."""
 
@@ -327,6 +336,15 @@ class ModelServiceSpec(Api, frozen=True, kw_only=True):
     """A ModelGateway of the same namespace that serves this service too. No gateway is then created for it alone."""
     redis: Redis = Redis()
     """Redis for the registry and the prefix index."""
+    cells: Annotated[
+        list[Cell],
+        msgspec.Meta(
+            max_length=16,
+            extra_json_schema={"x-kubernetes-list-type": "map", "x-kubernetes-list-map-keys": ["service"]},
+        ),
+    ] = []
+    """Other cells: ModelServices whose workers take requests that this one cannot serve, because its workers are full
+    or gone or its Redis is away. All have the same `servedModelName` and `security.curveSecret`. Default: none."""
     transfer: Transfer = Transfer()
     """Transfer of KV pages from prefill to decode."""
     autoscaling: Autoscaling = Autoscaling()

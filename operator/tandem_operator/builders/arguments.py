@@ -28,7 +28,7 @@ CHECK = "check-arguments"
 CHECK_ONLY = "--check-args"
 """The last argument of that container."""
 
-OF_MODELS = ("servedModelName", "engine.", "autoscaling.", "slo.")
+OF_MODELS = ("servedModelName", "engine.", "autoscaling.", "slo.", "cells")
 """Beginnings of fields of a ModelService that a ModelGateway does not have."""
 
 UNUSABLE = frozenset({"--help", "--help-all", "--config", "--print-config", CHECK_ONLY})
@@ -184,6 +184,8 @@ GATEWAY = FlagTable(
         "--drain-timeout": "drainSeconds",
         "--otlp-traces-endpoint": "observability.otlpTracesEndpoint",
         "--otlp-traces-sample-ratio": "observability.traceSampleRatio",
+        "--cells": "cells",
+        "--cell-password-files": "cells",
     },
     operator=frozenset(
         {

@@ -14,6 +14,7 @@ from tandem_operator.api.gateway import GatewayLimits, RouteTimeouts
 from tandem_operator.api.pods import PodOverrides, Resources
 from tandem_operator.api.slo import Slo
 from tandem_operator.builders.arguments import check_container
+from tandem_operator.builders.cells import cell_volumes, cell_words
 from tandem_operator.builders.containers import (
     TMP,
     Manifest,
@@ -54,6 +55,7 @@ def services_pod(
     overrides: PodOverrides,
     grace_s: int,
     environment: Sequence[Manifest] = (),
+    volumes: Sequence[tuple[Manifest, Manifest]] = (),
     checked: bool = False,
 ) -> Manifest:
     """The pod template of `tandem NAME`, whose port "http" answers /live and /ready.
@@ -61,10 +63,11 @@ def services_pod(
     Args:
         grace_s: from SIGTERM to SIGKILL.
         environment: variables in addition to those that every such pod has and those of `overrides`.
+        volumes: with their mounts, in addition to those that every such pod has.
         checked: an init container checks `arguments`, some of which a user wrote.
     """
     spec = service.spec
-    pairs = _volumes(service, overrides)
+    pairs = [*_volumes(service, overrides), *volumes]
     container: Manifest = {
         "name": name,
         "image": service.services_image,
@@ -199,6 +202,7 @@ def _template(service: Served, labels: dict[str, str]) -> Manifest:
         name="gateway",
         arguments=_arguments(service, mount),
         checked=bool(spec.gateway.args),
+        volumes=cell_volumes(service),
         # As a variable, because images of earlier releases refuse flags that they do not know.
         environment=[from_pod("TANDEM_HOST", "status.podIP"), value("TANDEM_REPLACED_WORKERS", "1")],
         ports=[container_port("http", PORT), container_port("admin", ADMIN_PORT)],
@@ -218,7 +222,7 @@ def _arguments(service: Served, mount: ModelMount) -> list[str]:
     words += ["--admin-host", EVERY_ADDRESS, "--admin-port", str(ADMIN_PORT)]
     if spec.gateway.processes is not None:
         words += ["--processes", str(spec.gateway.processes)]
-    words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name)]
+    words += ["--cluster", service.cluster, *redis_words(spec.redis, service.name), *cell_words(service)]
     words += ["--curve-keys", f"{CURVE_FOLDER}/{CURVE_KEY}", "--log-format", "json"]
     words += ["--drain-notice", str(DRAIN_NOTICE_S), "--drain-timeout", str(spec.drain_seconds)]
     if may_be_zero(spec):

@@ -91,7 +91,8 @@ def _budget(service: Served, name: str, labels: Labels, settings: OperatorSettin
 def network_policies(service: Served, settings: OperatorSettings, other_ports: Iterable[int] = ()) -> list[Manifest]:
     """Only required clients reach these pods: clients the gateway, gateways and workers each other and Redis. The pods
     themselves reach each other, and outside of the service what the spec names. Gateways of a ModelGateway reach the
-    pods of all services of the namespace, whose own policies decide.
+    pods of all services of the namespace, whose own policies decide. Gateways of other cells reach workers and Redis,
+    and the gateways of this service those of other cells.
 
     Args:
         other_ports: of external Redis of the services behind a ModelGateway.
@@ -104,6 +105,8 @@ def network_policies(service: Served, settings: OperatorSettings, other_ports: I
     fleet = [parts]
     if reference is not None:
         fleet.append({"podSelector": {"matchLabels": {GATEWAY_LABEL: reference.name}}})
+    cells = [labels_of(cell.service, "gateway") for cell in service.spec.cells]
+    fleet += [{"podSelector": {"matchLabels": selector_of(labels)}} for labels in cells]
     operator: Manifest = {
         "namespaceSelector": {"matchLabels": {NAMESPACE_NAME: settings.operator_namespace}},
         "podSelector": {"matchLabels": {"app.kubernetes.io/component": "operator"}},
@@ -135,10 +138,17 @@ def network_policies(service: Served, settings: OperatorSettings, other_ports: I
     if service.spec.redis.managed is not None:
         reach["redis"] = [{"from": fleet, "ports": [_port(REDIS_PORT)]}]
     targets = [parts]
+    other_cells = [{"podSelector": {"matchLabels": {SERVICE_LABEL: cell.service}}} for cell in service.spec.cells]
     if service.shared:
         targets.append({"podSelector": {"matchExpressions": [{"key": SERVICE_LABEL, "operator": "Exists"}]}})
     return [
-        _policy(service, part, rules, _egress(service, part, targets, other_ports)) for part, rules in reach.items()
+        _policy(
+            service,
+            part,
+            rules,
+            _egress(service, part, [*targets, *(other_cells if part == "gateway" else [])], other_ports),
+        )
+        for part, rules in reach.items()
     ]
 
 
@@ -151,6 +161,8 @@ def _egress(service: Served, part: str, targets: list[Manifest], ports: Iterable
     reached = [*ports]
     if spec.redis.external is not None:
         reached += redis_ports(spec.redis.external)
+    if part == "gateway":
+        reached += [port for cell in spec.cells if cell.redis is not None for port in redis_ports(cell.redis)]
     if spec.observability.otlp_traces_endpoint is not None:
         collector = urlsplit(spec.observability.otlp_traces_endpoint)
         reached.append(collector.port or (HTTPS if collector.scheme == "https" else HTTP))

@@ -15,6 +15,7 @@ from tandem_operator.builders.containers import FIELDS, parse_quantity, privileg
 from tandem_operator.builders.engine_flags import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.adapter_rules import adapter_problems
+from tandem_operator.planning.cell_rules import cell_problems
 from tandem_operator.settings import ClusterApis, ObjectPrivilege, Privilege
 
 MAX_GROUPED_NAME = 32
@@ -64,6 +65,7 @@ def problems_of(service: Served, apis: ClusterApis, allow: Set[Privilege] = froz
         *_reference(service),
         *_names(service),
         *adapter_problems(service),
+        *cell_problems(service),
         *(text for role in ROLES for text in _engine(service, role, apis)),
         *_devices(service),
     ]

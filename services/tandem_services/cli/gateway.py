@@ -94,6 +94,7 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     _add_api(parser.add_argument_group("API"))
     _add_administration(parser.add_argument_group("administration"))
     _add_routing(parser.add_argument_group("routing"))
+    _add_cells(parser.add_argument_group("cells"))
     _add_objectives(parser.add_argument_group("latency objectives"))
     _add_queue_and_stop(parser.add_argument_group("queue and stop"))
     add_deployment(parser)
@@ -200,6 +201,26 @@ def _add_routing(group: argparse._ArgumentGroup) -> None:
         default=600.0,
         metavar="S",
         help="seconds that an idle session is kept, as the workers' flag of this name (default: 600)",
+    )
+
+
+def _add_cells(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--cells",
+        nargs="+",
+        default=[],
+        metavar="NAME=URL",
+        help="other cells: the --cluster of their workers, and their Redis. They get requests that this gateway's own "
+        "cell (--cluster, --redis-url) cannot take: while it is full, has no workers or no Redis (docs/cells.md) "
+        "(default: none)",
+    )
+    group.add_argument(
+        "--cell-password-files",
+        nargs="+",
+        default=[],
+        metavar="NAME=FILE",
+        help="files with the passwords of the Redis of --cells; one that is missing keeps its cell away until it is "
+        "there (default: none)",
     )
 
 
@@ -326,6 +347,8 @@ def models_of(args: argparse.Namespace) -> "tuple[ModelConfig, ...]":
     """Those of the file, or the one that the flags say; none where each is opened later. Raises `ConfigError`."""
     from tandem_services.gateway.models.file import check_models, read_models
 
+    if args.models is not None and (args.cells or args.cell_password_files):
+        raise ConfigError("--cells are of one model: leave out --models, or start a gateway for each model")
     if args.models is not None and (args.model is not None or args.served_model_name is not None):
         raise ConfigError("--models names all models: leave out --model and --served-model-name")
     if args.independent_models:
@@ -365,6 +388,7 @@ def _unchecked(model: str | None) -> Path:
 def _model_config(args: argparse.Namespace, folder: Path | None) -> "ModelConfig":
     from tandem_services.common.redis_client import RedisAddress
     from tandem_services.gateway.config import ModelConfig
+    from tandem_services.router.cells.places import read_places
     from tandem_services.router.policies import PolicyNames
 
     return ModelConfig(
@@ -373,6 +397,7 @@ def _model_config(args: argparse.Namespace, folder: Path | None) -> "ModelConfig
         root=args.model_root,
         redis=RedisAddress(url=args.redis_url, password_file=args.redis_password_file),
         cluster=args.cluster,
+        cells=read_places(args.cells, args.cell_password_files, own=args.cluster),
         curve_keys=args.curve_keys,
         tool_call_parser=args.tool_call_parser,
         reasoning_parser=args.reasoning_parser,

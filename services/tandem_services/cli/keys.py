@@ -1,4 +1,4 @@
-"""`tandem keys`: creates API keys and their entries in a key file. Needs no server."""
+"""`tandem keys`: creates API keys and their entries in a key file, and key files of deployments. Needs no server."""
 
 import argparse
 import fcntl
@@ -23,16 +23,18 @@ examples:
   tandem keys create search                    the entry on stdout, for a file that you write
   tandem keys hash < key.txt                   the digest of a key that you have
   tandem keys check /etc/tandem/keys           read a key file, or a mounted Secret, as a gateway would
+  tandem keys deployment keys.json             a new key file of a deployment, for --curve-keys
 
-The key file is JSON: {"keys": [ENTRY, …]}. docs/limits.md describes every field.
+The key file of API keys is JSON: {"keys": [ENTRY, …]}. docs/limits.md describes every field.
 """
 
 
 def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
     parser = commands.add_parser(
         "keys",
-        help="create, hash and check API keys",
-        description="Create API keys for `tandem gateway --api-keys`, and check a key file.",
+        help="create, hash and check API keys, create key files of deployments",
+        description="Create API keys for `tandem gateway --api-keys`, check a key file, and create the key file of a "
+        "deployment.",
         epilog=EXAMPLES,
     )
     orders = parser.add_subparsers(dest="order", metavar="ORDER", required=True)
@@ -63,6 +65,10 @@ def add_parser(commands: "argparse._SubParsersAction[argparse.ArgumentParser]") 
     orders.add_parser("hash", help="read a key from stdin and print its digest")
     check = orders.add_parser("check", help="list the tenants of a key file; exit status 1 if it is invalid")
     check.add_argument("path", type=Path, metavar="PATH", help="file, or directory of .json files")
+    deployment = orders.add_parser(
+        "deployment", help="write a new key file for the sockets between the processes of a deployment"
+    )
+    deployment.add_argument("path", type=Path, metavar="FILE", help="new file, for --curve-keys of all processes")
     parser.set_defaults(run=run)
 
 
@@ -72,6 +78,8 @@ def run(args: argparse.Namespace) -> int:
             return _create(args)
         case "hash":
             return _hash()
+        case "deployment":
+            return _new_deployment(args.path)
         case _:
             return _check(args.path)
 
@@ -95,6 +103,19 @@ def _create(args: argparse.Namespace) -> int:
     else:
         _add_entry(args.file, entry)
     print(f"key of {args.name}, shown only now: {key}", file=sys.stderr)
+    return 0
+
+
+def _new_deployment(path: Path) -> int:
+    """Raises `ConfigError` where there is a file already: a deployment does not survive the loss of its keys."""
+    from tandem_engine.ipc.keys import KeyPair
+
+    if path.exists():
+        raise ConfigError(f"{path} exists already; name another file, or remove it if no deployment uses it")
+    try:
+        KeyPair.generate().save(path)
+    except OSError as error:
+        raise ConfigError(f"{path}: {error.strerror}") from error
     return 0
 
 

@@ -171,7 +171,7 @@ class Canary:
         return choice.decode, choice.prefill
 
     def _some_prefill(self, decode: WorkerView) -> WorkerView:
-        for worker in self.service.chooser.workers():
+        for worker in self.service.chooser.peers(decode):
             if worker.role is Role.PREFILL and worker.compat_hash == decode.compat_hash:
                 return worker
         raise CanaryFailedError(f"no prefill worker can be paired with {decode.worker_id}")

@@ -12,6 +12,7 @@ from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.limits import BODIES_BYTES, BODIES_BYTES_PER_CLIENT
 from tandem_services.gateway.objectives import NO_OBJECTIVES, Objectives, SloMode
 from tandem_services.gateway.process_place import ProcessPlace
+from tandem_services.router.cells.places import CellPlace
 from tandem_services.router.policies import PolicyNames
 
 
@@ -29,8 +30,10 @@ class ModelConfig:
     redis: RedisAddress = field(default_factory=lambda: RedisAddress(url="redis://127.0.0.1:6379/0"))
     cluster: str = "default"
     """Separates fleets in one Redis."""
+    cells: tuple[CellPlace, ...] = ()
+    """Other cells, which get requests that the fleet cannot take (`router.cells`)."""
     curve_keys: Path | None = None
-    """Key file of the fleet; None only where every socket is on loopback."""
+    """Key file of the fleet, and of other cells; None only where every socket is on loopback."""
     tool_call_parser: str = "auto"
     reasoning_parser: str = "auto"
     """Names in `TOOL_CALL_PARSERS` and `REASONING_PARSERS`."""

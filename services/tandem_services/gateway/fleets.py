@@ -7,7 +7,7 @@ the fleet of the first model.
 import logging
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from contextlib import AsyncExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,7 @@ from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.ipc.channels import IpcContext
 from tandem_engine.ipc.keys import KeyPair
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
+from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import run_periodically
 from tandem_services.gateway.access.tenants import Board as UsageBoard
 from tandem_services.gateway.app import Home
@@ -24,6 +25,7 @@ from tandem_services.gateway.console.fleet_document import ViewedFleet
 from tandem_services.gateway.models.fleet_tokenizer import FleetTokenizer, FoundTokenizer, preferred
 from tandem_services.gateway.models.service import Fleet
 from tandem_services.gateway.models.tokenizer_loads import TokenizerLoads
+from tandem_services.router.cells.cell_router import CellRouter
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import Keys
 from tandem_services.router.registered_adapters import RegisteredAdapters
@@ -43,7 +45,7 @@ LATER_START_S = 5.0
 class RoutedFleet:
     """One of them."""
 
-    router: Router
+    router: Router | CellRouter
     parts: Fleet
     tokenizer: str = ""
     """Digest of the tokenizer, if workers have sent it."""
@@ -117,19 +119,20 @@ class RoutedFleet:
         self.parts.context.close()
 
 
-def _router(config: ModelConfig, keys: KeyPair | None, start_timeout_s: float) -> Router:
-    return Router(
-        RouterConfig(
-            redis=config.redis,
-            cluster=config.cluster,
-            deployment=Deployment.of(keys),
-            local_prefill_tokens=config.local_prefill_tokens,
-            policies=config.policies,
-            exploration=config.exploration,
-            explained_per_second=config.explain_candidates,
-            start_timeout_s=start_timeout_s,
-        )
+def _router(config: ModelConfig, keys: KeyPair | None, start_timeout_s: float) -> Router | CellRouter:
+    settings = RouterConfig(
+        redis=config.redis,
+        cluster=config.cluster,
+        deployment=Deployment.of(keys),
+        local_prefill_tokens=config.local_prefill_tokens,
+        policies=config.policies,
+        exploration=config.exploration,
+        explained_per_second=config.explain_candidates,
+        start_timeout_s=start_timeout_s,
     )
+    if not config.cells:
+        return Router(settings)
+    return CellRouter(settings, config.cells, model=config.name, worker_wait_s=config.worker_wait_s)
 
 
 def _parts(
@@ -137,7 +140,7 @@ def _parts(
     folder: Path,
     tokenizer: TextTokenizer,
     context: IpcContext,
-    router: Router,
+    router: Router | CellRouter,
     keys: KeyPair | None,
     upkeep: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> Fleet:
@@ -153,6 +156,7 @@ def _parts(
         fairness=router.fairness,
         adapters=RegisteredAdapters(model=config.name, deployment=Deployment.of(keys), board=router.adapters),
         upkeep=upkeep,
+        cells=router.figures if isinstance(router, CellRouter) else None,
     )
 
 
@@ -174,13 +178,18 @@ class HomeFleet:
     place: Home
     router: Router | None
     """None where keys have no usage to count."""
+    has_cells: bool = False
+    """The gateway serves without its Redis, which limits then do without."""
 
     @staticmethod
     def of(config: ModelConfig, *, counts_usage: bool) -> "HomeFleet":
         """Raises `ConfigError`."""
         keys = key_pair_of(config)
         settings = RouterConfig(redis=config.redis, cluster=config.cluster, deployment=Deployment.of(keys))
-        return HomeFleet(Home(keys, config.cluster), Router(settings) if counts_usage else None)
+        if config.cells:
+            settings = replace(settings, start_timeout_s=LATER_START_S)
+        router = Router(settings) if counts_usage else None
+        return HomeFleet(Home(keys, config.cluster), router, has_cells=bool(config.cells))
 
     @property
     def usage(self) -> UsageBoard | None:
@@ -189,8 +198,15 @@ class HomeFleet:
 
     async def start(self) -> None:
         """Raises `RedisUnavailableError`."""
-        if self.router is not None:
+        if self.router is None:
+            return
+        try:
             await self.router.start()
+        except RedisUnavailableError as error:
+            if not self.has_cells:
+                raise
+            logger.warning("limits of keys are of this gateway alone until its Redis answers: %s", error)
+            self.router.begin()
 
     async def close(self) -> None:
         if self.router is not None:

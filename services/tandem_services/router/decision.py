@@ -208,6 +208,14 @@ class RouteQuery:
         return not self.adapter or worker.can_serve(self.adapter, registered=self.registered)
 
 
+class OtherCell(msgspec.Struct, frozen=True, gc=False):
+    """Why a request is served by another cell than its gateway's (`router.cells`)."""
+
+    name: str
+    reason: str
+    """full, no_worker, or no_redis."""
+
+
 @dataclass(frozen=True, slots=True)
 class Claim:
     """Load that a choice adds to one worker."""
@@ -263,6 +271,8 @@ class Choice:
     """The options it was chosen from; None when they were not requested, or nothing was scored."""
     latency: Latency | None = None
     """None where nothing was scored: of conversations that a worker keeps, and of workers that take over what runs."""
+    cell: OtherCell | None = None
+    """Where these workers are; None: in the gateway's own cell."""
     decided_s: float = 0.0
     """How long the decision took, as measured by its caller."""
     reservation: Reservation

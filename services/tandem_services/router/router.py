@@ -24,6 +24,7 @@ from tandem_engine.config import Role
 from tandem_services.common.redis_client import (
     BACKGROUND_TIMEOUT_S,
     ROUTING_TIMEOUT_S,
+    BreakerState,
     RedisAddress,
     RedisClient,
     RedisUnavailableError,
@@ -43,6 +44,7 @@ from tandem_services.router.decision import (
     WorkerView,
 )
 from tandem_services.router.deployment import Deployment
+from tandem_services.router.exclusions import Exclusions
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex, LastChain
 from tandem_services.router.keys import HEARTBEAT_S, Keys
@@ -99,38 +101,6 @@ class RouterCounters:
     malformed: int = 0
     """Malformed values in Redis [redis-values-untrusted]."""
     refresh_failures: int = 0
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exclusions:
-    """Workers that a query may not use: unusable ones, those with other weights, those that cannot have its adapter,
-    and those that policies leave out. Of the others, which have to load its adapter."""
-
-    membership: Membership
-    policies: PoliciesByRole
-    adapters: AdapterPrices
-
-    def narrowed(self, query: RouteQuery) -> RouteQuery:
-        """`query`, which excludes all of them, and has the price of its adapter elsewhere."""
-        excluded = self.membership.unusable | self._of_other_weights(query) | self._without_adapter(query)
-        query = replace(query, exclude=query.exclude | excluded)
-        if query.adapter:
-            able = (each for each in self.membership.workers() if each.incarnation not in query.exclude)
-            query = replace(query, absences=self.adapters.absences(query, able))
-        return replace(query, exclude=query.exclude | self._passed_over(query))
-
-    def _of_other_weights(self, query: RouteQuery) -> frozenset[str]:
-        """Workers whose weights differ from those that began the output."""
-        return frozenset() if query.compat_hash is None else self.membership.groups.others(query.compat_hash)
-
-    def _without_adapter(self, query: RouteQuery) -> frozenset[str]:
-        if not query.adapter:
-            return frozenset()
-        return frozenset(each.incarnation for each in self.membership.workers() if not query.served_by(each))
-
-    def _passed_over(self, query: RouteQuery) -> frozenset[str]:
-        fitting = self.membership.each_candidate(query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude)
-        return self.policies.passed_over((record.view for record in fitting), query)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -245,6 +215,10 @@ class Router:
         """Raises `RedisUnavailableError`, with the fix in its message, when Redis cannot be used at all."""
         await self._background.require(wait_s=self._config.start_timeout_s)
         await self.refresh()
+        self.begin()
+
+    def begin(self) -> None:
+        """Renew the view of the fleet from now on; Redis need not answer yet."""
         self._refresher = asyncio.create_task(self._keep_refreshing(), name="router-refresh")
 
     async def stop(self) -> None:
@@ -268,6 +242,11 @@ class Router:
     def workers(self) -> tuple[WorkerView, ...]:
         """The fleet as last seen, without those that `mark_dead` named."""
         return self._membership.workers()
+
+    def peers(self, worker: WorkerView) -> tuple[WorkerView, ...]:
+        """All workers that `worker` may exchange KV with, and others of its fleet."""
+        del worker
+        return self.workers()
 
     def offered(self) -> tuple[WorkerView, ...]:
         """See `Membership.offered`."""
@@ -293,6 +272,15 @@ class Router:
             age_s=self._clock.now() - self._refreshed_at,
             starting=self._starts.workers,
         )
+
+    def knows(self, incarnation: str) -> bool:
+        """Whether this incarnation is in the view."""
+        return self._membership.find(incarnation) is not None
+
+    @property
+    def redis_answers(self) -> bool:
+        """Whether the last routing calls had an answer."""
+        return self._routing.breaker.state is BreakerState.CLOSED
 
     @property
     def redis_failures(self) -> int:

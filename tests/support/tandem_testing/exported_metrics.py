@@ -19,6 +19,7 @@ from tandem_services.gateway.access.tenants import AccessMetrics
 from tandem_services.gateway.models.file import ModelsFileMetrics
 from tandem_services.gateway.models.tokenizer_loads import counted_loads
 from tandem_services.gateway.objectives import Objectives, SloMode
+from tandem_services.gateway.observe.cells import watch_cells
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestRecord
 from tandem_services.gateway.observe.metrics import PREFIX as GATEWAY_PREFIX
 from tandem_services.gateway.observe.metrics import GatewayMetrics, HttpMetrics
@@ -26,7 +27,8 @@ from tandem_services.gateway.observe.predictions import Predictions
 from tandem_services.gateway.queueing.admission import QueueMetrics
 from tandem_services.gateway.queueing.slo_admission import SloAdmission
 from tandem_services.router.calibration import Calibration
-from tandem_services.router.decision import Latency, Placement, ScoreTerm
+from tandem_services.router.cells.cell_router import CellFigures
+from tandem_services.router.decision import Latency, OtherCell, Placement, ScoreTerm
 from tandem_services.router_server.routing_service import RouterMetrics
 from tandem_services.worker.metrics import ServiceNumbers, WorkerCollector
 from tandem_services.worker.tracing import trace_metrics
@@ -38,7 +40,7 @@ FIT = StepFit(base_s=0.004, sequence_s=1e-4, kv_token_s=1e-7, chunk_token_s=2e-5
 
 
 def gateway_metrics() -> list[Metric]:
-    """Those of a gateway with API keys and a models file, on which everything has happened once."""
+    """Those of a gateway with API keys, other cells and a models file, on which everything has happened once."""
     registry = CollectorRegistry()
     add_release(registry)
     families = MetricFamilies(registry)
@@ -50,13 +52,17 @@ def gateway_metrics() -> list[Metric]:
     predictions = Predictions(families, model="m", clock=ServiceClock())
     predictions.finished(predicted_record())
     reject_and_keep(families, predictions)
-    gateway.finished(resumed_record())
+    moved = resumed_record()
+    moved.choices[0].attempts[1].cell = OtherCell("west", "no_worker")
+    gateway.finished(moved)
     access.keys_loaded(1)
     access.refused("unknown")
     access.limited("t", "requests")
     access.used("t", 5)
     queue.refused("full")
     queue.waiting({"t": 1})
+    west = CellFigures(name="west", reachable=True, prefill_workers=1, decode_workers=1, awake=False)
+    watch_cells(families, lambda: [west], model="m", names=["west"])
     ModelsFileMetrics(families, served=1).refused()
     counted_loads(families, ServiceClock()).on_failure("m")
     registry.register(SpanMetrics(GATEWAY_PREFIX, SpanCounts()))

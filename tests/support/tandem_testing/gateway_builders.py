@@ -158,6 +158,10 @@ class FakeChooser:
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(worker for worker in self.fleet if worker.incarnation not in self.dead)
 
+    def peers(self, worker: WorkerView) -> tuple[WorkerView, ...]:
+        del worker
+        return self.workers()
+
     def offered(self) -> tuple[WorkerView, ...]:
         return self.workers()
 

@@ -57,8 +57,10 @@ def _choice(choice: Record) -> Iterator[str]:
 
 def _attempt(attempt: Record, number: int) -> Iterator[str]:
     price = sum(term["seconds"] for term in attempt["terms"])
+    cell = attempt.get("cell")
+    place = f" in cell {cell['name']} ({cell['reason']})" if cell else ""
     yield (
-        f"  attempt {number}: {_workers(attempt)}, {attempt['placement']}, chosen by {attempt['source']}, "
+        f"  attempt {number}: {_workers(attempt)}{place}, {attempt['placement']}, chosen by {attempt['source']}, "
         f"predicted {seconds(price)}: {attempt['outcome']}"
     )
     expected = attempt.get("predicted")

@@ -71,6 +71,10 @@ class PairChooser(Protocol):
         """All live workers, from memory."""
         ...
 
+    def peers(self, worker: WorkerView) -> tuple[WorkerView, ...]:
+        """Those of the fleet of `worker`: it exchanges KV with no others."""
+        ...
+
     def offered(self) -> tuple[WorkerView, ...]:
         """Those of them that new requests may be sent to."""
         ...

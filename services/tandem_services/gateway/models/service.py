@@ -5,7 +5,7 @@ and the tokenizer threads.
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from tandem_services.gateway.models.prompts import PromptEncoder
 from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 from tandem_services.gateway.models.worker_commands import WorkerCommands
 from tandem_services.gateway.objectives import Objectives
+from tandem_services.gateway.observe.cells import watch_cells
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.observe.predictions import Predictions
 from tandem_services.gateway.output.reader import OutputDialect
@@ -43,6 +44,7 @@ from tandem_services.gateway.queueing.late_binding import LateBinding
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.slo_admission import SloAdmission
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
+from tandem_services.router.cells.cell_router import CellFigures
 from tandem_services.router.registered_adapters import RegisteredAdapters
 from tandem_services.router.usage_counters import VirtualCounters
 
@@ -89,6 +91,8 @@ class Fleet:
     """With the model's config.json, until the service is built; None: `config.path`."""
     upkeep: Callable[[], Coroutine[Any, Any, None]] | None = None
     """Runs for as long as the model is served."""
+    cells: Callable[[], Sequence[CellFigures]] | None = None
+    """Other cells as they are; None where there are none."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -168,6 +172,8 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
     """Compose the parts."""
     config, tokenizer = fleet.config, fleet.tokenizer
     metrics = GatewayMetrics(shared.families, model=config.name)
+    if fleet.cells is not None:
+        watch_cells(shared.families, fleet.cells, model=config.name, names=[place.name for place in config.cells])
     predictions = Predictions(shared.families, model=config.name, clock=shared.clock, percentile=config.slo_percentile)
     dialect = OutputDialect.of(
         tokenizer, tool_call_parser=config.tool_call_parser, reasoning_parser=config.reasoning_parser

@@ -26,7 +26,7 @@ from tandem_engine.messages.outputs import CacheHits, FetchReport, TokenOutput, 
 from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.objectives import Objectives
 from tandem_services.router.calibration import Prediction
-from tandem_services.router.decision import Choice, PlannedFetch, PricedOptions, ScoreTerm
+from tandem_services.router.decision import Choice, OtherCell, PlannedFetch, PricedOptions, ScoreTerm
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +46,8 @@ class AttemptRecord(msgspec.Struct, kw_only=True, gc=False):
     decode: str
     prefill: str | None
     """None: the decode worker computed the prompt itself."""
+    cell: OtherCell | None = None
+    """The cell that its workers are in, and why; None: the gateway's own."""
     source: str
     """Source of the decision: redis, local or session."""
     placement: str
@@ -155,6 +157,7 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
         attempt = AttemptRecord(
             decode=choice.decode.incarnation,
             prefill=None if choice.prefill is None else choice.prefill.incarnation,
+            cell=choice.cell,
             source=choice.source.value,
             placement=choice.placement.value,
             terms=choice.terms,

@@ -75,6 +75,12 @@ class GatewayMetrics:
             "router: a stand-alone one) and main reason: session, a prefix to fetch, a cached prefix, or only the load",
             [MODEL, "source", "reason"],
         )
+        self._cells = families.counter(
+            "tandem_gateway_cell_decisions",
+            "Attempts of finished requests at workers of another cell, and why: full, no_worker and no_redis are about "
+            "the gateway's own cell, kept about a request that was there before",
+            [MODEL, "cell", "reason"],
+        )
         self._resumptions = families.counter(
             "tandem_gateway_resumptions",
             "Attempts of finished requests that continued after tokens of an earlier one, by the outcome of that one",
@@ -134,6 +140,8 @@ class GatewayMetrics:
         for attempt in choice.attempts:
             self._placements.series(self._model, attempt.placement).inc()
             self._routes.series(self._model, attempt.source, route_reason(attempt)).inc()
+            if attempt.cell is not None:
+                self._cells.series(self._model, attempt.cell.name, attempt.cell.reason).inc()
         for before, attempt in pairwise(choice.attempts):
             if attempt.resumed_tokens:
                 self._resumptions.series(self._model, before.outcome).inc()

@@ -86,6 +86,7 @@ PROMISES: tuple[Promise, ...] = (
     _line(73, "an exception anywhere in a worker's service", "as 72", 10.0),
     _line(74, "processes die while adapters load on demand", "nothing wrong, nothing failed; loaded again", 10.0),
     _line(75, "as 60, gateways have no connections", "as 60: workers that were never asked stay members", 1.0),
+    _line(76, "a cell dies with its Redis", "its streams and requests go on in another cell, and return", 3.0),
 )
 
 

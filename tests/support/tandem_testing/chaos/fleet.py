@@ -53,6 +53,8 @@ from tandem_testing.waiting import until
 
 REDIS_NAME = "redis.chaos.test"
 CLUSTER = "chaos"
+NEIGHBOUR = "neighbour"
+"""The `--cluster` of the second cell of a fleet with two."""
 START_TIMEOUT_S = 400.0
 """A hang, not a promise: a machine with ten times more work than cores takes minutes to load a fleet."""
 RESTART_AFTER_S = 0.5
@@ -98,6 +100,8 @@ class Shape:
     unconnected: bool = False
     """Gateways connect to workers on first use, as those of a large fleet do (`gateway_main`)."""
     rented: Rented | None = None
+    neighbour: bool = False
+    """A second cell has as many workers and gateways, and a Redis of its own."""
     wired: bool = False
     """Every worker has a network namespace, and so an address, of its own; KV goes over TCP."""
     engine_flags: tuple[str, ...] = ()
@@ -107,7 +111,7 @@ class Shape:
 
     @property
     def workers(self) -> int:
-        return self.prefill + self.decode + self.both
+        return (self.prefill + self.decode + self.both) * (2 if self.neighbour else 1)
 
 
 @dataclass(kw_only=True, slots=True)
@@ -119,6 +123,8 @@ class Fleet:
     redis: RedisServer
     """Of a rented Redis the server that has the data at the start."""
     rented: RedisPair | WatchedPair | RedisCluster | None = None
+    neighbour_redis: RedisServer | None = None
+    """Of the second cell."""
     host: str = LOOPBACK
     """Loopback address of every process of a fleet that is not wired."""
     switch: Switch | None = None
@@ -146,6 +152,8 @@ class Fleet:
                 redis = _redis(switch, host) if rented is None else _owner(rented)
                 fleet = cls(folder=folder, shape=shape, redis=redis, rented=rented, host=host, switch=switch)
                 fleet.checkpoint = checkpoint or fleet.checkpoint
+                if shape.neighbour:
+                    fleet.neighbour_redis = _redis(switch, host)
                 async with fleet._served():
                     yield fleet
 
@@ -178,6 +186,12 @@ class Fleet:
             await self.add_worker(name, role)
         for name in gateways:
             self.add_gateway(name)
+        if self.neighbour_redis is not None:
+            place = {"cluster": NEIGHBOUR, "redis_url": self.neighbour_redis.url}
+            for name, role in roles:
+                await self.add_worker(f"{name}-{NEIGHBOUR}", role, **place)
+            for name in gateways:
+                self.add_gateway(f"{name}-{NEIGHBOUR}", cell=NEIGHBOUR)
         self._keeper = asyncio.create_task(self._keep())
 
     async def add_worker(
@@ -232,13 +246,14 @@ class Fleet:
         self.workers.append(worker)
         return worker
 
-    def add_gateway(self, name: str, *, before_exec: Callable[[], None] = die_with_parent) -> Gateway:
+    def add_gateway(
+        self, name: str, *, cell: str = CLUSTER, before_exec: Callable[[], None] = die_with_parent
+    ) -> Gateway:
         port = free_port(self.host)
         unconnected = [sys.executable, "-m", "tandem_testing.chaos.gateway_main"]
         argv = [
             *(unconnected if self.shape.unconnected else tandem_command("gateway")),
-            *("--host", self.host, "--port", str(port), "--redis-url", self._redis_url(name)),
-            *("--cluster", CLUSTER),
+            *("--host", self.host, "--port", str(port), *self._cells_of(name, cell)),
             *("--curve-keys", str(self._keys), "--model", str(self.checkpoint), "--served-model-name", self.model),
             *("--local-prefill-tokens", SHORT_REST),
         ]
@@ -247,6 +262,14 @@ class Fleet:
         gateway = Gateway(part=part, url=Address(self.host, port).url())
         self.gateways.append(gateway)
         return gateway
+
+    def _cells_of(self, gateway: str, own: str) -> list[str]:
+        """The flags of a gateway of cell `own`."""
+        if self.neighbour_redis is None:
+            return ["--redis-url", self._redis_url(gateway), "--cluster", own]
+        urls = {CLUSTER: self._redis_url(gateway), NEIGHBOUR: self.neighbour_redis.url}
+        others = [f"{name}={url}" for name, url in urls.items() if name != own]
+        return ["--redis-url", urls[own], "--cluster", own, "--cells", *others]
 
     async def remove_worker(self, worker: Worker) -> None:
         """Kill a worker that `add_worker` has added and forget it."""
@@ -360,8 +383,10 @@ class Fleet:
             await self.remove_worker(worker)
         for line in self.redis_lines.values():
             await line.close()
-        self.redis.resume()
-        self.redis.stop()
+        for redis in (self.redis, self.neighbour_redis):
+            if redis is not None:
+                redis.resume()
+                redis.stop()
         await self.http.aclose()
 
     @property

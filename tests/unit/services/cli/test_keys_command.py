@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tandem_engine.ipc.keys import KeyPair
 from tandem_services.cli import keys as keys_command
 from tandem_services.cli.main import main
 from tandem_services.gateway.access.keys import read_keys
@@ -168,3 +169,14 @@ def test_entry_goes_to_standard_output_without_a_file(capsys) -> None:
 def test_name_that_no_gateway_takes_is_wrong_usage(capsys) -> None:
     assert create("two words") == 2
     assert "no gateway would take this entry" in capsys.readouterr().err
+
+
+def test_deployment_key_file_is_new_private_and_usable(tmp_path, capsys) -> None:
+    path = tmp_path / "keys.json"
+    assert main(["keys", "deployment", str(path)]) == 0
+    assert stat.S_IMODE(path.stat().st_mode) == 0o600
+    before = KeyPair.load(path)
+    assert main(["keys", "deployment", str(path)]) == 2
+    assert "exists already" in capsys.readouterr().err
+    assert KeyPair.load(path) == before
+    assert main(["keys", "deployment", str(tmp_path / "no" / "keys.json")]) == 2

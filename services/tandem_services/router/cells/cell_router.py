@@ -1,0 +1,354 @@
+"""A router over several cells: the gateway's own one first, then others.
+
+    1. own cell      decides as a gateway without cells does. Its choice is taken if the worker has capacity and its
+                     Redis answers
+    2. other cells   otherwise those that seem to have room are asked, at most `MAX_ASKED`: in the order of a hash of
+                     the beginning of the prompt, so that prompts with one prefix meet. The first choice with capacity
+                     is taken
+    3. none          the choice of the own cell stands: the request waits in the gateway's queue as without cells, or
+                     is routed by the last view while Redis is away
+
+Each attempt begins with the own cell, so requests return to it as soon as it has capacity. KV moves within a cell
+alone: a stream that loses its worker is computed again where it continues, as after the death of any worker.
+
+Sessions, quarantine, fairness, usage and registered adapters are those of the own cell.
+"""
+
+import asyncio
+import logging
+from array import array
+from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from hashlib import blake2b
+from random import Random
+
+from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.common.tasks import BackgroundTasks, run_periodically
+from tandem_services.router.cells.neighbour_cell import OPEN_WAIT_S, NeighbourCell
+from tandem_services.router.cells.places import CellPlace
+from tandem_services.router.cells.proofs import CellProofs, SharedProofs
+from tandem_services.router.decision import Choice, MemberProofs, NoWorkersError, RouteQuery, Source, WorkerView
+from tandem_services.router.keys import HEARTBEAT_S
+from tandem_services.router.membership import FleetView
+from tandem_services.router.redis_functions import LibrarySource, library_source
+from tandem_services.router.registry import Endings, WorkerState
+from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.scoring import has_to_wait, prefill_wait_s
+from tandem_services.router.starting import StartingWorker
+
+logger = logging.getLogger(__name__)
+
+MAX_ASKED = 2
+"""Other cells that one decision asks."""
+
+ORDER_TOKENS = 256
+"""Prompts that begin with so many equal tokens go to the same other cell."""
+
+START_WAIT_S = 5.0
+"""A gateway starts without the Redis of its own cell after this long, if another cell answers."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CellFigures:
+    """Another cell as it is."""
+
+    name: str
+    reachable: bool
+    prefill_workers: int
+    decode_workers: int
+    awake: bool
+    """Whether its view is open."""
+
+
+class CellRouter:
+    """As `Router`, for a gateway with other cells. All methods belong to one event loop."""
+
+    def __init__(
+        self,
+        config: RouterConfig,
+        others: Sequence[CellPlace],
+        *,
+        model: str,
+        worker_wait_s: float,
+        clock: Clock | None = None,
+        random: Random | None = None,
+        source: LibrarySource | None = None,
+        begin: Callable[[Router], Awaitable[None]] = Router.start,
+        open_wait_s: float = OPEN_WAIT_S,
+    ) -> None:
+        """`worker_wait_s`: a prompt that would wait longer for other prompts is sent to another cell. `begin`,
+        `open_wait_s`: see `NeighbourCell`."""
+        clock, random = clock or MonotonicClock(), random or Random()
+        source = source or library_source()
+        start_timeout_s = min(config.start_timeout_s, START_WAIT_S)
+        self.home = Router(replace(config, start_timeout_s=start_timeout_s), clock=clock, random=random, source=source)
+        self.sessions, self.quarantine, self.usage = self.home.sessions, self.home.quarantine, self.home.usage
+        self.fairness, self.adapters = self.home.fairness, self.home.adapters
+        self.end_reports = self
+        self.counters = self.home.counters
+        """Those of the own cell."""
+        self._name, self._model, self._worker_wait_s = config.cluster, model, worker_wait_s
+        self._proofs = SharedProofs()
+        self._others = [
+            NeighbourCell(
+                place=place,
+                config=config,
+                proofs=self._proofs,
+                clock=clock,
+                random=random,
+                source=source,
+                begin=begin,
+                open_wait_s=open_wait_s,
+            )
+            for place in others
+        ]
+        self._by_name = {cell.name: cell for cell in self._others}
+        self._background = BackgroundTasks()
+        self._looking: asyncio.Task[None] | None = None
+        self._workers = _Joined()
+        self._offered = _Joined()
+
+    async def start(self) -> None:
+        """Raises `RedisUnavailableError` when no cell has a Redis that can be used."""
+        try:
+            await self.home.start()
+        except RedisUnavailableError as error:
+            opened = await asyncio.gather(*(cell.open(within_s=START_WAIT_S) for cell in self._others))
+            if not any(opened):
+                raise
+            logger.warning("cell %s has no Redis, requests go to others: %s", self._name, error)
+            self.home.begin()
+        await self.look()
+        self._looking = asyncio.create_task(self._keep_looking(), name="cells")
+
+    async def stop(self) -> None:
+        if self._looking is not None:
+            self._looking.cancel()
+            await asyncio.gather(self._looking, return_exceptions=True)
+        await self._background.settle()
+        await asyncio.gather(self.home.stop(), *(cell.close() for cell in self._others))
+
+    async def choose(self, query: RouteQuery) -> Choice:
+        """As `Router.choose`, in the own cell or in another one."""
+        reserved: list[Choice] = []
+        try:
+            return await self._choose(query, reserved)
+        except BaseException:
+            for choice in reserved:
+                self._background.start(self.release(choice))
+            raise
+
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+        """As `Router.redeem`: tickets are of the own cell."""
+        return await self.home.redeem(ticket_id, query)
+
+    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+        """As `Router.stay`, in whatever cell this worker is."""
+        cell = self._cell_of(incarnation)
+        if cell is not None:
+            return await cell.stay(query, incarnation)
+        try:
+            return await self.home.stay(query, incarnation)
+        except NoWorkersError:
+            # It may be in a cell that is asleep.
+            await asyncio.gather(*(each.open() for each in self._others if each.reachable))
+            cell = self._cell_of(incarnation)
+            if cell is None:
+                raise
+        return await cell.stay(query, incarnation)
+
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+        """As `Router.relocate`: within the cell of `leaving`, because KV moves only there."""
+        cell = self._cell_of(leaving.incarnation)
+        return await (self.home.relocate(query, leaving) if cell is None else cell.relocate(query, leaving))
+
+    async def release(self, choice: Choice) -> None:
+        """As `Router.release`."""
+        if choice.cell is None:
+            await self.home.release(choice)
+        else:
+            await self._by_name[choice.cell.name].release(choice)
+
+    async def endings(self, incarnations: Iterable[str]) -> Endings:
+        """As `Registry.endings`, of workers of all cells that are in use. Raises `RedisUnavailableError` if no cell
+        answers."""
+        names = tuple(incarnations)
+        asked = (router.end_reports.endings(names) for router in self.in_use())
+        found = await asyncio.gather(*asked, return_exceptions=True)
+        known = [each for each in found if isinstance(each, Endings)]
+        for error in found:
+            if isinstance(error, BaseException) and (not known or not isinstance(error, RedisUnavailableError)):
+                raise error
+        return Endings(
+            ended=frozenset().union(*(each.ended for each in known)),
+            for_memory=frozenset().union(*(each.for_memory for each in known)),
+        )
+
+    def figures(self) -> list[CellFigures]:
+        """The other cells as they are."""
+        return [
+            CellFigures(
+                name=cell.name,
+                reachable=cell.reachable,
+                prefill_workers=cell.summary.prefill.workers,
+                decode_workers=cell.summary.decode.workers,
+                awake=cell.router is not None,
+            )
+            for cell in self._others
+        ]
+
+    def workers(self) -> tuple[WorkerView, ...]:
+        """As `Router.workers`, of all cells that are in use."""
+        return self._workers.of([router.workers() for router in self.in_use()])
+
+    def peers(self, worker: WorkerView) -> tuple[WorkerView, ...]:
+        """As `Router.peers`: those of its cell."""
+        return self._router_of(worker.incarnation).workers()
+
+    def offered(self) -> tuple[WorkerView, ...]:
+        """As `Router.offered`, of all cells that are in use."""
+        return self._offered.of([router.offered() for router in self.in_use()])
+
+    def ready(self) -> tuple[WorkerView, ...]:
+        """As `Router.ready`, of all cells that are in use."""
+        return tuple(view for router in self.in_use() for view in router.ready())
+
+    def starting(self) -> tuple[StartingWorker, ...]:
+        """As `Router.starting`, of the own cell."""
+        return self.home.starting()
+
+    def prefill_rate(self, model: str) -> float:
+        """As `Router.prefill_rate`: of the own cell, or of others while it has none."""
+        return self.home.prefill_rate(model) or sum(router.prefill_rate(model) for router in self.in_use())
+
+    def fleet(self) -> FleetView:
+        """As `Router.fleet`, of the own cell."""
+        return self.home.fleet()
+
+    def require_encoding(self, digest: str) -> None:
+        """As `Router.require_encoding`, in all cells."""
+        self.home.require_encoding(digest)
+        for cell in self._others:
+            cell.require_encoding(digest)
+
+    def rely_on(self, proofs: MemberProofs) -> None:
+        """As `Router.rely_on`, in all cells."""
+        self._proofs.pool = proofs
+        self.home.rely_on(CellProofs(self._proofs, proofs, self._name))
+        for cell in self._others:
+            if cell.router is not None:
+                cell.router.rely_on(CellProofs(self._proofs, proofs, cell.name))
+
+    def mark_dead(self, incarnation: str) -> None:
+        """As `Router.mark_dead`."""
+        self._router_of(incarnation).mark_dead(incarnation)
+
+    def mark_alive(self, incarnation: str) -> None:
+        """As `Router.mark_alive`."""
+        self._router_of(incarnation).mark_alive(incarnation)
+
+    def note_refusal(self, incarnation: str, state: WorkerState) -> None:
+        """As `Router.note_refusal`."""
+        self._router_of(incarnation).note_refusal(incarnation, state)
+
+    def in_use(self) -> Iterator[Router]:
+        """Routers of the own cell and of those whose view is open."""
+        yield self.home
+        for cell in self._others:
+            if cell.router is not None:
+                yield cell.router
+
+    async def look(self) -> None:
+        """Read the summaries of other cells, and close views that are not used. Called once a second."""
+        await asyncio.gather(*(cell.look(self._model) for cell in self._others))
+        if not self.home.redis_answers or not self.home.offered():
+            # The next request need not wait for a view.
+            for cell in [cell for cell in self._others if cell.may_take][:MAX_ASKED]:
+                cell.wake()
+        for cell in self._others:
+            await cell.sleep_when_idle()
+
+    async def _choose(self, query: RouteQuery, reserved: list[Choice]) -> Choice:
+        """`reserved`: choices that are to be released if this is cancelled."""
+        lacking: NoWorkersError | None = None
+        try:
+            reserved.append(await self.home.choose(query))
+        except NoWorkersError as error:
+            lacking, reason = error, "no_worker"
+        else:
+            reason = self._fault(reserved[0])
+        if not reason:
+            return reserved[0]
+        for cell in self._in_order(query):
+            other = await cell.choose(query, reason=reason)
+            if other is None:
+                continue
+            reserved.append(other)
+            if self._has_capacity(other):
+                await self._release_all_but(other, reserved)
+                return other
+            cell.pass_over()
+            await self._release_all_but(reserved[0], reserved)
+        if not reserved:
+            assert lacking is not None
+            raise lacking
+        return reserved[0]
+
+    async def _release_all_but(self, kept: Choice, reserved: list[Choice]) -> None:
+        for choice in [each for each in reserved if each is not kept]:
+            await self.release(choice)
+            reserved.remove(choice)
+
+    def _fault(self, choice: Choice) -> str:
+        """Why another cell is asked although the own one has made this choice; "" if none is."""
+        if choice.source is Source.LOCAL and not self.home.redis_answers:
+            return "no_redis"
+        return "" if self._has_capacity(choice) else "full"
+
+    def _has_capacity(self, choice: Choice) -> bool:
+        return not has_to_wait(choice.terms) and prefill_wait_s(choice.terms) <= self._worker_wait_s
+
+    def _in_order(self, query: RouteQuery) -> list[NeighbourCell]:
+        able = [cell for cell in self._others if cell.may_take]
+        if len(able) < 2:
+            return able
+        beginning = blake2b(array("q", query.token_ids[:ORDER_TOKENS]).tobytes(), digest_size=8)
+        beginning.update(query.cache_salt.encode("utf-8", "surrogatepass"))
+        prompt = beginning.digest()
+        able.sort(key=lambda cell: blake2b(cell.name.encode(), key=prompt, digest_size=8).digest())
+        return able[:MAX_ASKED]
+
+    def _cell_of(self, incarnation: str) -> NeighbourCell | None:
+        """None: the own one, or one that is asleep."""
+        if self.home.knows(incarnation):
+            return None
+        return next((cell for cell in self._others if cell.knows(incarnation)), None)
+
+    def _router_of(self, incarnation: str) -> Router:
+        cell = self._cell_of(incarnation)
+        return self.home if cell is None or cell.router is None else cell.router
+
+    async def _keep_looking(self) -> None:
+        failure = "cannot read the summaries of other cells"
+        await run_periodically(self.look, every_s=HEARTBEAT_S, logger=logger, failure=failure)
+
+
+class _Joined:
+    """Tuples of several routers as one, which is the same object while they are: each request reads it."""
+
+    def __init__(self) -> None:
+        self._parts: list[tuple[WorkerView, ...]] = []
+        self._whole: tuple[WorkerView, ...] = ()
+
+    def of(self, parts: list[tuple[WorkerView, ...]]) -> tuple[WorkerView, ...]:
+        if len(parts) == 1:
+            return parts[0]
+        same = len(parts) == len(self._parts) and all(map(_is, parts, self._parts))
+        if not same:
+            self._parts, self._whole = parts, tuple(view for part in parts for view in part)
+        return self._whole
+
+
+def _is(one: object, other: object) -> bool:
+    return one is other
