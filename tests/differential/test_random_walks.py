@@ -35,7 +35,12 @@ KINDS: dict[str, tuple[str, Callable[[Fields], bool]]] = {
 """A family, and what of its draws has that kind of memory."""
 
 
-@pytest.fixture(scope="module", params=KINDS)
+FREED = ("windows", "chunks", "readers", "sinks")
+"""Kinds whose pages are freed behind a window, in engines without peers and host memory."""
+WALKS = [*((kind, True) for kind in KINDS), *((kind, False) for kind in FREED)]
+
+
+@pytest.fixture(scope="module")
 def loaded(request, tmp_path_factory) -> LoadedModel:
     torch.set_num_threads(1)
     family, wanted = KINDS[request.param]
@@ -46,7 +51,12 @@ def loaded(request, tmp_path_factory) -> LoadedModel:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("paired", [True, False], ids=["two engines", "one engine"])
+@pytest.mark.parametrize(
+    ("loaded", "paired"),
+    WALKS,
+    indirect=["loaded"],
+    ids=[f"{kind}, {'two engines' if paired else 'one engine'}" for kind, paired in WALKS],
+)
 def test_random_walk_changes_no_token(loaded, paired):
     with one_grammar_process():
         with walked(loaded, Random(f"{paired} 1"), requests=REQUESTS, paired=paired) as walk:
