@@ -11,14 +11,14 @@ from tandem_engine.config import Role
 from tandem_services.common.redis_client import RedisAddress, RedisUnavailableError
 from tandem_services.router.cells import neighbour_cell
 from tandem_services.router.cells.cell_router import CellRouter
-from tandem_services.router.cells.neighbour_cell import CellSummary
+from tandem_services.router.cells.neighbour_cell import CellSummary, NeighbourCell
 from tandem_services.router.cells.places import CellPlace
 from tandem_services.router.decision import NoWorkersError, OtherCell, Source
 from tandem_services.router.redis_functions import CONSTANTS, library_source
 from tandem_services.router.registry import WorkerState, model_digest
 from tandem_services.router.router import RouterConfig
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
-from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, make_load, make_query, make_record
+from tandem_testing.router_builders import LASTING, MODEL, PAGE, PATIENT_S, Fleet, make_load, make_query, make_record
 from tandem_testing.waiting import until
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
@@ -26,6 +26,11 @@ pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is no
 PATIENCE_S = 60.0
 HOME, WEST, EAST = "home", "west", "east"
 FULL = make_load(sequences=64)
+
+
+@pytest.fixture(autouse=True)
+def _summaries_count_however_late_the_next_one_comes(monkeypatch) -> None:
+    monkeypatch.setattr(neighbour_cell, "SUMMARY_S", PATIENT_S)
 
 
 def query(first: int = 0, **changes):
@@ -52,8 +57,8 @@ async def cells(servers, *, others=(WEST,), start_timeout_s: float = 30.0):
     config = RouterConfig(
         redis=RedisAddress(url=home.url),
         cluster=HOME,
-        routing_timeout_s=0.25,
-        background_timeout_s=1.0,
+        routing_timeout_s=PATIENT_S,
+        background_timeout_s=PATIENT_S,
         start_timeout_s=start_timeout_s,
     )
     router = CellRouter(
@@ -64,6 +69,7 @@ async def cells(servers, *, others=(WEST,), start_timeout_s: float = 30.0):
         clock=MonotonicClock(),
         random=Random(1),
         source=library_source({**CONSTANTS, **LASTING}),
+        open_wait_s=PATIENT_S,
     )
     fleets = {HOME: Fleet(home, cluster=HOME, **LASTING)}
     fleets |= {name: Fleet(other, cluster=name, **LASTING) for name in others}
@@ -131,6 +137,27 @@ async def test_cell_that_has_no_room_after_all_is_passed_over(servers):
         assert not router._others[0].may_take
 
 
+async def test_cancelled_request_leaves_nothing_reserved(servers, monkeypatch):
+    """Its client has gone while another cell was asked."""
+    async with cells(servers) as (router, fleets):
+        await populate(fleets, home=FULL)
+        await router.start()
+        asked = asyncio.Event()
+
+        async def hang(*_: object, **__: object) -> None:
+            asked.set()
+            await asyncio.Event().wait()
+
+        monkeypatch.setattr(NeighbourCell, "choose", hang)
+        choosing = asyncio.create_task(router.choose(query()))
+        await asked.wait()
+        assert router.home._own.sequences("home-0@1") == 1
+        choosing.cancel()
+        await asyncio.gather(choosing, return_exceptions=True)
+        await router._background.settle()
+        assert router.home._own.sequences("home-0@1") == 0
+
+
 async def test_cell_without_workers_sends_requests_to_another(servers):
     async with cells(servers) as (router, fleets):
         await populate(fleets, home=None)
@@ -165,7 +192,8 @@ async def _goes_to(router: CellRouter, place: tuple[str, str]) -> bool:
     return await chosen(router) == place
 
 
-async def test_all_redis_lost_routes_by_the_last_view(servers):
+async def test_all_redis_lost_routes_by_the_last_view(servers, monkeypatch):
+    monkeypatch.setattr(neighbour_cell, "SUMMARY_S", 0.5)
     async with cells(servers) as (router, fleets):
         await populate(fleets)
         await router.start()

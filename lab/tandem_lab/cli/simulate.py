@@ -230,6 +230,7 @@ def _add_report(parser: argparse.ArgumentParser) -> None:
 
 def simulation_of(args: argparse.Namespace) -> "Simulation":
     """Policies side by side. Raises `ConfigError`."""
+    from tandem_lab.simulate.cells import checked_cells
     from tandem_lab.simulate.requests import simulated_requests
     from tandem_lab.simulate.run import Simulation
     from tandem_lab.traces import read_trace
@@ -258,22 +259,8 @@ def simulation_of(args: argparse.Namespace) -> "Simulation":
         slo=slo_of(args),
         gateways=gateways,
         candidates=_candidates(args.candidates),
-        cells=_cells(args, counts),
+        cells=checked_cells(args.cells, gateways=args.gateways, workers=counts, scaled=args.autoscale is not None),
     )
-
-
-def _cells(args: argparse.Namespace, counts: dict[str, int]) -> int:
-    cells: int = args.cells
-    if cells == 1:
-        return 1
-    if args.autoscale is not None:
-        raise ConfigError("--cells: scalers are compared in one cell; leave out --autoscale")
-    if args.gateways < cells:
-        raise ConfigError(f"--cells {cells}: each cell needs a gateway; add --gateways {cells} or more")
-    for role, count in counts.items():
-        if count % cells:
-            raise ConfigError(f"--cells {cells}: --workers has {count} ({role}), which is no multiple of {cells}")
-    return cells
 
 
 def _candidates(text: str) -> "tuple[CandidateLimit, ...]":

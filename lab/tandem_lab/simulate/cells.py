@@ -5,10 +5,11 @@ and summaries read in simulated time.
 """
 
 from collections import ChainMap
-from collections.abc import MutableMapping, Sequence
+from collections.abc import Mapping, MutableMapping, Sequence
 from dataclasses import replace
 from random import Random
 
+from tandem_engine.base.errors import ConfigError
 from tandem_lab.simulate.clock import PATIENCE_S, SimulatedRedis
 from tandem_lab.simulate.fleet import MODEL, Fleet, FleetShape
 from tandem_lab.simulate.worker import ModelledWorker
@@ -18,6 +19,20 @@ from tandem_services.router.router import Router, RouterConfig
 
 WORKER_WAIT_S = 1.0
 """As a gateway's."""
+
+
+def checked_cells(cells: int, *, gateways: int, workers: Mapping[str, int], scaled: bool) -> int:
+    """`cells`, among which `workers`, by role, and `gateways` can be divided. Raises `ConfigError` else."""
+    if cells == 1:
+        return 1
+    if scaled:
+        raise ConfigError("--cells: scalers are compared in one cell; leave out --autoscale")
+    if gateways < cells:
+        raise ConfigError(f"--cells {cells}: each cell needs a gateway; add --gateways {cells} or more")
+    for role, count in workers.items():
+        if count % cells:
+            raise ConfigError(f"--cells {cells}: --workers has {count} ({role}), which is no multiple of {cells}")
+    return cells
 
 
 class CellFleets:
