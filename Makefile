@@ -19,7 +19,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models console-shots clients images e2e docs clean
+.PHONY: help up test test-fast test-long setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -30,8 +30,11 @@ up: setup-runtime ## Start gateway, router, Redis, one prefill and one decode wo
 test: setup lint ## Set up, run every check and every test
 	@$(MAKE) --no-print-directory -j2 unit types imports
 
+test-long: setup ## More cases of what `make test` tests with few: before a release, and once a week (tests/README.md)
+	$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup -m long $(ARGS)
+
 test-fast: setup ## What is tested in milliseconds, nearly half of all tests, in two minutes: for the inner loop
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(FAST) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not long" $(FAST) $(ARGS)
 
 setup: ## Install what is missing, for tests as well; a second run does nothing
 	@tools/setup.sh dev

@@ -16,10 +16,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 import pytest
 
 INTERPRETED, COMPILED = "check_", "compile_"
+AMPERE, HOPPER = 80, 90
+"""Compute capabilities, times ten."""
+OF_AMPERE = "the same kernels are compiled for Hopper; for Ampere, attention over float8 pages and over latents"
+"""Why `make test` leaves out Ampere of the checks that take an architecture."""
+FOR_ARCH = " for sm_"
+"""Between the name of a check and its architecture."""
 TIME_LIMIT_S = 900
 """Of the first test of a kind, which waits for all. On a new machine everything is compiled, beside others that do."""
 CACHE = Path.home() / ".cache" / "tandem-triton"
@@ -33,13 +40,22 @@ class KernelChecks:
     module: str
 
     @property
-    def names(self) -> list[str]:
-        return [*self._of_kind(INTERPRETED), *self._of_kind(COMPILED)]
+    def cases(self) -> list[Any]:
+        """Parameters of a test: names, with the mark `long` where a check has it."""
+        return [
+            name if why is None else pytest.param(name, marks=pytest.mark.long(why))
+            for prefix in (INTERPRETED, COMPILED)
+            for name, why in self._of_kind(prefix).items()
+        ]
+
+    def names(self, prefix: str, *, long: bool) -> list[str]:
+        """Of those that begin so and have, or have not, the mark `long`."""
+        return [name for name, why in self._of_kind(prefix).items() if (why is not None) is long]
 
     @property
     def on_device(self) -> list[str]:
         """Those that take a device."""
-        return self._of_kind(INTERPRETED)
+        return [*self._of_kind(INTERPRETED)]
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
@@ -48,28 +64,54 @@ class KernelChecks:
 
     def passes(self, check: str) -> None:
         """Fail as `check` has failed in its process."""
-        outcomes, said = _outcomes(self.module, INTERPRETED if check.startswith(INTERPRETED) else COMPILED)
+        prefix = INTERPRETED if check.startswith(INTERPRETED) else COMPILED
+        outcomes, said = _outcomes(self.module, prefix, long=check in self.names(prefix, long=True))
         assert check in outcomes, f"the process ended before {check}:\n{said}"
         assert outcomes[check] is None, outcomes[check]
+
+    def run(self, check: str) -> None:
+        """In this process. Raises what the check raises."""
+        name, _, arch = check.partition(FOR_ARCH)
+        arguments = ("cpu",) if name.startswith(INTERPRETED) else (int(arch),) if arch else ()
+        getattr(importlib.import_module(self.module), name)(*arguments)
 
     def passes_on(self, device: str, check: str) -> None:
         """The same on a real device, in this process."""
         getattr(importlib.import_module(self.module), check)(device)
 
-    def _of_kind(self, prefix: str) -> list[str]:
+    def _of_kind(self, prefix: str) -> dict[str, str | None]:
+        """The reason to leave each check to `make test-long`, None where there is none. A function that takes an
+        architecture has a check for each."""
         spec = importlib.util.find_spec(self.module)
         assert spec is not None, f"no module {self.module}"
         assert spec.origin is not None, f"{self.module} is no file"
         nodes = ast.parse(Path(spec.origin).read_text("utf-8")).body
-        return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)]
+        functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)]
+        checks: dict[str, str | None] = {}
+        for function in functions:
+            why = _why_long(function)
+            if prefix.startswith(COMPILED) and function.args.args:
+                checks[f"{function.name}{FOR_ARCH}{HOPPER}"] = why
+                checks[f"{function.name}{FOR_ARCH}{AMPERE}"] = why or OF_AMPERE
+            else:
+                checks[function.name] = why
+        return checks
+
+
+def _why_long(function: ast.FunctionDef) -> str | None:
+    """The argument of `@pytest.mark.long`, if the function has it."""
+    for decorator in function.decorator_list:
+        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.long":
+            return str(ast.literal_eval(decorator.args[0]))
+    return None
 
 
 @functools.cache
-def _outcomes(module: str, prefix: str) -> tuple[dict[str, str | None], str]:
+def _outcomes(module: str, prefix: str, *, long: bool) -> tuple[dict[str, str | None], str]:
     """How each check ended, None if well, and what the process said besides."""
     with NamedTemporaryFile("r") as out, NamedTemporaryFile("r", errors="replace") as said:
         try:
-            _server(prefix).do(module, prefix, out.name, said.name)
+            _server(prefix).do(module, prefix, long, out.name, said.name)
         except BaseException:
             # It may still be at work, and would answer the next order with this one's end.
             _server(prefix).kill()
@@ -101,7 +143,7 @@ class _Server:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
 
-    def do(self, *order: str) -> None:
+    def do(self, *order: str | bool) -> None:
         """Returns when the child has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

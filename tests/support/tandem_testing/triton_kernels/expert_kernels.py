@@ -31,7 +31,7 @@ from tandem_engine.model.layers.mlp import Choice, Expert, SparseFeedForward
 from tandem_engine.model.rotary_fields import NO_ROTATION
 from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.random_weights import RandomWeights, small_config
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import HOPPER, compile_kernel
 from tandem_testing.triton_kernels.tensors import kernels_on, random_floats, to_device, units_apart
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
@@ -179,37 +179,36 @@ def experts_agree(device: str, dtype: torch.dtype, name: str, **sizes: int) -> N
     assert units_apart(found, layer(x), at_least=0.25) <= (4.0 if dtype is BFLOAT16 else 64.0)
 
 
-def compile_fused_moe() -> None:
+def compile_fused_moe(arch: int) -> None:
     """Qwen3-30B-A3B's experts: 128 of 768 on 2048, 8 for a token."""
     counting = {"experts": "*i64:16", "counts": "*i32:16", "num_pairs": "i32"}
     rows = {"pairs": "*i32:16", "owner": "*i32:16", "num_pairs": "i32"}
     blocks = {"BLOCK": expert_blocks.BLOCK_PAIRS}
-    for arch in ARCHITECTURES:
-        compile_kernel(expert_blocks.count_kernel, counting, blocks, arch=arch).assert_fits()
-        placing = counting | rows | {"num_blocks": "i32"}
-        table = {"EXPERTS": 128, "WIDTH": 128, "ROWS": fused_moe.BLOCK_ROWS} | blocks
-        compile_kernel(expert_blocks.place_kernel, placing, table, arch=arch).assert_fits()
-        combining = dict.fromkeys(("results", "weights", "out"), "*bf16:16")
-        shape = {"CHOSEN": 8, "SIZE": 2048, "BLOCK": expert_blocks.COMBINE}
-        compile_kernel(expert_blocks.combine_kernel, combining, shape, arch=arch, enable_fp_fusion=False).assert_fits()
-        for kernel, tensors, constants, tile in (
-            (
-                fused_moe.gate_up_kernel,
-                ("x", "weight", "inner"),
-                fused_moe.gate_up_constants(8, 768, 2048, product_constants("silu", None)) | {"bias": None},
-                fused_moe.GATE_UP,
-            ),
-            (
-                fused_moe.down_kernel,
-                ("inner", "weight", "results"),
-                fused_moe.down_constants(2048, 768) | {"bias": None},
-                fused_moe.DOWN,
-            ),
-        ):
-            signature = dict.fromkeys(tensors, "*bf16:16") | rows
-            built = compile_kernel(
-                kernel, signature, constants, arch=arch, num_warps=tile.num_warps, num_stages=tile.num_stages
-            )
-            built.assert_fits()
-            # Tensor cores: of a warp group on Hopper, of a warp before.
-            assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
+    compile_kernel(expert_blocks.count_kernel, counting, blocks, arch=arch).assert_fits()
+    placing = counting | rows | {"num_blocks": "i32"}
+    table = {"EXPERTS": 128, "WIDTH": 128, "ROWS": fused_moe.BLOCK_ROWS} | blocks
+    compile_kernel(expert_blocks.place_kernel, placing, table, arch=arch).assert_fits()
+    combining = dict.fromkeys(("results", "weights", "out"), "*bf16:16")
+    shape = {"CHOSEN": 8, "SIZE": 2048, "BLOCK": expert_blocks.COMBINE}
+    compile_kernel(expert_blocks.combine_kernel, combining, shape, arch=arch, enable_fp_fusion=False).assert_fits()
+    for kernel, tensors, constants, tile in (
+        (
+            fused_moe.gate_up_kernel,
+            ("x", "weight", "inner"),
+            fused_moe.gate_up_constants(8, 768, 2048, product_constants("silu", None)) | {"bias": None},
+            fused_moe.GATE_UP,
+        ),
+        (
+            fused_moe.down_kernel,
+            ("inner", "weight", "results"),
+            fused_moe.down_constants(2048, 768) | {"bias": None},
+            fused_moe.DOWN,
+        ),
+    ):
+        signature = dict.fromkeys(tensors, "*bf16:16") | rows
+        built = compile_kernel(
+            kernel, signature, constants, arch=arch, num_warps=tile.num_warps, num_stages=tile.num_stages
+        )
+        built.assert_fits()
+        # Tensor cores: of a warp group on Hopper, of a warp before.
+        assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
