@@ -11,6 +11,8 @@ FAST := tests/test_layout.py tests/unit/operator \
 	$(addprefix tests/unit/engine/,disaggregation forward ipc memory messages parallel sampling scheduler) \
 	tests/unit/lab/bench tests/unit/lab/simulate $(addprefix tests/unit/services/,cli common router router_server worker) \
 	$(addprefix tests/unit/services/gateway/,access openapi queueing tool_parsers)
+# Properties of which `make test` tries a tenth of the examples of `make test-long`.
+EXAMPLES := tests/property tests/differential/test_random_schedules.py tests/differential/test_faults_and_pauses.py
 # Of `make release`: fingerprint of the key of gpg that signs.
 KEY ?=
 CHAOS_ARGS ?=
@@ -32,6 +34,7 @@ test: setup lint ## Set up, run every check and every test
 
 test-long: setup ## More cases of what `make test` tests with few: before a release, and once a week (tests/README.md)
 	$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup -m long $(ARGS)
+	TANDEM_EXAMPLES=10 $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup $(EXAMPLES) $(ARGS)
 
 test-fast: setup ## What is tested in milliseconds, nearly half of all tests, in two minutes: for the inner loop
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not long" $(FAST) $(ARGS)

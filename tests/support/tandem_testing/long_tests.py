@@ -2,14 +2,24 @@
 
     @pytest.mark.long("why the rest is enough for each change")           a test
     pytest.mark.parametrize("size", long_except(SIZES, {16}, why="…"))    all but one of its cases
+    settings(max_examples=examples(30))                                   a property, with some times as many examples
 
 `tests/README.md` lists the files with such cases, and what remains of them in `make test`.
 """
 
+import os
 from collections.abc import Collection, Iterable
 from typing import Any
 
 import pytest
+
+FACTOR = int(os.environ.get("TANDEM_EXAMPLES", "1"))
+"""Examples of a property for each one of `make test`."""
+
+
+def examples(count: int) -> int:
+    """How many examples of a property to try, of which `make test` tries `count`."""
+    return count * FACTOR
 
 
 def long_except(cases: Iterable[Any], kept: Collection[Any], *, why: str) -> list[Any]:
