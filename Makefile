@@ -4,7 +4,7 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Processes that test. `make unit` has one more: what is tested against processes mostly waits for them.
+# Processes that test. `make unit` has two more: what is tested against processes mostly waits for them.
 WORKERS ?= 2
 # What starts no gateway, loads no model and compiles no kernel: thousands of tests of milliseconds.
 FAST := tests/test_layout.py tests/unit/operator \
@@ -33,8 +33,8 @@ test: setup lint ## Set up, run every check and every test
 	@$(MAKE) --no-print-directory -j2 unit types imports
 
 test-long: setup ## More cases of what `make test` tests with few: before a release, and once a week (tests/README.md)
-	$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup -m long $(ARGS)
-	TANDEM_EXAMPLES=10 $(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup $(EXAMPLES) $(ARGS)
+	$(BIN)/python -m pytest -n $$(($(WORKERS) + 2)) --dist loadgroup -m long $(ARGS)
+	TANDEM_EXAMPLES=10 $(BIN)/python -m pytest -n $$(($(WORKERS) + 2)) --dist loadgroup $(EXAMPLES) $(ARGS)
 
 test-fast: setup ## What is tested in milliseconds, nearly half of all tests, in two minutes: for the inner loop
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not long" $(FAST) $(ARGS)
@@ -58,7 +58,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 unit: setup
-	$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $$(($(WORKERS) + 2)) --dist loadgroup $(ARGS)
 
 front-door: setup ## First starts of a new user: from a wheel, an empty home, and a hub on loopback
 	@PYTHONPATH=tests/support $(BIN)/python tools/front_door.py
