@@ -13,9 +13,7 @@ A module of checks has functions of two kinds:
     check_NAME(device)    computes with the kernel on `device` and compares. Under `make test` that is "cpu", and Triton
                           interprets the kernel; tests/gpu calls the same functions with "cuda".
     compile_NAME()        compiles the kernel for devices and asserts what it takes of them. One that takes an
-                          architecture, `compile_NAME(arch)`, is a check for each of them.
-
-A check decorated with `@pytest.mark.long("why")` runs in `make test-long` only (tests/README.md).
+                          architecture is a check for Hopper, and one for Ampere in `make test-long`.
 
 Each kind has a process of its own for the whole module: how Triton runs is decided when it is imported, which takes
 seconds. Its test file says no more than

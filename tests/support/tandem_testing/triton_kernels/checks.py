@@ -41,21 +41,29 @@ class KernelChecks:
 
     @property
     def cases(self) -> list[Any]:
-        """Parameters of a test: names, with the mark `long` where a check has it."""
+        """Parameters of a test: all names, those of Ampere with the mark `long`."""
         return [
-            name if why is None else pytest.param(name, marks=pytest.mark.long(why))
-            for prefix in (INTERPRETED, COMPILED)
-            for name, why in self._of_kind(prefix).items()
+            *self.names(INTERPRETED, long=False),
+            *self.names(COMPILED, long=False),
+            *(pytest.param(name, marks=pytest.mark.long(OF_AMPERE)) for name in self.names(COMPILED, long=True)),
         ]
 
     def names(self, prefix: str, *, long: bool) -> list[str]:
-        """Of those that begin so and have, or have not, the mark `long`."""
-        return [name for name, why in self._of_kind(prefix).items() if (why is not None) is long]
+        """Of checks that begin so. A function that takes an architecture is a check for Hopper, and for Ampere one that
+        `make test-long` runs."""
+        checks = []
+        for function in self._functions(prefix):
+            takes_arch = function.name.startswith(COMPILED) and function.args.args
+            if takes_arch:
+                checks.append(f"{function.name}{FOR_ARCH}{AMPERE if long else HOPPER}")
+            elif not long:
+                checks.append(function.name)
+        return checks
 
     @property
     def on_device(self) -> list[str]:
         """Those that take a device."""
-        return [*self._of_kind(INTERPRETED)]
+        return self.names(INTERPRETED, long=False)
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
@@ -79,31 +87,12 @@ class KernelChecks:
         """The same on a real device, in this process."""
         getattr(importlib.import_module(self.module), check)(device)
 
-    def _of_kind(self, prefix: str) -> dict[str, str | None]:
-        """The reason to leave each check to `make test-long`, None where there is none. A function that takes an
-        architecture has a check for each."""
+    def _functions(self, prefix: str) -> list[ast.FunctionDef]:
         spec = importlib.util.find_spec(self.module)
         assert spec is not None, f"no module {self.module}"
         assert spec.origin is not None, f"{self.module} is no file"
         nodes = ast.parse(Path(spec.origin).read_text("utf-8")).body
-        functions = [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)]
-        checks: dict[str, str | None] = {}
-        for function in functions:
-            why = _why_long(function)
-            if prefix.startswith(COMPILED) and function.args.args:
-                checks[f"{function.name}{FOR_ARCH}{HOPPER}"] = why
-                checks[f"{function.name}{FOR_ARCH}{AMPERE}"] = why or OF_AMPERE
-            else:
-                checks[function.name] = why
-        return checks
-
-
-def _why_long(function: ast.FunctionDef) -> str | None:
-    """The argument of `@pytest.mark.long`, if the function has it."""
-    for decorator in function.decorator_list:
-        if isinstance(decorator, ast.Call) and ast.unparse(decorator.func) == "pytest.mark.long":
-            return str(ast.literal_eval(decorator.args[0]))
-    return None
+        return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)]
 
 
 @functools.cache

@@ -3,7 +3,7 @@
 TRITON_INTERPRET=1 python -m tandem_testing.triton_kernels.child tandem_testing.triton_kernels.digests check_
                    python -m tandem_testing.triton_kernels.child tandem_testing.triton_kernels.digests compile_
 
-A longer prefix chooses among them. With "long" behind it, those marked `long` run instead of the others.
+A longer prefix chooses among them. With "long" behind it, those of `make test-long` run instead.
 """
 
 import json
@@ -20,7 +20,7 @@ def main() -> None:
 
 
 def run(name: str, prefix: str, *, long: bool) -> None:
-    """All checks of the module `name` whose names begin so, of those with or without the mark `long`."""
+    """All checks of the module `name` whose names begin so, of those that `make test-long` runs or of the others."""
     if prefix.startswith(INTERPRETED):
         bfloat16.install()
         scalars.install()

@@ -1,5 +1,5 @@
 """Has torch and Triton imported, and forks a child for each order: a line with a module, a kind of checks, whether
-those marked `long`, and files.
+those of `make test-long`, and files.
 
 The import takes two seconds of CPU, and there are a dozen modules of two kinds each. A server is for one kind: Triton
 reads TRITON_INTERPRET when it is imported. A server of kernels to compile also has Triton's digest of its own files,
