@@ -13,8 +13,9 @@ from tandem_engine.kernels.triton.decode_attention import (
     split_kernel,
 )
 from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW, Splitting, splitting_of
-from tandem_testing.triton_kernels.ahead_of_time import AMPERE, HOPPER, SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
+from tandem_testing.triton_kernels.checks import AMPERE, HOPPER
 
 DECODES = ((1, 1), (1, 16), (1, 17), (1, 255), (1, 257), (1, 700))
 """Around the ends of pages and splits."""

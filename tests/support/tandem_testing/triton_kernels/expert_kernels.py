@@ -31,7 +31,8 @@ from tandem_engine.model.layers.mlp import Choice, Expert, SparseFeedForward
 from tandem_engine.model.rotary_fields import NO_ROTATION
 from tandem_testing.forward_builders import Seq, make_batch
 from tandem_testing.random_weights import RandomWeights, small_config
-from tandem_testing.triton_kernels.ahead_of_time import HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.tensors import kernels_on, random_floats, to_device, units_apart
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

@@ -4,8 +4,9 @@ import torch
 
 from tandem_engine.kernels.triton.extend_attention import ExtendTiling, extend_constants, extend_kernel, extend_tiling
 from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW
-from tandem_testing.triton_kernels.ahead_of_time import AMPERE, HOPPER, SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
+from tandem_testing.triton_kernels.checks import AMPERE, HOPPER
 
 EXTENDS = ((2, 2), (40, 40), (7, 50), (70, 200), (16, 129), (33, 33))
 """Whole prompts and chunks behind a prefix; tiles and blocks that are full, and not."""

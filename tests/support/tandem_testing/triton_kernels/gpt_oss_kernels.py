@@ -13,7 +13,8 @@ from tandem_engine.kernels.triton.fused_moe import ExpertBiases
 from tandem_engine.kernels.triton.norm_activation import CLAMPED_SWIGLU, Clamp, product_constants
 from tandem_engine.model.layers.triton_experts import DeviceExperts
 from tandem_testing.mxfp4_files import write_random_mxfp4
-from tandem_testing.triton_kernels.ahead_of_time import HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels, logits_through
 from tandem_testing.triton_kernels.quantized_expert_kernels import EXPERTS, FEW, MANY, agrees, levels_of_experts
 from tandem_testing.triton_kernels.quantized_kernels import loaded, only_for, shape_alone

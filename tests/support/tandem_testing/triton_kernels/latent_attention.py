@@ -21,8 +21,9 @@ from tandem_engine.kernels.triton.latent_attention import (
 from tandem_engine.kernels.triton.work_list import ALL, Bounds, Rows, Splitting, WorkList
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import attend_dense
-from tandem_testing.triton_kernels.ahead_of_time import AMPERE, HOPPER, SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import DEVICE_TOLERANCE, TOLERANCE
+from tandem_testing.triton_kernels.checks import AMPERE, HOPPER
 
 RANK, TURNED = 512, 64
 """Of DeepSeek, Kimi and GLM."""

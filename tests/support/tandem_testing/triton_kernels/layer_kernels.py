@@ -15,7 +15,8 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.layers import mlp as cpu_activation
 from tandem_engine.model.layers import norm as cpu_norm
 from tandem_engine.model.layers.attention import Rotation
-from tandem_testing.triton_kernels.ahead_of_time import HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.tensors import random_floats, units_apart
 
 FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16

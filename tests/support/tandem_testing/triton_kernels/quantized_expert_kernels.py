@@ -20,7 +20,8 @@ from tandem_engine.model.layers.triton import DeviceQuantizedLinear
 from tandem_engine.model.layers.triton_experts import DeviceExperts, ExpertMatrices, ExpertStacks, read_experts
 from tandem_engine.model.quantization.levels import Levels
 from tandem_testing.quantized_files import KERNEL_KINDS, MIXTRAL, QWEN3_MOE, mixtral_names, write_quantized
-from tandem_testing.triton_kernels.ahead_of_time import HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels, logits_through
 from tandem_testing.triton_kernels.quantized_kernels import CODINGS, loaded, only_for, random_levels, shape_alone
 from tandem_testing.triton_kernels.tensors import random_floats, units_apart

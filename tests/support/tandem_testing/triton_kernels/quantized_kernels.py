@@ -18,7 +18,8 @@ from tandem_engine.model.layers.triton import DeviceQuantizedLinear, packed_weig
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.quantization.levels import Levels
 from tandem_testing.quantized_files import KERNEL_KINDS, write_quantized
-from tandem_testing.triton_kernels.ahead_of_time import HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels, logits_through
 from tandem_testing.triton_kernels.tensors import random_floats, units_apart
 
