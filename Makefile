@@ -4,13 +4,15 @@
 VENV ?= .venv
 BIN := $(VENV)/bin
 ARGS ?=
-# Processes that test. `make unit` has one more: what is tested against processes mostly waits for them.
+# Processes that test. `make unit` has two more: what is tested against processes mostly waits for them.
 WORKERS ?= 2
 # What starts no gateway, loads no model and compiles no kernel: thousands of tests of milliseconds.
 FAST := tests/test_layout.py tests/unit/operator \
 	$(addprefix tests/unit/engine/,disaggregation forward ipc memory messages parallel sampling scheduler) \
 	tests/unit/lab/bench tests/unit/lab/simulate $(addprefix tests/unit/services/,cli common router router_server worker) \
 	$(addprefix tests/unit/services/gateway/,access openapi queueing tool_parsers)
+# Properties of which `make test` tries a tenth of the examples of `make test-long`.
+EXAMPLES := tests/property tests/differential/test_random_schedules.py tests/differential/test_faults_and_pauses.py
 # Of `make release`: fingerprint of the key of gpg that signs.
 KEY ?=
 CHAOS_ARGS ?=
@@ -21,7 +23,7 @@ export TANDEM_VENV := $(VENV)
 # Modules are compiled once, not by each of the hundreds of processes that tests and commands start.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help up test test-fast setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours test-tritons release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models random-adapters console-shots clients images e2e docs clean
+.PHONY: help up test test-fast test-long setup setup-runtime check format lint types imports unit front-door test-kube test-neighbours test-tritons release gpu gpu-pack gpu-rehearse verify bench bench-peers chaos limits pairs skew fuzz mutate random-models random-adapters console-shots clients images e2e docs clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | sort | expand -t 12
@@ -32,8 +34,12 @@ up: setup-runtime ## Start gateway, router, Redis, one prefill and one decode wo
 test: setup lint ## Set up, run every check and every test
 	@$(MAKE) --no-print-directory -j2 unit types imports
 
+test-long: setup ## More cases of what `make test` tests with few: before a release, and once a week (tests/README.md)
+	$(BIN)/python -m pytest -n $$(($(WORKERS) + 2)) --dist loadgroup -m long $(ARGS)
+	TANDEM_EXAMPLES=10 $(BIN)/python -m pytest -n $$(($(WORKERS) + 2)) --dist loadgroup $(EXAMPLES) $(ARGS)
+
 test-fast: setup ## What is tested in milliseconds, nearly half of all tests, in two minutes: for the inner loop
-	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow" $(FAST) $(ARGS)
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadgroup -m "not slow and not long" $(FAST) $(ARGS)
 
 setup: ## Install what is missing, for tests as well; a second run does nothing
 	@tools/setup.sh dev
@@ -54,7 +60,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 unit: setup
-	$(BIN)/python -m pytest -n $$(($(WORKERS) + 1)) --dist loadgroup $(ARGS)
+	$(BIN)/python -m pytest -n $$(($(WORKERS) + 2)) --dist loadgroup $(ARGS)
 
 front-door: setup ## First starts of a new user: from a wheel, an empty home, and a hub on loopback
 	@PYTHONPATH=tests/support $(BIN)/python tools/front_door.py

@@ -12,6 +12,7 @@ from tandem_testing.redis_server import REDIS_SERVER
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.long("each function of a service and of an engine raises in tests of one process"),
     pytest.mark.timeout(600),
     pytest.mark.xdist_group("chaos"),
     pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed"),

@@ -6,6 +6,7 @@ import pytest_asyncio
 from tandem_testing.chaos.runner import Outcome, Runner
 from tandem_testing.chaos.scenario import Result, Scale
 from tandem_testing.chaos.suite import scenarios
+from tandem_testing.long_tests import long_except
 from tandem_testing.redis_server import REDIS_SERVER
 
 pytestmark = [
@@ -20,6 +21,8 @@ PATIENCE_S = 5.0
 """Far less than what a worker that is gone is fenced after. `make chaos` measures without it."""
 
 QUICK = {number: scenario for number, scenario in scenarios().items() if scenario.quick}
+EACH_CHANGE = {0, 1, 6, 16, 27}
+WHY = "a killed service and a restarted prefill worker lose what killed engines and prefill workers lose"
 
 
 @pytest_asyncio.fixture(loop_scope="module", scope="module")
@@ -30,7 +33,9 @@ async def runner(tmp_path_factory):
         yield running
 
 
-@pytest.mark.parametrize("number", QUICK, ids=[each.promise.title for each in QUICK.values()])
+@pytest.mark.parametrize(
+    "number", long_except(QUICK, EACH_CHANGE, why=WHY), ids=[each.promise.title for each in QUICK.values()]
+)
 async def test_quick_scenario_keeps_its_promise(runner, number):
     outcome: Outcome = await runner.run(QUICK[number])
     assert outcome.problems == ()

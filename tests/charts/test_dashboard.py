@@ -4,12 +4,14 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from itertools import combinations
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tandem_testing.each_case import check_each
 from tandem_testing.exported_metrics import gateway_metrics, labels_of_series, worker_metrics
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +30,10 @@ SELECTOR = re.compile(rf"({NAME})\{{([^}}]*)\}}(\[\$__rate_interval\])?")
 MATCHER = re.compile(rf'({NAME})(?:=~|!~|!=|=)"[^"]*"')
 GROUPING = re.compile(r"\bby \(([^)]*)\)")
 
-each_target = pytest.mark.parametrize(
-    "target", [target for _, target in TARGETS], ids=[f"{title}-{target['refId']}" for title, target in TARGETS]
-)
+
+def check_targets(check: Callable[[dict[str, Any]], object]) -> None:
+    names = {id(target): f"{title}-{target['refId']}" for title, target in TARGETS}
+    check_each([target for _, target in TARGETS], check, name=lambda target: names[id(target)])
 
 
 def selectors(expr: str) -> list[tuple[str, set[str], bool]]:
@@ -49,8 +52,11 @@ def test_committed_dashboard_equals_generated_one(tmp_path):
     assert written.read_text("utf-8") == COMMITTED.read_text("utf-8"), "run: python tools/dashboard/write.py"
 
 
-@each_target
-def test_dashboard_expressions_use_exported_metrics_only(target):
+def test_dashboard_expressions_use_exported_metrics_only():
+    check_targets(uses_exported_metrics_only)
+
+
+def uses_exported_metrics_only(target: dict[str, Any]) -> None:
     rest = SELECTOR.sub(" ", target["expr"])
     words = set(re.findall(NAME, GROUPING.sub(" by ", rest)))
     assert words <= WORDS_OF_PROMQL, "neither PromQL nor a metric with a selector"
@@ -59,30 +65,42 @@ def test_dashboard_expressions_use_exported_metrics_only(target):
     assert named <= SERIES.keys()
 
 
-@each_target
-def test_every_label_in_an_expression_is_one_of_its_metric(target):
+def test_every_label_in_an_expression_is_one_of_its_metric():
+    check_targets(uses_labels_of_its_metrics)
+
+
+def uses_labels_of_its_metrics(target: dict[str, Any]) -> None:
     used = selectors(target["expr"])
     for name, matched, _ in used:
         assert matched <= SERIES[name] | OF_SCRAPES
         assert groupings(target["expr"]) <= SERIES[name] | OF_SCRAPES
 
 
-@each_target
-def test_dashboard_series_are_exported_by_their_source(target):
+def test_dashboard_series_are_exported_by_their_source():
+    check_targets(names_series_of_its_source)
+
+
+def names_series_of_its_source(target: dict[str, Any]) -> None:
     for name, labels in re.findall(rf"({NAME})\{{([^}}]*)\}}", target["expr"]):
         source = "gateway" if 'instance=~"$gateway"' in labels else "worker"
         assert name in EXPORTED[source]
 
 
-@each_target
-def test_counters_are_rates_and_gauges_are_not(target):
+def test_counters_are_rates_and_gauges_are_not():
+    check_targets(takes_rates_of_counters_only)
+
+
+def takes_rates_of_counters_only(target: dict[str, Any]) -> None:
     for name, _, over_time in selectors(target["expr"]):
         assert over_time == name.endswith(("_total", "_bucket", "_sum", "_count"))
     assert target["expr"].count("rate(") == target["expr"].count("[$__rate_interval]")
 
 
-@each_target
-def test_legend_names_labels_that_the_result_has(target):
+def test_legend_names_labels_that_the_result_has():
+    check_targets(has_a_legend_of_its_labels)
+
+
+def has_a_legend_of_its_labels(target: dict[str, Any]) -> None:
     shown = set(re.findall(r"\{\{(\w+)\}\}", target["legendFormat"]))
     grouped = groupings(target["expr"]) - {"le"}
     if "sum" in target["expr"]:

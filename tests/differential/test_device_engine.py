@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.device_engine")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_device_engine(check):
     CHECKS.passes(check)

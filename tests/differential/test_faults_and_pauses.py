@@ -9,6 +9,7 @@ from tandem_engine.forward.batch import ForwardBatch
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
+from tandem_testing.long_tests import examples
 from tandem_testing.scheduler_builders import VOCAB, Engine, expected_output, make_engine, make_message
 from tandem_testing.scripted_proposer import ScriptedProposer, wrong_every
 from tandem_testing.toy_grammar import toy_grammar
@@ -72,7 +73,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     requests=messages(),
     config=configs,

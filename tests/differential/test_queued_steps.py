@@ -22,15 +22,13 @@ PATHS = [
     "mixed, staggered",
     "edited: retracted (forced)",
     "swapped (forced)",
-    "host cache, write_back",
-    "n-gram drafts, edited",
     "drafts by the model itself",
     "EAGLE drafts",
-    "EAGLE drafts, retracted",
     "every fifth step raises",
-    "choices that share a prompt",
     "disaggregated, layer by layer",
 ]
+COMBINED = ["host cache, write_back", "n-gram drafts, edited", "EAGLE drafts, retracted", "choices that share a prompt"]
+"""Parts of `PATHS` at once."""
 
 
 @pytest.fixture(scope="module")
@@ -59,6 +57,12 @@ def test_every_way_to_compute_a_token_gives_the_same_with_graphs(model):
     platforms = run(model, PATHS)
     assert len(platforms) == len(PATHS) + 1, "two engines hand over"
     assert all(platform.replays for platform in platforms)
+
+
+@pytest.mark.long("drafts, host memory, edits and retractions are queued one by one")
+@pytest.mark.timeout(900)
+def test_combined_ways_to_compute_a_token_give_the_same_with_graphs(model):
+    assert all(platform.replays for platform in run(model, COMBINED))
 
 
 def test_steps_without_graphs_are_queued_and_replay_none(model):

@@ -20,6 +20,7 @@ from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import GenerateRequest, SessionRef
 from tandem_testing.fake_executors import Computes, EagerExecutor, LateExecutor
+from tandem_testing.long_tests import examples
 from tandem_testing.memory_storage import MemoryStorage
 from tandem_testing.poisoned_states import poisoned
 from tandem_testing.scheduler_builders import (
@@ -150,7 +151,7 @@ tiers = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(60), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans, config=engines, tiers=tiers, stored=st.booleans(), spare=st.integers(0, 20))
 def test_no_output_depends_on_arrivals_aborts_or_configuration(plan, config, tiers, stored, spare):
     longest = max(len(arrival.message.input_ids) + arrival.message.sampling.max_tokens for arrival in plan.arrivals)
@@ -169,7 +170,7 @@ WINDOWS = st.lists(st.tuples(st.sampled_from([1, 2, 3, 5, 8, 9, 17, 40]), st.int
 """Tokens, and pages beyond those without which no prompt could be computed."""
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(30), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(plan=plans, config=engines, windows=WINDOWS, spare=st.integers(0, 20))
 def test_no_output_depends_on_the_memory_of_windows(plan, config, windows, spare):
     """Dropped pages are overwritten: one that a window still reads gives another token."""

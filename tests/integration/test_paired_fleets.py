@@ -31,6 +31,7 @@ def test_rows_of_fleets_are_arguments_of_up(seed, tmp_path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long("the flags are paired by `make pairs`; fleets with each of them start in other tests")
 @pytest.mark.xdist_group("chaos")
 @pytest.mark.timeout(600)
 @pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")

@@ -18,6 +18,7 @@ import pytest_asyncio
 from tandem_engine.messages.control import PeerEnded
 from tandem_engine.messages.outputs import FinishReason
 from tandem_testing.engine_processes import PATIENCE_S, Engine, hand_over, serving
+from tandem_testing.long_tests import long_except
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
@@ -102,6 +103,7 @@ async def test_handed_off_output_equals_output_of_one_worker(engines):
     engines.give_back(*taken)
 
 
+@pytest.mark.long("ranks hand over states in threads of one process (test_exactness_matrix, test_ranked_states)")
 @pytest.mark.timeout(600)  # starts four engines
 async def test_handed_off_states_give_the_output_of_one_worker(tmp_path):
     """Each rank gets its heads of the state, from projections that are joined. The exactness matrix has the others."""
@@ -144,7 +146,9 @@ async def test_writer_that_loses_a_rank_leaks_no_page(engines):
     engines.give_back(decode)
 
 
-@pytest.mark.parametrize("receivers", [1, 2])
+@pytest.mark.parametrize(
+    "receivers", long_except((1, 2), {2}, why="the lease of each rank of a receiver runs out as that of a single one")
+)
 async def test_writer_with_stalled_rank_fails_at_lease_expiry(engines, receivers):
     """Nobody is dead, so nobody is fenced: the lease runs out, and the pages wait until the writer is gone."""
     prefill = await engines.take("p", 2)

@@ -43,7 +43,13 @@ async def exits_0(client: SystemClient, worker_id: str, pid: int, *, before: Cou
     await client.settled()
 
 
-@pytest.mark.parametrize("sampling", [GREEDY, SEEDED], ids=["greedy", "seeded"])
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        pytest.param(GREEDY, id="greedy", marks=pytest.mark.long("seeded streams also carry their state of sampling")),
+        pytest.param(SEEDED, id="seeded"),
+    ],
+)
 async def test_draining_decode_worker_migrates_streams_with_kv(fleet, reference, sampling):
     left: dict[str, int] = {}
 

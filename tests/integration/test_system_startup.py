@@ -22,7 +22,7 @@ from tandem_testing.import_blocker import write_import_blocker
 from tandem_testing.notify_socket import NotifySocket
 from tandem_testing.redis_server import REDIS_SERVER
 from tandem_testing.service_examples import unit_command
-from tandem_testing.system import START_TIMEOUT_S, System, python_path, run_tandem, tandem_command
+from tandem_testing.system import START_TIMEOUT_S, CommandResult, System, python_path, run_tandem, tandem_command
 from tandem_testing.system_client import SystemClient
 from tandem_testing.valkey_wheel import NEEDS_READELF, install_wheel, write_wheel
 from tandem_testing.waiting import wait_for
@@ -111,13 +111,21 @@ def test_missing_nixl_error_names_package_and_flag(tmp_path):
     assert "--transport none" in said
 
 
-def test_start_shows_phases_in_a_pipe_and_exits_when_ready(tmp_path):
-    run_dir = tmp_path / "run"
-    result = run_tandem(
-        *("up", "--port", "0", "--run-dir", str(run_dir), *ONE_WORKER, "--exit-when-ready"),
-        env=os.environ,
-        cwd=tmp_path,
-    )
+@pytest.fixture(scope="module")
+def exited(tmp_path_factory) -> tuple[CommandResult, Path]:
+    """`tandem up` that ends when all is ready, and its run directory. Where a bundled server can be made, PATH has no
+    other one."""
+    folder = tmp_path_factory.mktemp("exited")
+    run_dir, env = folder / "run", dict(os.environ)
+    if shutil.which("readelf"):
+        site = install_wheel(write_wheel(folder), folder / "site")
+        env |= {"PATH": str(folder), "PYTHONPATH": python_path(site)}
+    command = ("up", "--port", "0", "--run-dir", str(run_dir), *ONE_WORKER, "--exit-when-ready")
+    return run_tandem(*command, env=env, cwd=folder), run_dir
+
+
+def test_start_shows_phases_in_a_pipe_and_exits_when_ready(exited):
+    result, run_dir = exited
     assert result.status == 0, result.stderr
     *progress, end = result.stderr.splitlines()
     assert end == "tandem: everything is ready; stopping"
@@ -131,14 +139,8 @@ def test_start_shows_phases_in_a_pipe_and_exits_when_ready(tmp_path):
 
 
 @NEEDS_READELF
-def test_bundled_server_starts_where_path_has_none(tmp_path):
-    site = install_wheel(write_wheel(tmp_path), tmp_path / "site")
-    run_dir = tmp_path / "run"
-    result = run_tandem(
-        *("up", "--port", "0", "--run-dir", str(run_dir), *ONE_WORKER, "--exit-when-ready"),
-        env=os.environ | {"PATH": str(tmp_path), "PYTHONPATH": python_path(site)},
-        cwd=tmp_path,
-    )
+def test_bundled_server_starts_where_path_has_none(exited):
+    result, run_dir = exited
     assert result.status == 0, result.stderr
     assert stat.S_IMODE((run_dir / "redis.conf").stat().st_mode) == 0o600
 

@@ -1,4 +1,5 @@
-"""`tandem verify` on tiny random checkpoints: all paths of two families, those on which pages meet of the others."""
+"""`tandem verify` on tiny random checkpoints: all paths between two families, some of those on which pages meet of the
+others. `make test-long` runs all paths of both, and all on which pages meet of each."""
 
 import json
 from contextlib import redirect_stdout
@@ -27,14 +28,16 @@ from tandem_lab.verify.verification import Verification
 from tandem_testing.exactness import (
     ADDED_PATHS,
     ALL_PATHS,
-    CACHED,
-    CHUNKED,
+    CONTINUED,
     DISAGGREGATED,
-    MIXED,
+    FETCHED,
+    MEETING_HALVES,
+    MEETING_PATHS,
+    MOVED,
     REDUCED_PATHS,
-    RETRACTED,
     SHARED,
     UNEQUAL,
+    little_host_memory,
     one_grammar_process,
     one_of_two,
     run_paths,
@@ -42,64 +45,90 @@ from tandem_testing.exactness import (
 )
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 
+WHOLE = "all prompts and paths of a family: another family takes those that this one leaves out"
 
-@pytest.fixture(scope="module", params=ALL_PATHS)
-def family(request) -> str:
+
+@pytest.fixture(
+    scope="module",
+    params=[
+        *((name, place) for place, name in enumerate(ALL_PATHS)),
+        *(pytest.param((name, None), marks=pytest.mark.long(WHOLE)) for name in ALL_PATHS),
+    ],
+    ids=[*ALL_PATHS, *(f"{name}, whole" for name in ALL_PATHS)],
+)
+def family(request) -> tuple[str, int | None]:
+    """And its place among those that share all paths; None where it takes them all."""
     return request.param
 
 
 @pytest.fixture(scope="module")
 def checkpoint(family, tmp_path_factory):
-    model = write_tiny_checkpoint(family, tmp_path_factory.mktemp(family))
+    model = write_tiny_checkpoint(family[0], tmp_path_factory.mktemp(family[0]))
     write_tiny_head(model, Path(f"{model}-eagle"))
     return model
 
 
 @pytest.fixture(scope="module")
 def verified(family, checkpoint) -> tuple[int, dict[str, Any]]:
-    """Exit status and report of all paths. Each family takes every second prompt and every second path on ranks."""
-    with redirect_stdout(StringIO()) as out, one_of_two(ALL_PATHS.index(family)), one_grammar_process():
+    """Exit status and report."""
+    _, place = family
+    some = little_host_memory() if place is None else one_of_two(place)
+    with redirect_stdout(StringIO()) as out, some, one_grammar_process():
         status = main(["verify", "--model", str(checkpoint), "--json"])
     return status, json.loads(out.getvalue().splitlines()[-1])
 
 
+def every_path() -> list[str]:
+    """With a head and the model itself for drafts."""
+    paths = make_paths(
+        context_length=16, longest=8, num_prompts=1, quick=False, drafts=DraftPaths(itself="model", head="head")
+    )
+    return [path.name for path in [*paths, *on_ranks(paths, 2, quick=False)]]
+
+
+def paths_of(place: int | None) -> list[str]:
+    """That a family of this place takes."""
+    if place is None:
+        return every_path()
+    with one_of_two(place):
+        paths = command.make_paths(
+            context_length=16, longest=8, num_prompts=1, quick=False, drafts=DraftPaths(itself="model", head="head")
+        )
+        return [path.name for path in [*paths, *command.on_ranks(paths, 2, quick=False)]]
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a hundred engines, one after the other
-def test_paths_match_transformers_tokens_and_logprobs(verified) -> None:
+def test_paths_match_transformers_tokens_and_logprobs(family, verified) -> None:
     status, report = verified
     assert [row["difference"] for row in report["paths"]] == [None] * len(report["paths"])
     assert status == 0
     assert report["equal"] is True
+    assert [row["path"] for row in report["paths"]] == paths_of(family[1])
+
+
+def test_two_families_take_every_path_between_them() -> None:
+    taken = [paths_of(place) for place in range(len(ALL_PATHS))]
+    assert sorted(name for names in taken for name in names) == sorted(every_path())
+    assert abs(len(taken[0]) - len(taken[1])) <= 1
     assert {
-        "disaggregated over NIXL",
-        "drained mid-stream",
-        "prefix fetched over NIXL",
-        "resumed",
-        "continued in sessions",
-        "retracted (short of pages)",
-        "page size 64",
-        "EAGLE drafts, handed over",
-    } <= {row["path"] for row in report["paths"]}
-    assert sum(row["path"].endswith("ranks") for row in report["paths"]) in (18, 19)
+        *(DISAGGREGATED, MOVED, FETCHED, CONTINUED, "resumed", "retracted (short of pages)", "page size 64"),
+        *("EAGLE drafts, handed over", SHARED, *UNEQUAL, f"{MOVED}, 2 to 2 ranks"),
+    } <= {*every_path()}
 
 
-def test_two_families_take_every_path_on_ranks_between_them() -> None:
-    paths = make_paths(
-        context_length=16, longest=8, num_prompts=1, quick=False, drafts=DraftPaths(itself="model", head="head")
-    )
-    taken = []
-    for first in range(len(ALL_PATHS)):
-        with one_of_two(first):
-            taken += [path.name for path in command.on_ranks(paths, 2, quick=False)]
-    assert sorted(taken) == sorted(path.name for path in on_ranks(paths, 2, quick=False))
-    assert {SHARED, *UNEQUAL, "drained mid-stream, 2 to 2 ranks"} <= set(taken)
+ALL_MEETING = "all paths on which pages meet of each family: every two families take them between them in `make test`"
 
 
-@pytest.mark.parametrize("name", REDUCED_PATHS)
-def test_other_families_take_the_paths_on_which_pages_meet(name, tmp_path) -> None:
-    checkpoint = write_tiny_checkpoint(name, tmp_path)
-    results = run_paths(checkpoint, [CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SHARED, *UNEQUAL])
-    assert [result.difference for result in results] == [None] * 8
+@pytest.mark.parametrize(
+    ("name", "paths"),
+    [(name, MEETING_HALVES[place % 2]) for place, name in enumerate(REDUCED_PATHS)]
+    + [pytest.param(name, MEETING_PATHS, marks=pytest.mark.long(ALL_MEETING)) for name in REDUCED_PATHS],
+    ids=[*REDUCED_PATHS, *(f"{name}, whole" for name in REDUCED_PATHS)],
+)
+def test_other_families_take_the_paths_on_which_pages_meet(name, paths, tmp_path) -> None:
+    results = run_paths(write_tiny_checkpoint(name, tmp_path), paths)
+    assert [(result.path, result.difference) for result in results] == [(path, None) for path in paths]
 
 
 @pytest.mark.parametrize("name", ADDED_PATHS)

@@ -26,6 +26,7 @@ from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import Choice, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
+from tandem_testing.long_tests import examples
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 
@@ -209,7 +210,7 @@ def choices_of(crowd: Crowd) -> int:
     return sum(request.n * request.prompts for sent in crowd.requests.values() for request in sent)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(crowds())
 def test_gap_of_two_waiting_tenants_is_of_choices(crowd):
     gateway = Gateway(crowd)

@@ -8,6 +8,7 @@ from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.base import RoomKey, room_key
 from tandem_engine.disaggregation.holds import HoldState, HoldTable
 from tandem_testing.disagg_network import make_peer
+from tandem_testing.long_tests import examples
 from tandem_testing.scheduler_builders import ManualClock
 
 NUM_PAGES = 12
@@ -129,4 +130,4 @@ class Holds(RuleBasedStateMachine):
 
 
 TestHolds = Holds.TestCase
-TestHolds.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestHolds.settings = settings(max_examples=examples(30), stateful_step_count=40, deadline=None)

@@ -15,6 +15,7 @@ from tandem_engine.parallel.group import FirstFailure
 from tandem_engine.parallel.inputs import Add, Input
 from tandem_engine.scheduler.lockstep import AgreedInputs
 from tandem_testing.fake_executors import EagerExecutor, LateExecutor
+from tandem_testing.long_tests import examples
 from tandem_testing.scheduler_builders import Engine, ManualClock, make_engine, make_message
 
 SHARED = tuple(range(20, 38))
@@ -120,7 +121,7 @@ configs = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(moments, min_size=4, max_size=25), configs)
 def test_ranks_launch_the_same_steps_however_late_one_of_them_is(script, config):  # [least-of-ranks] [same-collectives]
     sent: deque[torch.Tensor] = deque()

@@ -18,6 +18,7 @@ from tandem_engine.memory.prefix_cache import NoPrefixCache, PrefixCache
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.memory.window_pages import WindowPages
 from tandem_engine.messages.kv_events import BASE_SPACE, DIGEST_BYTES, CacheSpace, chain_hashes
+from tandem_testing.long_tests import examples
 from tandem_testing.memory_builders import assert_conserved, make_memory
 from tandem_testing.memory_events import replayed
 
@@ -333,7 +334,7 @@ class WithoutCache(MemoryMachine):
         return NoPrefixCache()
 
 
-SETTINGS = settings(max_examples=100, stateful_step_count=50, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=examples(50), stateful_step_count=50, deadline=None, derandomize=True)
 
 TestPageSize1 = PageSize1.TestCase
 TestPageSize1.settings = SETTINGS

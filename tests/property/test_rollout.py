@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from tandem_operator.api.model_service import Rollout
 from tandem_operator.api.types import ROLES
 from tandem_operator.planning.rollout import RevisionSeen, next_step
+from tandem_testing.long_tests import examples
 
 STEPS_TO_CONVERGE = 200
 
@@ -84,7 +85,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(rollouts, counts, events, counts)
 def test_rollout_converges_after_any_events(rollout, first, happened, last):
     cluster = Cluster(rollout, dict(first))
@@ -104,7 +105,7 @@ def test_rollout_converges_after_any_events(rollout, first, happened, last):
     assert only(cluster) == {cluster.target: last}
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 @given(rollouts, counts, st.lists(st.tuples(st.integers(0, 1), st.sampled_from(ROLES)), max_size=60))
 def test_never_too_many_and_never_too_few_while_pods_only_start(rollout, wanted, starts):
     cluster = Cluster(rollout, dict(wanted))
@@ -121,7 +122,7 @@ def test_never_too_many_and_never_too_few_while_pods_only_start(rollout, wanted,
             cluster.start(f"r{number}", role)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(rollouts, counts)
 def test_nothing_moves_before_the_canary_but_the_first_pair(rollout, wanted):
     cluster = Cluster(rollout, dict(wanted))
@@ -136,7 +137,7 @@ def test_nothing_moves_before_the_canary_but_the_first_pair(rollout, wanted):
         assert cluster.desired["r0"][role] == wanted[role] - given_up
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(rollouts.filter(lambda rollout: rollout.max_surge > 0), counts)
 def test_last_old_pair_is_removed_together(rollout, wanted):
     cluster = Cluster(rollout, dict(wanted))
@@ -151,7 +152,7 @@ def test_last_old_pair_is_removed_together(rollout, wanted):
     assert not any(left)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(rollouts, counts, st.lists(counts, max_size=4), st.integers(0, 8))
 def test_paused_rollout_scales_without_new_revision(rollout, wanted, changes, steps_before):
     """Whenever it is paused: before the first new worker, or with both revisions serving."""

@@ -28,6 +28,7 @@ from tandem_services.router.cost import (
 from tandem_services.router.decision import EXPLAINED_OPTIONS, Absence, PricedOptions
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import TIE_S, cheapest, options, priced_options
+from tandem_testing.long_tests import examples
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, chain_of, make_record
 
@@ -189,7 +190,7 @@ def allowed(fleet: list[Member]) -> dict[tuple[str | None, str], float]:
 
 
 @given(fleet=fleets(), seed=st.integers(0, 2**31 - 1), explained=st.booleans())
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=examples(40), deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_redis_makes_the_cheapest_allowed_choice_and_explains_it(server, fleet, seed, explained):
     expected = allowed(fleet)
 
@@ -260,7 +261,7 @@ def check_explained(
 
 
 @given(fleet=fleets(), seed=st.integers())
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=examples(100), deadline=None)
 def test_local_formula_makes_the_cheapest_allowed_choice(fleet, seed):
     expected = allowed(fleet)
     candidates = [

@@ -7,13 +7,14 @@ from hypothesis import strategies as st
 
 from tandem_operator.api.types import ROLES
 from tandem_testing.fluid_service import FluidService, config_of
+from tandem_testing.long_tests import examples
 
 loads = st.tuples(st.floats(0.0, 12_000.0), st.floats(0.0, 40.0))
 
 
 # A load 0.2 % above what eight workers do: the backlog needs minutes until it is worth the ninth.
 @example((0.0, 25.640625), {"decode": 2, "prefill": 1}, 0, False)
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(loads, st.fixed_dictionaries({role: st.integers(1, 16) for role in ROLES}), st.integers(0, 8), st.booleans())
 def test_worker_counts_settle_and_stay_under_steady_load(load, there, start_periods, flip):
     service = FluidService(config_of(flip_roles=flip), there=dict(there), start_periods=start_periods)
@@ -35,7 +36,7 @@ def test_worker_counts_settle_and_stay_under_steady_load(load, there, start_peri
         assert service.waiting <= 1e-6 + load[1] * 5.0
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(
     st.lists(loads, min_size=10, max_size=40),
     st.integers(2, 24),
@@ -62,7 +63,7 @@ def test_autoscaler_keeps_bounds_for_any_load(happened, budget, prefill_gpus, de
             assert grown <= config.max_step_up
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(20), deadline=None)
 @given(st.floats(500.0, 6000.0), st.floats(0.0, 0.05), st.randoms(use_true_random=False))
 def test_noise_within_the_tolerance_changes_nothing(tokens_per_s, noise, random):
     service = FluidService(config_of(), there={"prefill": 8, "decode": 2})

@@ -11,6 +11,7 @@ from tandem_operator.scaling.load import Load, PrefillLoad, Targets
 from tandem_operator.scaling.slo_need import prefill_need
 from tandem_testing.fluid_service import FluidService, config_of
 from tandem_testing.latency_figures import prompts_of, steps_of
+from tandem_testing.long_tests import examples
 
 lengths = st.lists(st.floats(33.0, 100_000.0), min_size=20, max_size=60)
 TARGETS = Targets(queue_seconds=1.0, kv_usage=0.85)
@@ -26,7 +27,7 @@ def load_of(tokens: list[float], arrived: float, queued: float, variation: float
     )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(
     lengths, st.floats(0.0, 20_000.0), st.floats(0.0, 1e6), st.floats(0.01, 200.0), st.sampled_from([0.5, 0.9, 0.99])
 )
@@ -41,7 +42,7 @@ def test_prompts_too_long_alone_never_add_workers(tokens, arrived, queued, ttft_
         assert need.workers == plain.workers
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(lengths, st.floats(1.0, 10_000.0), st.floats(1.01, 2.0), st.floats(0.5, 200.0), st.floats(0.2, 5.0))
 def test_need_grows_with_the_load_and_never_with_the_objective(tokens, arrived, factor, ttft_s, variation):
     def workers(rate: float, seconds: float) -> float:
@@ -104,7 +105,7 @@ def test_load_near_two_workers_keeps_counts_stable():  # [all-load-on-fewer]
     assert service.step_s() <= 0.03
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(st.floats(0.0, 8000.0), st.floats(0.0, 25.0), st.integers(1, 16), st.integers(0, 8), st.booleans())
 def test_worker_counts_settle_under_steady_load(tokens_per_s, requests_per_s, workers, start_periods, flip):
     config = with_objectives(flip_roles=flip)
@@ -115,7 +116,7 @@ def test_worker_counts_settle_under_steady_load(tokens_per_s, requests_per_s, wo
     assert all(counts == settled[0] for counts in settled)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(10), deadline=None)
 @given(st.floats(0.0, 1500.0), st.floats(0.1, 3.0))
 def test_unknown_figures_remove_no_worker_and_keep_the_least(tokens_per_s, requests_per_s):
     config = with_objectives(flip_roles=False)

@@ -26,6 +26,7 @@ from tandem_engine.memory.host.tier import SwappedKv
 from tandem_engine.memory.page_copies import CopyKind, CopyQueue, CopyReport, PageCopy
 from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.kv_events import BASE_SPACE, DIGEST_BYTES, CacheSpace, Tier, block_hash
+from tandem_testing.long_tests import examples
 from tandem_testing.memory_builders import assert_conserved, make_memory
 from tandem_testing.memory_events import TierReader
 
@@ -460,7 +461,7 @@ class WriteBack(TierMachine):
     policy = WritePolicy.WRITE_BACK
 
 
-SETTINGS = settings(max_examples=60, stateful_step_count=60, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=examples(30), stateful_step_count=60, deadline=None, derandomize=True)
 
 TestWriteThrough = WriteThrough.TestCase
 TestWriteThrough.settings = SETTINGS

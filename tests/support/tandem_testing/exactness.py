@@ -35,7 +35,11 @@ SHARED = "mixed, staggered, 2 ranks"
 UNEQUAL = ("disaggregated over NIXL, 1 to 2 ranks", "disaggregated over NIXL, 2 to 1 ranks")
 
 ALL_PATHS = ["qwen3", "gemma2"]
-"""Tiny models that take every path: normalized heads; windows, soft caps and a second norm."""
+"""Tiny models that take every path between them: normalized heads; windows, soft caps and a second norm."""
+MEETING_PATHS = (CHUNKED, CACHED, MIXED, RETRACTED, DISAGGREGATED, SHARED, *UNEQUAL)
+"""On which pages of requests, engines and ranks meet."""
+MEETING_HALVES = ((CHUNKED, MIXED, DISAGGREGATED, UNEQUAL[1]), (CACHED, RETRACTED, SHARED, UNEQUAL[0]))
+"""For two families that are alike there."""
 REDUCED_PATHS = [
     "llama-llama3-rope",
     "qwen2",
@@ -164,21 +168,27 @@ SHORT_OUTPUTS = 24
 
 @contextmanager
 def one_of_two(first: int) -> Iterator[None]:
-    """`tandem verify` in this context takes every second prompt of its set, with `SHORT_OUTPUTS`, and every second path
-    on several ranks, both from number `first` on.
+    """`tandem verify` in this context takes every second prompt of its set, with `SHORT_OUTPUTS`, and every second
+    path, all from number `first` on.
 
     Two models take all prompts and all paths between them.
     """
+    whole: list[VerifyPath] = []
 
     def fewer_prompts(*args: Any, **options: Any) -> PromptSet:
-        whole = make_prompts(*args, **options)
-        return replace(whole, prompts=whole.prompts[first::2], max_tokens=SHORT_OUTPUTS)
+        prompts = make_prompts(*args, **options)
+        return replace(prompts, prompts=prompts.prompts[first::2], max_tokens=SHORT_OUTPUTS)
 
-    def fewer_ranked(*args: Any, **options: Any) -> list[VerifyPath]:
-        return on_ranks(*args, **options)[first::2]
+    def fewer_paths(**options: Any) -> list[VerifyPath]:
+        whole[:] = make_paths(**options)
+        return whole[first::2]
+
+    def fewer_ranked(_: Sequence[VerifyPath], *args: Any, **options: Any) -> list[VerifyPath]:
+        return on_ranks(whole, *args, **options)[first::2]
 
     with pytest.MonkeyPatch.context() as patch, little_host_memory():
         patch.setattr("tandem_lab.verify.command.make_prompts", fewer_prompts)
+        patch.setattr("tandem_lab.verify.command.make_paths", fewer_paths)
         patch.setattr("tandem_lab.verify.command.on_ranks", fewer_ranked)
         yield
 

@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.benchmark_cases")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_gpu_cases(check):
     CHECKS.passes(check)

@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-import pytest
+from tandem_testing.each_case import check_each
 
 ROOT = Path(__file__).parents[3]
 SKIPPED = {".venv", ".git", "node_modules", "results"}
@@ -38,8 +38,11 @@ def broken_links(page: Path) -> list[str]:
     return broken
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
-def test_links_of_a_page_resolve(page: Path) -> None:
+def test_links_of_all_pages_resolve() -> None:
+    check_each(PAGES, links_resolve, name=lambda page: str(page.relative_to(ROOT)))
+
+
+def links_resolve(page: Path) -> None:
     assert broken_links(page) == []
 
 

@@ -23,7 +23,7 @@ from tandem_testing.pairs.fields import ROUTES
 from tandem_testing.pairs.fleets import compare_fleets, fleet_rows
 from tandem_testing.pairs.options import compare_options, option_rows
 from tandem_testing.pairs.other_apis import MESSAGES, RESPONSES
-from tandem_testing.pairs.rounded import compare_rounded, rounded_rows
+from tandem_testing.pairs.rounded import Judge, compare_rounded, rounded_rows
 from tandem_testing.system import System
 
 FLAGS = ("--threads", "1", "--kv-cache-gib", "0.1", "--dtype", "float32", "--chunked-prefill-size", "256")
@@ -85,7 +85,7 @@ def check_options(seed: int, folder: Path) -> list[Figures]:
 def check_rounded(seed: int, folder: Path) -> list[Figures]:
     own = folder / "rounded"
     own.mkdir()
-    return [report("rounded", seed, compare_rounded(rounded_rows(seed), own))]
+    return [report("rounded", seed, compare_rounded(rounded_rows(seed), own, Judge.measured(own)))]
 
 
 def check_fleets(seed: int, folder: Path) -> list[Figures]:

@@ -108,9 +108,9 @@ class Judge:
         return found
 
 
-def compare_rounded(rows: Sequence[Row], folder: Path) -> list[Outcome]:
+def compare_rounded(rows: Sequence[Row], folder: Path, judge: Judge) -> list[Outcome]:
     """Each row with transformers. `folder` is for what rows write."""
-    judge, outcomes = Judge.measured(folder), []
+    outcomes = []
     for number, row in enumerate(rows):
         own = folder / str(number)
         own.mkdir()

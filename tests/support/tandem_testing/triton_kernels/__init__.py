@@ -12,7 +12,8 @@ A module of checks has functions of two kinds:
 
     check_NAME(device)    computes with the kernel on `device` and compares. Under `make test` that is "cpu", and Triton
                           interprets the kernel; tests/gpu calls the same functions with "cuda".
-    compile_NAME()        compiles the kernel for devices and asserts what it takes of them.
+    compile_NAME()        compiles the kernel for devices and asserts what it takes of them. One that takes an
+                          architecture is a check for Hopper, and one for Ampere in `make test-long`.
 
 Each kind has a process of its own for the whole module: how Triton runs is decided when it is imported, which takes
 seconds. Its test file says no more than
@@ -20,7 +21,7 @@ seconds. Its test file says no more than
     CHECKS = KernelChecks("tandem_testing.triton_kernels.digests")
     pytestmark = CHECKS.marks
 
-    @pytest.mark.parametrize("check", CHECKS.names)
+    @pytest.mark.parametrize("check", CHECKS.cases)
     def test_digest_kernels(check):
         CHECKS.passes(check)
 """

@@ -21,8 +21,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-AMPERE, HOPPER = 80, 90
-ARCHITECTURES = (AMPERE, HOPPER)
+from tandem_testing.triton_kernels.checks import AMPERE, HOPPER
+
 SHARED_LIMIT = {AMPERE: 163 << 10, HOPPER: 227 << 10}
 """Bytes of shared memory that a block may have (CUDA C++ Programming Guide, compute capabilities)."""
 REGISTER_FILE = 64 << 10

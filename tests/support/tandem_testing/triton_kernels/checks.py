@@ -16,10 +16,17 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import NamedTemporaryFile
+from typing import Any
 
 import pytest
 
 INTERPRETED, COMPILED = "check_", "compile_"
+AMPERE, HOPPER = 80, 90
+"""Compute capabilities, times ten."""
+OF_AMPERE = "the same kernels are compiled for Hopper; for Ampere, attention over float8 pages and over latents"
+"""Why `make test` leaves out Ampere of the checks that take an architecture."""
+FOR_ARCH = " for sm_"
+"""Between the name of a check and its architecture."""
 TIME_LIMIT_S = 900
 """Of the first test of a kind, which waits for all. On a new machine everything is compiled, beside others that do."""
 CACHE = Path.home() / ".cache" / "tandem-triton"
@@ -33,13 +40,30 @@ class KernelChecks:
     module: str
 
     @property
-    def names(self) -> list[str]:
-        return [*self._of_kind(INTERPRETED), *self._of_kind(COMPILED)]
+    def cases(self) -> list[Any]:
+        """Parameters of a test: all names, those of Ampere with the mark `long`."""
+        return [
+            *self.names(INTERPRETED, long=False),
+            *self.names(COMPILED, long=False),
+            *(pytest.param(name, marks=pytest.mark.long(OF_AMPERE)) for name in self.names(COMPILED, long=True)),
+        ]
+
+    def names(self, prefix: str, *, long: bool) -> list[str]:
+        """Of checks that begin so. A function that takes an architecture is a check for Hopper, and for Ampere one that
+        `make test-long` runs."""
+        checks = []
+        for function in self._functions(prefix):
+            takes_arch = function.name.startswith(COMPILED) and function.args.args
+            if takes_arch:
+                checks.append(f"{function.name}{FOR_ARCH}{AMPERE if long else HOPPER}")
+            elif not long:
+                checks.append(function.name)
+        return checks
 
     @property
     def on_device(self) -> list[str]:
         """Those that take a device."""
-        return self._of_kind(INTERPRETED)
+        return self.names(INTERPRETED, long=False)
 
     @property
     def marks(self) -> list[pytest.MarkDecorator]:
@@ -48,28 +72,35 @@ class KernelChecks:
 
     def passes(self, check: str) -> None:
         """Fail as `check` has failed in its process."""
-        outcomes, said = _outcomes(self.module, INTERPRETED if check.startswith(INTERPRETED) else COMPILED)
+        prefix = INTERPRETED if check.startswith(INTERPRETED) else COMPILED
+        outcomes, said = _outcomes(self.module, prefix, long=check in self.names(prefix, long=True))
         assert check in outcomes, f"the process ended before {check}:\n{said}"
         assert outcomes[check] is None, outcomes[check]
+
+    def run(self, check: str) -> None:
+        """In this process. Raises what the check raises."""
+        name, _, arch = check.partition(FOR_ARCH)
+        arguments = ("cpu",) if name.startswith(INTERPRETED) else (int(arch),) if arch else ()
+        getattr(importlib.import_module(self.module), name)(*arguments)
 
     def passes_on(self, device: str, check: str) -> None:
         """The same on a real device, in this process."""
         getattr(importlib.import_module(self.module), check)(device)
 
-    def _of_kind(self, prefix: str) -> list[str]:
+    def _functions(self, prefix: str) -> list[ast.FunctionDef]:
         spec = importlib.util.find_spec(self.module)
         assert spec is not None, f"no module {self.module}"
         assert spec.origin is not None, f"{self.module} is no file"
         nodes = ast.parse(Path(spec.origin).read_text("utf-8")).body
-        return [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)]
+        return [node for node in nodes if isinstance(node, ast.FunctionDef) and node.name.startswith(prefix)]
 
 
 @functools.cache
-def _outcomes(module: str, prefix: str) -> tuple[dict[str, str | None], str]:
+def _outcomes(module: str, prefix: str, *, long: bool) -> tuple[dict[str, str | None], str]:
     """How each check ended, None if well, and what the process said besides."""
     with NamedTemporaryFile("r") as out, NamedTemporaryFile("r", errors="replace") as said:
         try:
-            _server(prefix).do(module, prefix, out.name, said.name)
+            _server(prefix).do(module, prefix, long, out.name, said.name)
         except BaseException:
             # It may still be at work, and would answer the next order with this one's end.
             _server(prefix).kill()
@@ -101,7 +132,7 @@ class _Server:
             command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
         )
 
-    def do(self, *order: str) -> None:
+    def do(self, *order: str | bool) -> None:
         """Returns when the child has ended."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None

@@ -3,10 +3,9 @@
 TRITON_INTERPRET=1 python -m tandem_testing.triton_kernels.child tandem_testing.triton_kernels.digests check_
                    python -m tandem_testing.triton_kernels.child tandem_testing.triton_kernels.digests compile_
 
-A longer prefix chooses among them.
+A longer prefix chooses among them. With "long" behind it, those of `make test-long` run instead.
 """
 
-import importlib
 import json
 import sys
 import traceback
@@ -16,23 +15,21 @@ from tandem_testing.triton_kernels.checks import INTERPRETED, KernelChecks
 
 
 def main() -> None:
-    run(*sys.argv[1:])
+    name, prefix, *more = sys.argv[1:]
+    run(name, prefix, long=more == ["long"])
 
 
-def run(name: str, prefix: str) -> None:
-    """All checks of the module `name` whose names begin so."""
-    arguments = ("cpu",) if prefix.startswith(INTERPRETED) else ()
-    if arguments:
+def run(name: str, prefix: str, *, long: bool) -> None:
+    """All checks of the module `name` whose names begin so, of those that `make test-long` runs or of the others."""
+    if prefix.startswith(INTERPRETED):
         bfloat16.install()
         scalars.install()
         kept_language.install()
-    module = importlib.import_module(name)
-    for check in KernelChecks(name).names:
-        if not check.startswith(prefix):
-            continue
+    checks = KernelChecks(name)
+    for check in checks.names(prefix, long=long):
         failure = None
         try:
-            getattr(module, check)(*arguments)
+            checks.run(check)
         except Exception:  # noqa: BLE001 - the test that asks for it fails with it
             failure = traceback.format_exc()
         sys.stdout.write(json.dumps({"check": check, "failure": failure}) + "\n")

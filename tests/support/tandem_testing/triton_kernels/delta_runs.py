@@ -23,7 +23,7 @@ from tandem_engine.memory.state_pool import StatePool, StepStates
 from tandem_engine.model.layers.delta import DeltaHeads, GatedDelta, StatefulAttend
 from tandem_engine.model.layers.linear import Linear
 from tandem_testing.forward_builders import Seq, make_batch
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import SHARED_LIMIT, compile_kernel
 from tandem_testing.triton_kernels.delta_step import LAYER, TAPS, TOLERANCE, Heads, Layer
 from tandem_testing.triton_kernels.tensors import random_floats, to_device
 
@@ -155,26 +155,25 @@ def check_layer_takes_lists_from_its_attend(device: str) -> None:
     torch.testing.assert_close(found, step.by_torch(layer.pool), rtol=0, atol=1e-4)
 
 
-def compile_for_qwen3_next_and_qwen35() -> None:
+def compile_for_qwen3_next_and_qwen35(arch: int) -> None:
     """Whole, and a rank of four."""
-    for arch in ARCHITECTURES:
-        compile_kernel(
-            unit_lower_inverse_kernel, dict.fromkeys(("system", "out"), "*fp32:16"), {"SIZE": CHUNK}, arch=arch
-        ).assert_fits()
-        for heads in (32, 8):
-            built = compile_kernel(
-                walk_runs_kernel,
-                {
-                    **dict.fromkeys(("solved", "query", "key", "attention", "whole", "matrices", "out"), "*fp32:16"),
-                    **dict.fromkeys(("rows", "slots"), "*i64"),
-                    "fresh": "*u8",
-                    "first_chunks": "*i32",
-                    "matrices_stride": "i32:16",
-                },
-                walk_constants(heads=heads, key_size=128, value_size=128, shared_bytes=SHARED_LIMIT[arch]),
-                arch=arch,
-                num_warps=WALK_WARPS,
-                num_stages=1,
-            )
-            built.assert_fits()
-            assert any(name.endswith("MMA") for name in built.instructions()), f"{built.what} uses no tensor cores"
+    compile_kernel(
+        unit_lower_inverse_kernel, dict.fromkeys(("system", "out"), "*fp32:16"), {"SIZE": CHUNK}, arch=arch
+    ).assert_fits()
+    for heads in (32, 8):
+        built = compile_kernel(
+            walk_runs_kernel,
+            {
+                **dict.fromkeys(("solved", "query", "key", "attention", "whole", "matrices", "out"), "*fp32:16"),
+                **dict.fromkeys(("rows", "slots"), "*i64"),
+                "fresh": "*u8",
+                "first_chunks": "*i32",
+                "matrices_stride": "i32:16",
+            },
+            walk_constants(heads=heads, key_size=128, value_size=128, shared_bytes=SHARED_LIMIT[arch]),
+            arch=arch,
+            num_warps=WALK_WARPS,
+            num_stages=1,
+        )
+        built.assert_fits()
+        assert any(name.endswith("MMA") for name in built.instructions()), f"{built.what} uses no tensor cores"

@@ -4,16 +4,9 @@ import torch
 
 from tandem_engine.kernels.triton.extend_attention import ExtendTiling, extend_constants, extend_kernel, extend_tiling
 from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW
-from tandem_testing.triton_kernels.ahead_of_time import (
-    AMPERE,
-    ARCHITECTURES,
-    FLOAT8_COPY,
-    HOPPER,
-    SHARED_LIMIT,
-    WIDEST_COPY,
-    compile_kernel,
-)
+from tandem_testing.triton_kernels.ahead_of_time import FLOAT8_COPY, SHARED_LIMIT, WIDEST_COPY, compile_kernel
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
+from tandem_testing.triton_kernels.checks import AMPERE, HOPPER
 
 EXTENDS = ((2, 2), (40, 40), (7, 50), (70, 200), (16, 129), (33, 33))
 """Whole prompts and chunks behind a prefix; tiles and blocks that are full, and not."""
@@ -104,35 +97,29 @@ WARP_GROUP = 64
 """Rows that a warp group of Hopper multiplies at a time."""
 
 
-def compile_for_llama_8b() -> None:
-    for arch in ARCHITECTURES:
-        extend_fits(32, 8, 128, arch=arch)
+def compile_for_llama_8b(arch: int) -> None:
+    extend_fits(32, 8, 128, arch=arch)
 
 
-def compile_for_gemma() -> None:
+def compile_for_gemma(arch: int) -> None:
     """Heads of 256, a window and a cap."""
-    for arch in ARCHITECTURES:
-        extend_fits(8, 4, 256, arch=arch, span=WINDOW, capped=True)
+    extend_fits(8, 4, 256, arch=arch, span=WINDOW, capped=True)
 
 
-def compile_for_gemma4() -> None:
+def compile_for_gemma4(arch: int) -> None:
     """Layers without a window have heads of 512."""
-    for arch in ARCHITECTURES:
-        extend_fits(8, 2, 512, arch=arch)
+    extend_fits(8, 2, 512, arch=arch)
 
 
-def compile_for_llama4() -> None:
+def compile_for_llama4(arch: int) -> None:
     """Layers with chunks."""
-    for arch in ARCHITECTURES:
-        extend_fits(40, 8, 128, arch=arch, span=CHUNKS)
+    extend_fits(40, 8, 128, arch=arch, span=CHUNKS)
 
 
-def compile_for_sinks() -> None:
+def compile_for_sinks(arch: int) -> None:
     """Layers of gpt-oss, with the window and without."""
-    for arch in ARCHITECTURES:
-        for span in (WINDOW, ALL):
-            extend_fits(64, 8, 64, arch=arch, span=span, sinks=True)
-    extend_fits(64, 8, 64, arch=HOPPER, pool_kind="fp8e4nv", sinks=True)
+    for span in (WINDOW, ALL):
+        extend_fits(64, 8, 64, arch=arch, span=span, sinks=True)
 
 
 def compile_for_heads_of_64() -> None:
@@ -145,6 +132,7 @@ def compile_for_float32_and_padded_heads() -> None:
 
 def compile_for_float8_pages() -> None:
     extend_fits(32, 8, 128, arch=HOPPER, pool_kind="fp8e4nv")
+    extend_fits(64, 8, 64, arch=HOPPER, pool_kind="fp8e4nv", sinks=True)
     extend_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
 
 

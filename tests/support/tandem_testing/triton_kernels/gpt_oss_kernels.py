@@ -13,7 +13,8 @@ from tandem_engine.kernels.triton.fused_moe import ExpertBiases
 from tandem_engine.kernels.triton.norm_activation import CLAMPED_SWIGLU, Clamp, product_constants
 from tandem_engine.model.layers.triton_experts import DeviceExperts
 from tandem_testing.mxfp4_files import write_random_mxfp4
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import SHARED_LIMIT, compile_kernel
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels, logits_through
 from tandem_testing.triton_kernels.quantized_expert_kernels import EXPERTS, FEW, MANY, agrees, levels_of_experts
 from tandem_testing.triton_kernels.quantized_kernels import loaded, only_for, shape_alone
@@ -80,7 +81,7 @@ def check_decoders_of_mxfp4_files_are_those_of_their_values(device: str) -> None
     torch.testing.assert_close(written, stored, rtol=1e-4, atol=1e-4)
 
 
-def compile_packed_experts_of_gpt_oss() -> None:
+def compile_packed_experts_of_gpt_oss(arch: int) -> None:
     """32 of 2880 on 2880, 4 for a token, in groups of 32."""
     few, many = quantized_moe.FEW, quantized_moe.MANY_OF_SMALL_GROUPS
     numbers = dict.fromkeys(("outputs", "inputs", "row_bytes", "group_size"), "i32:16")
@@ -91,40 +92,38 @@ def compile_packed_experts_of_gpt_oss() -> None:
         **numbers,
         **dict.fromkeys(("num_rows", "num_pairs", "groups"), "i32"),
     }
-    for arch in ARCHITECTURES:
-        for tiles in (few, many):
-            for kernel, tile in (
-                (quantized_moe.packed_gate_up_kernel, tiles.gate_up),
-                (quantized_moe.packed_down_kernel, tiles.down),
-            ):
-                constants: dict[str, Any] = quantized_gemm.constants_of(shape_alone(PACKED_E2M1, 32, symmetric=True))
-                constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 4}
-                constants |= product_constants(CLAMPED_SWIGLU, GPT_OSS)
-                built = compile_kernel(
-                    kernel, *only_for(kernel, types, constants), arch=arch, num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                )  # fmt: skip
-                built.assert_fits()
-                assert "cp.async.c" in built.ptx, built.what
-                assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
+    for tiles in (few, many):
+        for kernel, tile in (
+            (quantized_moe.packed_gate_up_kernel, tiles.gate_up),
+            (quantized_moe.packed_down_kernel, tiles.down),
+        ):
+            constants: dict[str, Any] = quantized_gemm.constants_of(shape_alone(PACKED_E2M1, 32, symmetric=True))
+            constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 4}
+            constants |= product_constants(CLAMPED_SWIGLU, GPT_OSS)
+            built = compile_kernel(
+                kernel, *only_for(kernel, types, constants), arch=arch, num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )  # fmt: skip
+            built.assert_fits()
+            assert "cp.async.c" in built.ptx, built.what
+            assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
 
 
-def compile_plain_experts_of_gpt_oss() -> None:
+def compile_plain_experts_of_gpt_oss(arch: int) -> None:
     types = {
         **dict.fromkeys(("x", "weight", "inner", "results", "bias"), "*bf16:16"),
         **dict.fromkeys(("pairs", "owner"), "*i32:16"),
         "num_pairs": "i32",
     }
     gate = product_constants(CLAMPED_SWIGLU, GPT_OSS)
-    for arch in ARCHITECTURES:
-        for tiles in expert_tiles.every_tile(BFLOAT16, shared_bytes=SHARED_LIMIT[arch]):
-            for kernel, shape, tile in (
-                (fused_moe.gate_up_kernel, fused_moe.gate_up_shape(4, 2880, 2880, gate), tiles.gate_up),
-                (fused_moe.down_kernel, fused_moe.down_shape(2880, 2880), tiles.down),
-            ):
-                constants = shape | fused_moe.tile_constants(tiles.rows, tile)
-                built = compile_kernel(
-                    kernel, *only_for(kernel, types), constants, arch=arch, num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                )  # fmt: skip
-                built.assert_fits()
+    for tiles in expert_tiles.every_tile(BFLOAT16, shared_bytes=SHARED_LIMIT[arch]):
+        for kernel, shape, tile in (
+            (fused_moe.gate_up_kernel, fused_moe.gate_up_shape(4, 2880, 2880, gate), tiles.gate_up),
+            (fused_moe.down_kernel, fused_moe.down_shape(2880, 2880), tiles.down),
+        ):
+            constants = shape | fused_moe.tile_constants(tiles.rows, tile)
+            built = compile_kernel(
+                kernel, *only_for(kernel, types), constants, arch=arch, num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )  # fmt: skip
+            built.assert_fits()

@@ -20,7 +20,8 @@ from tandem_engine.model.layers.triton import DeviceQuantizedLinear
 from tandem_engine.model.layers.triton_experts import DeviceExperts, ExpertMatrices, ExpertStacks, read_experts
 from tandem_engine.model.quantization.levels import Levels
 from tandem_testing.quantized_files import KERNEL_KINDS, MIXTRAL, QWEN3_MOE, mixtral_names, write_quantized
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels, logits_through
 from tandem_testing.triton_kernels.quantized_kernels import CODINGS, loaded, only_for, random_levels, shape_alone
 from tandem_testing.triton_kernels.tensors import random_floats, units_apart
@@ -263,7 +264,7 @@ def check_decoders_of_packed_experts_are_those_of_their_values(device: str) -> N
         torch.testing.assert_close(written, stored, rtol=1e-4, atol=1e-4)
 
 
-def compile_packed_experts() -> None:
+def compile_packed_experts(arch: int) -> None:
     """Qwen3-30B-A3B's experts, in formats that checkpoints have."""
     few, many, small = quantized_moe.FEW, quantized_moe.MANY, quantized_moe.MANY_OF_SMALL_GROUPS
     in_float32 = quantized_moe.tiles_of(quantized_moe.FEW_ROWS, FLOAT32, one_group=True)
@@ -279,33 +280,32 @@ def compile_packed_experts() -> None:
     )
     numbers = dict.fromkeys(("outputs", "inputs", "row_bytes", "group_size"), "i32:16")
     numbers |= dict.fromkeys(("num_rows", "num_pairs", "groups"), "i32")
-    for arch in ARCHITECTURES:
-        for coding, group_size, symmetric, dtype, tiles in cases:
-            types = {
-                **dict.fromkeys(("x", "inner", "results"), f"*{dtype}:16"),
-                **dict.fromkeys(("codes", "zeros"), "*u8:16"),
-                **dict.fromkeys(("pairs", "owner"), "*i32:16"),
-                "scales": "*fp16:16",
-                **numbers,
-            }
-            for kernel, tile in (
-                (quantized_moe.packed_gate_up_kernel, tiles.gate_up),
-                (quantized_moe.packed_down_kernel, tiles.down),
-            ):
-                constants: dict[str, Any] = quantized_gemm.constants_of(
-                    shape_alone(coding, group_size, symmetric=symmetric)
-                )
-                constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 8, "bias": None}
-                constants |= product_constants("silu", None)
-                built = compile_kernel(
-                    kernel, *only_for(kernel, types, constants), arch=arch, num_warps=tile.num_warps,
-                    num_stages=tile.num_stages,
-                )  # fmt: skip
-                built.assert_fits()
-                # Codes are on their way while others are multiplied, 8 or 16 bytes at a time.
-                assert "cp.async.c" in built.ptx, built.what
-                if dtype == "bf16":
-                    assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
-        orders = {"x": "*bf16:16", "rows": "*bf16:16", "experts": "*i64:16", "order": "*i32:16"}
-        shape = {"CHOSEN": 8, "SIZE": 2048, "BLOCK": quantized_moe.REORDER}
-        compile_kernel(quantized_moe.reorder_kernel, orders, shape, arch=arch).assert_fits()
+    for coding, group_size, symmetric, dtype, tiles in cases:
+        types = {
+            **dict.fromkeys(("x", "inner", "results"), f"*{dtype}:16"),
+            **dict.fromkeys(("codes", "zeros"), "*u8:16"),
+            **dict.fromkeys(("pairs", "owner"), "*i32:16"),
+            "scales": "*fp16:16",
+            **numbers,
+        }
+        for kernel, tile in (
+            (quantized_moe.packed_gate_up_kernel, tiles.gate_up),
+            (quantized_moe.packed_down_kernel, tiles.down),
+        ):
+            constants: dict[str, Any] = quantized_gemm.constants_of(
+                shape_alone(coding, group_size, symmetric=symmetric)
+            )
+            constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "CHOSEN": 8, "bias": None}
+            constants |= product_constants("silu", None)
+            built = compile_kernel(
+                kernel, *only_for(kernel, types, constants), arch=arch, num_warps=tile.num_warps,
+                num_stages=tile.num_stages,
+            )  # fmt: skip
+            built.assert_fits()
+            # Codes are on their way while others are multiplied, 8 or 16 bytes at a time.
+            assert "cp.async.c" in built.ptx, built.what
+            if dtype == "bf16":
+                assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
+    orders = {"x": "*bf16:16", "rows": "*bf16:16", "experts": "*i64:16", "order": "*i32:16"}
+    shape = {"CHOSEN": 8, "SIZE": 2048, "BLOCK": quantized_moe.REORDER}
+    compile_kernel(quantized_moe.reorder_kernel, orders, shape, arch=arch).assert_fits()

@@ -18,7 +18,8 @@ from tandem_engine.model.layers.triton import DeviceQuantizedLinear, packed_weig
 from tandem_engine.model.loader import load_model
 from tandem_engine.model.quantization.levels import Levels
 from tandem_testing.quantized_files import KERNEL_KINDS, write_quantized
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, HOPPER, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels, logits_through
 from tandem_testing.triton_kernels.tensors import random_floats, units_apart
 
@@ -158,7 +159,7 @@ def loaded(folder: str, quantization: Quantization, device: str) -> Decoder:
     return model
 
 
-def compile_quantized_gemm() -> None:
+def compile_quantized_gemm(arch: int) -> None:
     """The projections of Llama-3.1-8B, in formats that checkpoints have."""
     cases = (
         (INT4, 128, False, "bf16", quantized_gemm.FEW[0]),
@@ -172,30 +173,29 @@ def compile_quantized_gemm() -> None:
     )
     numbers = dict.fromkeys(("outputs", "inputs", "row_bytes", "group_size"), "i32:16")
     numbers |= dict.fromkeys(("num_tokens", "steps", "splits"), "i32")
-    for arch in ARCHITECTURES:
-        for coding, group_size, symmetric, dtype, tile in cases:
-            constants = quantized_gemm.constants_of(shape_alone(coding, group_size, symmetric=symmetric))
-            constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "BIAS": True, "BLOCK": quantized_gemm.COMBINE}
-            types = {
-                **dict.fromkeys(("x", "out", "bias"), f"*{dtype}:16"),
-                **dict.fromkeys(("codes", "zeros"), "*u8:16"),
-                "scales": "*fp16:16",
-                "partials": "*fp32:16",
-                **numbers,
-            }
-            few = tile in quantized_gemm.FEW
-            kernel = quantized_gemm.split_kernel if few else quantized_gemm.whole_kernel
-            built = compile_kernel(
-                kernel, *only_for(kernel, types, constants), arch=arch, num_warps=tile.num_warps,
-                num_stages=tile.num_stages,
-            )  # fmt: skip
-            built.assert_fits()
-            # Codes are on their way while others are multiplied, several of them at a time.
-            assert "cp.async.cg" in built.ptx, built.what
-            if dtype == "bf16":
-                assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
-        combine = quantized_gemm.combine_kernel
-        compile_kernel(combine, *only_for(combine, types, constants), arch=arch).assert_fits()
+    for coding, group_size, symmetric, dtype, tile in cases:
+        constants = quantized_gemm.constants_of(shape_alone(coding, group_size, symmetric=symmetric))
+        constants |= {"TOKENS": tile.tokens, "OUTPUTS": tile.outputs, "BIAS": True, "BLOCK": quantized_gemm.COMBINE}
+        types = {
+            **dict.fromkeys(("x", "out", "bias"), f"*{dtype}:16"),
+            **dict.fromkeys(("codes", "zeros"), "*u8:16"),
+            "scales": "*fp16:16",
+            "partials": "*fp32:16",
+            **numbers,
+        }
+        few = tile in quantized_gemm.FEW
+        kernel = quantized_gemm.split_kernel if few else quantized_gemm.whole_kernel
+        built = compile_kernel(
+            kernel, *only_for(kernel, types, constants), arch=arch, num_warps=tile.num_warps,
+            num_stages=tile.num_stages,
+        )  # fmt: skip
+        built.assert_fits()
+        # Codes are on their way while others are multiplied, several of them at a time.
+        assert "cp.async.cg" in built.ptx, built.what
+        if dtype == "bf16":
+            assert ("wgmma" if arch == HOPPER else "mma.sync") in built.ptx, built.what
+    combine = quantized_gemm.combine_kernel
+    compile_kernel(combine, *only_for(combine, types, constants), arch=arch).assert_fits()
 
 
 def only_for(kernel: Any, *named: dict[str, Any]) -> list[dict[str, Any]]:

@@ -21,7 +21,7 @@ from tandem_testing.edit_builders import make_edits, make_request, settled
 from tandem_testing.forward_builders import make_sampling
 from tandem_testing.queued_sampling import PARAMS, both, random_sampling
 from tandem_testing.queued_sampling import random_logits as random_step
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
 from tandem_testing.triton_kernels.tensors import kernels_on, to_device
 
 VOCAB = 9001
@@ -278,7 +278,7 @@ def exact_gumbel(bits: Tensor) -> Tensor:
     return -torch.log(-torch.log1p(-u))
 
 
-def compile_edits() -> None:
+def compile_edits(arch: int) -> None:
     tensors = (
         dict.fromkeys(("logits", "out", "repetition", "frequency", "presence"), FLOATS)
         | dict.fromkeys(("slots", "ahead", "bit_index", "allowed_index"), INTS)
@@ -286,14 +286,13 @@ def compile_edits() -> None:
         | dict.fromkeys(("in_prompt", "allowed"), BYTES)
         | {"row_stride": "i32:16", "vocab_size": "i32:16", "num_words": "i32", "drafts": "i32"}
     )
-    for arch in ARCHITECTURES:
-        constants = penalties.edit_constants(penalise=True, mask=True, allow=True)
-        compile_kernel(
-            penalties.edit_kernel, tensors, constants, arch=arch, enable_fp_fusion=False
-        ).assert_fits()  # fmt: skip
+    constants = penalties.edit_constants(penalise=True, mask=True, allow=True)
+    compile_kernel(
+        penalties.edit_kernel, tensors, constants, arch=arch, enable_fp_fusion=False
+    ).assert_fits()  # fmt: skip
 
 
-def compile_sampling() -> None:
+def compile_sampling(arch: int) -> None:
     parts = triton.cdiv(QWEN_VOCAB, sampling.PART)
     width = triton.next_power_of_2(parts)
     sizes = {"row_stride": "i32:16", "vocab_size": "i32:16"}
@@ -302,22 +301,21 @@ def compile_sampling() -> None:
         "temperatures": FLOATS, "seeds": INTS, "positions": INTS, "keys": "*fp32", "winners": "*i32", "masses": "*fp32",
     }  # fmt: skip
     settled = {"top_ks": INTS, "top_ps": FLOATS, "min_p_logs": FLOATS, "out": INTS, "num_parts": "i32"}
-    for arch in ARCHITECTURES:
+    compile_kernel(
+        sampling.peak_kernel, peaks | sizes, {"PART": sampling.PART}, arch=arch, num_warps=sampling.WARPS
+    ).assert_fits()
+    compile_kernel(
+        sampling.draw_kernel, peaks | params | sizes, {"WIDTH": width, "PART": sampling.PART}, arch=arch,
+        num_warps=sampling.WARPS, enable_fp_fusion=False,
+    ).assert_fits()  # fmt: skip
+    for greedy in (False, True):
         compile_kernel(
-            sampling.peak_kernel, peaks | sizes, {"PART": sampling.PART}, arch=arch, num_warps=sampling.WARPS
-        ).assert_fits()
-        compile_kernel(
-            sampling.draw_kernel, peaks | params | sizes, {"WIDTH": width, "PART": sampling.PART}, arch=arch,
-            num_warps=sampling.WARPS, enable_fp_fusion=False,
+            sampling.settle_kernel, peaks | params | settled | sizes,
+            {"GREEDY": greedy, "WIDTH": width, "BLOCK": sampling.BLOCK}, arch=arch,
+            num_warps=sampling.SETTLE_WARPS, enable_fp_fusion=False,
         ).assert_fits()  # fmt: skip
-        for greedy in (False, True):
-            compile_kernel(
-                sampling.settle_kernel, peaks | params | settled | sizes,
-                {"GREEDY": greedy, "WIDTH": width, "BLOCK": sampling.BLOCK}, arch=arch,
-                num_warps=sampling.SETTLE_WARPS, enable_fp_fusion=False,
-            ).assert_fits()  # fmt: skip
-        logprob = {"logits": FLOATS, "token_ids": INTS, "temperatures": FLOATS, "out": FLOATS}
-        compile_kernel(
-            sampling.logprob_kernel, logprob | sizes, {"SCALED": True, "BLOCK": sampling.BLOCK}, arch=arch,
-            num_warps=sampling.SETTLE_WARPS,
-        ).assert_fits()  # fmt: skip
+    logprob = {"logits": FLOATS, "token_ids": INTS, "temperatures": FLOATS, "out": FLOATS}
+    compile_kernel(
+        sampling.logprob_kernel, logprob | sizes, {"SCALED": True, "BLOCK": sampling.BLOCK}, arch=arch,
+        num_warps=sampling.SETTLE_WARPS,
+    ).assert_fits()  # fmt: skip

@@ -1,4 +1,5 @@
-"""Has torch and Triton imported, and forks a child for each order: a line with a module, a kind of checks, and files.
+"""Has torch and Triton imported, and forks a child for each order: a line with a module, a kind of checks, whether
+those of `make test-long`, and files.
 
 The import takes two seconds of CPU, and there are a dozen modules of two kinds each. A server is for one kind: Triton
 reads TRITON_INTERPRET when it is imported. A server of kernels to compile also has Triton's digest of its own files,
@@ -29,14 +30,14 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _obey(name: str, prefix: str, out: str, said: str) -> None:
+def _obey(name: str, prefix: str, long: bool, out: str, said: str) -> None:
     """In the child: lines of JSON go to the file `out`, all else to `said`."""
     for path, descriptor in ((out, 1), (said, 2)):
         file = os.open(Path(path), os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
     status = 1
     try:
-        run(name, prefix)
+        run(name, prefix, long=long)
         status = 0
     except BaseException:  # noqa: BLE001 - the tests whose checks did not run fail with it
         traceback.print_exc()

@@ -8,7 +8,7 @@ from tandem_engine.kernels.triton import page_copy, row_tables
 from tandem_engine.kernels.triton import page_copy as page_gather
 from tandem_engine.speculative.eagle import HiddenStates
 from tandem_testing.forward_builders import Seq, make_batch
-from tandem_testing.triton_kernels.ahead_of_time import ARCHITECTURES, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import compile_kernel
 from tandem_testing.triton_kernels.tensors import kernels_on, random_floats, to_device
 
 INTS = "*i64:16"
@@ -105,26 +105,25 @@ def wait_for(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def compile_tables_and_pages() -> None:
-    for arch in ARCHITECTURES:
-        block = {"BLOCK": row_tables.BLOCK}
-        ids = dict.fromkeys(("table", "input_ids", "rows", "out"), INTS) | {"count": "i32"}
-        compile_kernel(row_tables.resolve_kernel, ids, block, arch=arch).assert_fits()
-        ids = dict.fromkeys(("table", "rows", "token_ids"), INTS) | {"count": "i32"}
-        compile_kernel(row_tables.publish_kernel, ids, block, arch=arch).assert_fits()
-        moved = dict.fromkeys(("table", "values", "rows"), INTS) | {"width": "i32:16"}
-        for scatter in (False, True):
-            compile_kernel(row_tables.move_rows_kernel, moved, block | {"SCATTER": scatter}, arch=arch).assert_fits()
-        pages = dict.fromkeys(("pool", "sources", "targets"), INTS)
-        strides = dict.fromkeys(("page_stride", "page_words"), "i32:16")
-        constants = {"BLOCK": page_copy.BLOCK}
-        compile_kernel(
-            page_copy.copy_pages_kernel, pages | strides, constants, arch=arch, num_warps=page_copy.WARPS
-        ).assert_fits()
-        pages = dict.fromkeys(("source", "target"), INTS) | {"sources": "*i64", "targets": "*i64", "count": "i32"}
-        strides = dict.fromkeys(("source_stride", "target_stride", "page_words"), "i32:16")
-        constants = {"BLOCK": page_gather.GATHER_BLOCK}
-        compile_kernel(page_gather.gather_pages_kernel, pages | strides, constants, arch=arch).assert_fits()
+def compile_tables_and_pages(arch: int) -> None:
+    block = {"BLOCK": row_tables.BLOCK}
+    ids = dict.fromkeys(("table", "input_ids", "rows", "out"), INTS) | {"count": "i32"}
+    compile_kernel(row_tables.resolve_kernel, ids, block, arch=arch).assert_fits()
+    ids = dict.fromkeys(("table", "rows", "token_ids"), INTS) | {"count": "i32"}
+    compile_kernel(row_tables.publish_kernel, ids, block, arch=arch).assert_fits()
+    moved = dict.fromkeys(("table", "values", "rows"), INTS) | {"width": "i32:16"}
+    for scatter in (False, True):
+        compile_kernel(row_tables.move_rows_kernel, moved, block | {"SCATTER": scatter}, arch=arch).assert_fits()
+    pages = dict.fromkeys(("pool", "sources", "targets"), INTS)
+    strides = dict.fromkeys(("page_stride", "page_words"), "i32:16")
+    constants = {"BLOCK": page_copy.BLOCK}
+    compile_kernel(
+        page_copy.copy_pages_kernel, pages | strides, constants, arch=arch, num_warps=page_copy.WARPS
+    ).assert_fits()
+    pages = dict.fromkeys(("source", "target"), INTS) | {"sources": "*i64", "targets": "*i64", "count": "i32"}
+    strides = dict.fromkeys(("source_stride", "target_stride", "page_words"), "i32:16")
+    constants = {"BLOCK": page_gather.GATHER_BLOCK}
+    compile_kernel(page_gather.gather_pages_kernel, pages | strides, constants, arch=arch).assert_fits()
 
 
 def compile_indices_of_pages_may_lie_anywhere() -> None:

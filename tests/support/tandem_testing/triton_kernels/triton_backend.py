@@ -11,7 +11,8 @@ from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.attention.triton import TritonBackend
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_qkv
-from tandem_testing.triton_kernels.ahead_of_time import HOPPER, launches_that_only_compile
+from tandem_testing.triton_kernels.ahead_of_time import launches_that_only_compile
+from tandem_testing.triton_kernels.checks import HOPPER
 
 SCALE = HEAD_DIM**-0.5
 SPECS = (AttentionSpec(scale=SCALE, window=20), AttentionSpec(scale=0.6, soft_cap=2.0))

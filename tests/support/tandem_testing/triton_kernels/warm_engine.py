@@ -48,12 +48,12 @@ from tandem_testing.quantized_files import KERNEL_KINDS, QWEN3_MOE, write_quanti
 from tandem_testing.scheduler_builders import make_message
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
 from tandem_testing.triton_kernels.ahead_of_time import (
-    HOPPER,
     SHARED_LIMIT,
     Launch,
     launches_that_are_only_noted,
     launches_that_only_compile,
 )
+from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
 
 PENALISED = {"repetition_penalty": 1.2, "presence_penalty": 0.3}

@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.triton_backend")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_triton_backend(check):
     CHECKS.passes(check)

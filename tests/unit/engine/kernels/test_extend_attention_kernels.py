@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.extend_attention")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_extend_attention_kernels(check):
     CHECKS.passes(check)

@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.gpt_oss_kernels")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_gpt_oss_kernels(check):
     CHECKS.passes(check)

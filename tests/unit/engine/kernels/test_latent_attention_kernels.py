@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.latent_attention")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_latent_attention_kernels(check):
     CHECKS.passes(check)

@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.quantized_expert_kernels")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_quantized_expert_kernels(check):
     CHECKS.passes(check)

@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.table_kernels")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_table_kernels(check):
     CHECKS.passes(check)

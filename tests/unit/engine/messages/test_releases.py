@@ -16,10 +16,12 @@ from tandem_engine.messages.nodes import LeaderToNode, NodeToLeader
 from tandem_engine.messages.outputs import EngineReply
 from tandem_engine.messages.requests import EngineRequest
 from tandem_engine.messages.transfer import PeerMessage
+from tandem_testing.each_case import check_each
 from tandem_testing.wire_samples import encoded_samples, files, sample, structs
 
 FILES = dict(files())
-WRITTEN = [(release, name, data) for release, samples in FILES.items() for name, data in samples.items()]
+Written = tuple[int, str, bytes]
+WRITTEN: list[Written] = [(release, name, data) for release, samples in FILES.items() for name, data in samples.items()]
 UNIONS: tuple[object, ...] = (
     *(EngineRequest, EngineReply, EngineToWorker, WorkerToEngine),
     *(PeerMessage, NodeToLeader, LeaderToNode, KvEvent),
@@ -70,21 +72,36 @@ def plain(message: msgspec.Struct) -> Any:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(message))
 
 
-@pytest.mark.parametrize(("release", "name", "data"), WRITTEN, ids=[f"{r}-{name}" for r, name, _ in WRITTEN])
-def test_message_of_a_release_is_read_whole(release: int, name: str, data: bytes) -> None:
+def test_message_of_a_release_is_read_whole() -> None:
+    check_each(WRITTEN, is_read_whole, name=written_name)
+
+
+def written_name(written: Written) -> str:
+    return f"{written[0]}-{written[1]}"
+
+
+def is_read_whole(written: Written) -> None:
+    release, name, data = written
     assert name in structs(), f"release {release} sends {name}: keep it until that release is outside the window"
     read = msgspec.msgpack.decode(data, type=structs()[name])
     assert missing_from(msgspec.msgpack.decode(data), plain(read)) == []
 
 
-@pytest.mark.parametrize(("release", "name", "data"), WRITTEN, ids=[f"{r}-{name}" for r, name, _ in WRITTEN])
-def test_tagged_message_of_a_release_has_a_channel(release: int, name: str, data: bytes) -> None:
+def test_tagged_message_of_a_release_has_a_channel() -> None:
+    check_each(WRITTEN, has_a_channel, name=written_name)
+
+
+def has_a_channel(written: Written) -> None:
+    release, name, data = written
     if structs()[name].__struct_config__.tag is not None:
         assert any(reads(channel, b"\x01" + data) for channel in CHANNELS), f"nothing reads {name} of release {release}"
 
 
-@pytest.mark.parametrize("name", structs())
-def test_message_with_later_fields_is_read(name: str) -> None:
+def test_message_with_later_fields_is_read() -> None:
+    check_each(structs(), is_read_with_later_fields, name=str)
+
+
+def is_read_with_later_fields(name: str) -> None:
     expected = sample(structs()[name])
     later = msgspec.msgpack.encode(with_later_fields(plain(expected)))
     assert without_later_fields(plain(msgspec.msgpack.decode(later, type=structs()[name]))) == plain(expected)
