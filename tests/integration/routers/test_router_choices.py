@@ -9,6 +9,7 @@ import pytest
 from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
+from tandem_services.router import probing
 from tandem_services.router.decision import NoWorkersError, Placement, Source
 from tandem_services.router.registry import ROW
 from tandem_testing.router_builders import (
@@ -158,6 +159,34 @@ async def test_excluding_all_workers_raises_no_workers_error(fleet, router):
     await fleet.join(router, make_record("a"))
     with pytest.raises(NoWorkersError):
         await router.choose(query(exclude=frozenset({"a@1"})))
+
+
+async def test_query_for_few_workers_gets_no_other(fleet, router):
+    workers = [make_record(f"w{number}") for number in range(4)]
+    await fleet.join(router, *workers)
+    await fleet.cache(workers[0], chain_of(PROMPT))
+    for name in ("w1@1", "w3@1"):
+        choice = await router.choose(query(only=frozenset({name})))
+        assert (choice.source, choice.decode.incarnation) == (Source.REDIS, name)
+    with pytest.raises(NoWorkersError):
+        await router.choose(query(only=frozenset({"w2@1"}), exclude=frozenset({"w2@1"})))
+
+
+@pytest.mark.parametrize("role", [PREFILL, DECODE, Role.BOTH])
+async def test_worker_that_measured_itself_too_slow_is_probed(fleet, router, monkeypatch, role):
+    slow = make_record("slow", role, load=make_load(prefill_rate=1.0, step_s=10.0))
+    others = [make_record(f"w{number}", role) for number in range(3)]
+    if role is not Role.BOTH:
+        others.append(make_record("mate", DECODE if role is PREFILL else PREFILL))
+    await fleet.join(router, slow, *others)
+    monkeypatch.setattr(probing, "SHARE", 0.0)
+    for _ in range(8):
+        choice = await router.choose(query())
+        assert slow.view not in (choice.decode, choice.prefill)
+        await router.release(choice)
+    monkeypatch.setattr(probing, "SHARE", 1.0)
+    choices = [await router.choose(query()) for _ in range(3)]
+    assert [slow.view in (choice.decode, choice.prefill) for choice in choices] == [True, False, False]
 
 
 async def test_unknown_model_or_too_long_prompt_raises_no_workers(fleet, router):
