@@ -142,8 +142,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None,
         add_generation_prompt: bool,
     ) -> dict[str, Any]:
+        # To find the time of this place takes as long as a short rendering.
+        own = {"strftime_now": clock(datetime.now().astimezone())} if "strftime_now" in self.variables else {}
         return {
-            "strftime_now": clock(datetime.now().astimezone()),
+            **own,
             "documents": None,
             **self.special_tokens,
             **(variables or {}),

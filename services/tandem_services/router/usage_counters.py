@@ -225,6 +225,14 @@ class VirtualCounters:
             self.floor = max(self.floor, self.value(tenant))
             self._forget()
 
+    def pass_by(self, tenant: str) -> None:
+        """As `arrive` and then `leave`: a request that did not wait. Nothing else of it waits."""
+        level = self._level() if self._backlogged else self.floor
+        value = self._values[tenant] = max(self._values.get(tenant, self.floor), level)
+        if not self._backlogged:
+            self.floor = max(self.floor, value)
+            self._forget()
+
     def adopt(self, values: dict[str, float], floor: float) -> None:
         """What all gateways together have counted."""
         self._values.update(values)

@@ -10,10 +10,10 @@ disconnect in one iteration of the event loop, the disconnect counts, because th
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from starlette.types import Scope
 
@@ -59,12 +59,16 @@ class _Cancelling:
         return self._cancelled and task.uncancel() <= self._before
 
 
-class BodyWriter(Protocol):
-    """Writes a response without a task."""
+class Bodies(Protocol):
+    """Reads a request and writes its response without a task."""
 
     @property
     def started(self) -> bool:
         """Whether its head is written."""
+        ...
+
+    def take_request(self) -> bytes | None:
+        """The whole body of the request, once, when all of it is here; None when its client has left."""
         ...
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes, *, more: bool) -> bool:
@@ -83,12 +87,16 @@ class BodyWriter(Protocol):
         ...
 
 
+AtOnce: TypeAlias = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
+"""Writes a whole response: status, headers, body. False, and nothing written, where it can only be sent."""
+
+
 class Client(_Cancelling):
     """The client of one request, as its connection sees it. A block ends with `ClientGoneError` when it leaves."""
 
     __slots__ = ("_gone", "body", "has_sent_all")
 
-    def __init__(self, body: BodyWriter | None = None) -> None:
+    def __init__(self, body: Bodies | None = None) -> None:
         super().__init__()
         self._gone = False
         self.body = body

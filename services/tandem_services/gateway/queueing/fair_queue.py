@@ -85,6 +85,10 @@ class FairQueue(Generic[W]):
         """How many wait, by tenant."""
         return {tenant: len(line) for tenant, line in self._by_tenant.items()}
 
+    def holds(self, tenant: str) -> bool:
+        """Whether a request of it waits."""
+        return tenant in self._by_tenant
+
     def add(self, newcomer: W) -> W | None:
         """Add a request. Returns the one without a seat then: the new one, or another that it displaced."""
         loser = self._loser(newcomer) if self._size >= self.seats else None

@@ -57,7 +57,7 @@ class Precedence:
         """Whether this new request queries the router without a turn of the queue."""
         if not queue:
             return True
-        if not newcomer.is_behind or newcomer.tenant in self._at_once or newcomer.tenant in queue.lengths:
+        if not newcomer.is_behind or newcomer.tenant in self._at_once or queue.holds(newcomer.tenant):
             return False
         head = queue.next(self.clock.now())
         return head is None or head.priority <= newcomer.priority
