@@ -1,9 +1,10 @@
 """Requests for workers that report to be far slower than others of their kind, so that what they report stays true.
 
-A worker measures its rates at its start, then with each step that it computes. One that was disturbed at its start is
-too dear for any request, and without requests it measures nothing.
+A worker measures how fast it computes prompts at its start, then with each of them. One that was disturbed at its start
+is too dear for any prompt, and without prompts it measures nothing. Decode workers need no probes: an idle one has no
+price, whatever its steps take.
 
-    suspect   it reports a third of the median prefill rate of its role and compat hash, or three times its step time
+    suspect   it computes prompts, and reports a third of the median rate of its role and compat hash
     probed    of the requests with short prompts, `SHARE` go to a suspect that has had none for `UNUSED_S`
 
 Nothing is probed where no worker stands out.
@@ -36,7 +37,7 @@ MOST_TOKENS = 1024
 """Longest prompt of a probe: a worker that is as slow as it says delays no long one."""
 
 MATES = 15
-"""Workers of the other role that a probe may use with the suspect."""
+"""Decode workers that a probe may use with the suspect."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -54,18 +55,18 @@ class Probing:
 
     def look(self) -> None:
         """Compare all reports, if it is time to. Call with each view."""
-        now = self.clock.now()
-        if now < self._look_at:
+        now, workers = self.clock.now(), self.membership.offered()
+        if now < self._look_at or not workers:
             return
         self._look_at = now + LOOK_S
         kinds = defaultdict[tuple[str, Role, str], list[WorkerRecord]](list)
-        for worker in self.membership.offered():
+        for worker in workers:
             record = self.membership.find(worker.incarnation)
-            if record is not None:
+            if record is not None and worker.role is not Role.DECODE:
                 kinds[worker.model, worker.role, worker.compat_hash].append(record)
         self._suspects = {}
-        for (model, role, _), records in kinds.items():
-            if slow := _slow(role, records):
+        for (model, _, _), records in kinds.items():
+            if slow := _slow(records):
                 self._suspects.setdefault(model, []).extend(slow)
         names = {name for suspects in self._suspects.values() for name in suspects}
         self._chosen_at = {name: self._chosen_at.get(name, float("-inf")) for name in sorted(names)}
@@ -81,11 +82,14 @@ class Probing:
         if record is None:
             return None
         view = record.view
-        mates = self._mates(view.model, view.role, view.compat_hash)
-        if view.role is Role.PREFILL and not mates:
+        if view.role is Role.BOTH:
+            return replace(query, only=frozenset((view.incarnation,)))
+        mates = self.membership.groups.groups(view.model).get((Role.DECODE, view.compat_hash), ())
+        if not mates:
             return None
-        # A prompt for a slow prefill worker would be computed where it is decoded.
-        return replace(query, only=frozenset((view.incarnation, *mates)), paired=view.role is Role.PREFILL)
+        some = self.random.sample(mates, min(MATES, len(mates)))
+        # The prompt for a slow prefill worker would be computed where it is decoded.
+        return replace(query, only=frozenset((view.incarnation, *some)), paired=True)
 
     def note(self, choice: Choice) -> None:
         """A request goes there."""
@@ -95,13 +99,6 @@ class Probing:
             if worker is not None and worker.incarnation in self._chosen_at:
                 self._chosen_at[worker.incarnation] = self.clock.now()
 
-    def _mates(self, model: str, role: Role, compat_hash: str) -> Sequence[str]:
-        if role is Role.BOTH:
-            return ()
-        other = Role.DECODE if role is Role.PREFILL else Role.PREFILL
-        names = self.membership.groups.groups(model).get((other, compat_hash), ())
-        return self.random.sample(names, min(MATES, len(names)))
-
 
 def _may_probe(query: RouteQuery) -> bool:
     """Of first attempts of the model alone."""
@@ -109,13 +106,7 @@ def _may_probe(query: RouteQuery) -> bool:
     return not others and len(query.token_ids) <= MOST_TOKENS
 
 
-def _slow(role: Role, records: Sequence[WorkerRecord]) -> Iterable[str]:
+def _slow(records: Sequence[WorkerRecord]) -> Iterable[str]:
     """Incarnations of those that stand out, of one kind."""
     rate = median(record.load.prefill_rate for record in records)
-    step_s = median(record.load.step_s for record in records)
-    return [
-        record.view.incarnation
-        for record in records
-        if (role is not Role.DECODE and record.load.prefill_rate * SLOWER < rate)
-        or (role is not Role.PREFILL and step_s > 0.0 and record.load.step_s > SLOWER * step_s)
-    ]
+    return [record.view.incarnation for record in records if record.load.prefill_rate * SLOWER < rate]

@@ -179,7 +179,8 @@ def has_to_wait(terms: Iterable[ScoreTerm]) -> bool:
 
 def prefill_wait_s(terms: Iterable[ScoreTerm]) -> float:
     """How long its prompt is predicted to wait for the prompts before it."""
-    return sum([term.seconds for term in terms if term.name == PREFILL_QUEUE])
+    waits = [term.seconds for term in terms if term.name == PREFILL_QUEUE]
+    return waits[0] if len(waits) == 1 else sum(waits)
 
 
 def computed_in_s(terms: Iterable[ScoreTerm]) -> float:

@@ -227,10 +227,12 @@ class VirtualCounters:
 
     def pass_by(self, tenant: str) -> None:
         """As `arrive` and then `leave`: a request that did not wait. Nothing else of it waits."""
-        level = self._level() if self._backlogged else self.floor
-        value = self._values[tenant] = max(self._values.get(tenant, self.floor), level)
-        if not self._backlogged:
-            self.floor = max(self.floor, value)
+        if self._backlogged:
+            self._values[tenant] = max(self.value(tenant), self._level())
+            return
+        # It was level with nobody but the floor, which is where it leaves.
+        self.floor = max(self._values.pop(tenant, self.floor), self.floor)
+        if self._values:
             self._forget()
 
     def adopt(self, values: dict[str, float], floor: float) -> None:

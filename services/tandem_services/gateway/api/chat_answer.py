@@ -165,6 +165,8 @@ class ChatFormat:
         )
 
     def _message(self, choice: WholeChoice) -> AssistantMessage:
+        if self._is_plain:
+            return AssistantMessage(content=choice.text)
         calls = [
             CalledTool(
                 id=self._call_id(choice.index, call.index),

@@ -114,7 +114,7 @@ class Answering:
         caller = identity.caller
         await caller.reserve(tokens, choices=len(record.choices))
         self.journal.open(record)
-        served.metrics.running.inc()
+        served.metrics.running.value += 1
         self.running += 1
         try:
             await answering()
@@ -127,7 +127,7 @@ class Answering:
             record.status, record.error = refusal.status, str(refusal)
             raise
         finally:
-            served.metrics.running.dec()
+            served.metrics.running.value -= 1
             self.running -= 1
             caller.used(record.used_tokens)
             record.e2e_s = self.clock.now() - identity.arrived
@@ -316,7 +316,8 @@ class GenerationEndpoint(Generic[R]):
             written = Answer(job, answer_format, served.generator, limit, client, send, at_once, threads)
             await (written.stream() if plan.stream else written.whole())
 
-        await self._shared.accepted(record, identity, served, answer, tokens=plan.expected_tokens)
+        tokens = 0 if identity.caller.limits is None else plan.expected_tokens
+        await self._shared.accepted(record, identity, served, answer, tokens=tokens)
 
 
 @dataclass(slots=True)

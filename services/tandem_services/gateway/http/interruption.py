@@ -42,9 +42,9 @@ class _Cancelling:
         self._cancelled = False
 
     def _begin(self) -> None:
-        task = asyncio.current_task()
+        self._task = task = asyncio.current_task()
         assert task is not None, "an answer is made by a task"
-        self._task, self._before, self._cancelled = task, task.cancelling(), False
+        self._before, self._cancelled = task.cancelling(), False
 
     def _cancel(self) -> None:
         """Does nothing outside of the block."""

@@ -81,6 +81,10 @@ class TokenSequence:
         if end < self._next:
             return into
         known = self._next - output.index
+        if not (known or into.token_ids or into.embedding) and output.logprobs is None:
+            # As nearly all are: alone, and new.
+            self._next = end
+            return Accepted([*output.token_ids], into.logprobs, output.finish, into.prompt_logprobs, output.embedding)
         into.token_ids.extend(output.token_ids[known:])
         if output.logprobs is not None:
             into.logprobs.extend(output.logprobs[known:])

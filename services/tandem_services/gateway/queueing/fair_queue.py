@@ -200,6 +200,8 @@ class HeadYield:
 
     def yields(self, head: Waiting, cost: float) -> bool:
         """Whether `head`, the head of line here, is not to be tried now. `cost`: of its prompt, over its weight."""
+        if self._standing is None:
+            return False
         now = self.clock.now()
         if not self._ahead(head, cost, now):
             return False

@@ -11,8 +11,8 @@ from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_testing.router_builders import make_choice, make_load, make_query, make_record
 from tandem_testing.service_clock import ServiceClock
 
-SLOW = make_load(prefill_rate=100.0, step_s=1.0)
-OTHERS = [make_record(f"w{number}", load=make_load(prefill_rate=1000.0, step_s=0.01)) for number in range(4)]
+SLOW = make_load(prefill_rate=100.0)
+OTHERS = [make_record(f"w{number}", load=make_load(prefill_rate=1000.0)) for number in range(4)]
 
 
 @pytest.fixture
@@ -61,7 +61,7 @@ def test_worker_that_had_a_request_is_not_probed_for_a_while(clock):
 
 def test_worker_that_has_measured_itself_is_no_longer_probed(clock):
     probing = probing_of(clock, *OTHERS, make_record("slow", load=SLOW))
-    fast = make_record("slow", load=make_load(prefill_rate=500.0, step_s=0.02))
+    fast = make_record("slow", load=make_load(prefill_rate=500.0))
     probing.membership.update(FleetSnapshot(epoch="e", workers=(*OTHERS, fast), malformed=0))
     clock.advance(LOOK_S)
     probing.look()
@@ -84,7 +84,7 @@ def test_request_that_needs_certain_workers_is_no_probe(clock, fields):
 
 
 def test_slow_prefill_worker_is_probed_with_decode_workers(clock):
-    fast = make_load(prefill_rate=1000.0, step_s=0.01)
+    fast = make_load(prefill_rate=1000.0)
     prefills = [make_record(f"p{number}", Role.PREFILL, load=fast) for number in range(3)]
     slow, decode = make_record("slow", Role.PREFILL, load=SLOW), make_record("d", Role.DECODE, load=fast)
     found = probing_of(clock, *prefills, slow, decode)
