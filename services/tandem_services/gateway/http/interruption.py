@@ -137,6 +137,11 @@ def client_of(scope: Scope) -> Client:
     return Client() if client is None else client
 
 
+def forget_client(scope: Scope) -> None:
+    """The request has ended. Idempotent."""
+    scope.pop(_CLIENT, None)
+
+
 @dataclass(slots=True)
 class Closing:
     """One per gateway; belongs to its event loop."""

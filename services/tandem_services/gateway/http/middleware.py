@@ -37,7 +37,14 @@ from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.http.errors import PATH as ANTHROPIC_PATH
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error, error_body, send_error, speaks_anthropic
-from tandem_services.gateway.http.interruption import AtOnce, Bodies, ClientGoneError, client_of, shutting_down
+from tandem_services.gateway.http.interruption import (
+    AtOnce,
+    Bodies,
+    ClientGoneError,
+    client_of,
+    forget_client,
+    shutting_down,
+)
 from tandem_services.gateway.limits import (
     MAX_HEADER_BYTES,
     MAX_HEADER_FIELDS,
@@ -199,6 +206,9 @@ class RequestBoundary:
             if not started and (body is None or not body.started):
                 for message in _LAST_ANSWERS[speaks_anthropic(scope["path"])]:
                     await send(message)
+        finally:
+            # The connection's objects refer to the scope, too: nothing is left for the garbage collector.
+            forget_client(scope)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = self._identify(scope, self._clock.now())
@@ -221,6 +231,7 @@ class RequestBoundary:
         except Exception as error:  # noqa: BLE001  # the boundary of one request: others must continue
             await self._refuse(answer, scope, error)
         finally:
+            identity.answer_at_once = _not_at_once
             self._ended(scope, answer)
 
     def _ended(self, scope: Scope, answer: "_Answer") -> None:
