@@ -16,7 +16,8 @@ OF_A_REQUEST = {"Client", "RequestIdentity", "RequestRecord", "RequestResponseCy
 async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, stream: bool) -> None:
     message = {"role": "user", "content": "hi"}
     body = json.dumps({"model": "mock", "messages": [message], "max_tokens": 2, "stream": stream}).encode()
-    head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    fields = f"Host: a\r\nContent-Type: application/json\r\nContent-Length: {len(body)}"
+    head = f"POST /v1/chat/completions HTTP/1.1\r\n{fields}"
     writer.write(f"{head}\r\n\r\n".encode() + body)
     answer = await reader.readuntil(b"\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200")
