@@ -50,7 +50,7 @@ class SocketReadable:
     def used(self) -> None:
         """The socket was used, which may have taken the descriptor's word away."""
         # To wake a waiter that finds nothing costs more than the question.
-        if self._waiter is not None and self._socket.get(zmq.EVENTS) & _SOMETHING:
+        if self._waiter is not None and int(self._socket.get(zmq.EVENTS)) & _SOMETHING:
             self._wake()
 
     def close(self) -> None:
