@@ -5,7 +5,8 @@ a stream's: it becomes readable once when *something* has happened since the soc
 socket, including a send, clears it (zmq_getsockopt(3), ZMQ_FD). So
 
     1. a reader reads until nothing is left, and only then waits
-    2. when the descriptor is readable, or the socket was used by others, the waiter wakes up and reads again
+    2. when the descriptor is readable, or something is there after others have used the socket, the waiter wakes up and
+       reads again
     3. without a waiter the descriptor is cleared, or the event loop would be notified forever. The next reader begins
        by reading
 """
@@ -22,6 +23,8 @@ from zmq.utils.monitor import parse_monitor_message
 from tandem_engine.base.errors import WireError
 from tandem_engine.ipc.channels import MAX_PER_RECEIVE, In, IpcContext, Out, configure, connect
 from tandem_engine.messages.codec import Codec
+
+_SOMETHING = int(zmq.POLLIN)
 
 
 class SocketReadable:
@@ -46,7 +49,9 @@ class SocketReadable:
 
     def used(self) -> None:
         """The socket was used, which may have taken the descriptor's word away."""
-        self._wake()
+        # To wake a waiter that finds nothing costs more than the question.
+        if self._waiter is not None and int(self._socket.get(zmq.EVENTS)) & _SOMETHING:
+            self._wake()
 
     def close(self) -> None:
         """Before the socket is closed: ends all waits. Idempotent."""

@@ -1,6 +1,7 @@
 """Sampling parameters of a request. The gateway checks them, and the engine again."""
 
 from collections.abc import Iterable, Sized
+from operator import attrgetter
 
 import msgspec
 
@@ -66,6 +67,19 @@ MAX_ALLOWED_TOKEN_IDS = 1024
 MAX_LOGPROB_TOKEN_IDS = 128
 MAX_BAD_WORDS = 256
 MAX_BAD_WORD_TOKENS = 32
+
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("max_tokens", 1, 2**31 - 1),
+    ("temperature", 0.0, 2.0),
+    ("top_k", 0, 2**31 - 1),
+    ("min_p", 0.0, 1.0),
+    ("seed", -(2**63), 2**63 - 1),
+    ("logprob_start", 0, 2**31 - 1),
+    ("presence_penalty", -2.0, 2.0),
+    ("frequency_penalty", -2.0, 2.0),
+)
+"""Numbers that every request has: both ends are allowed."""
+_ranged = attrgetter(*[name for name, _, _ in _RANGES])
 
 GREEDY_TEMPERATURE = 1e-5
 """Below this a temperature means greedy: dividing logits by less overflows float32."""
@@ -144,25 +158,21 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     def check(self, *, vocab_size: int) -> None:
         """Raise `InvalidRequestError` naming the field, the limit and the value seen."""
-        _within("max_tokens", self.max_tokens, 1, 2**31 - 1)
+        for (name, low, high), value in zip(_RANGES, _ranged(self), strict=True):
+            # `not (low <= value <= high)` also refuses NaN.
+            if not low <= value <= high:
+                raise _outside(name, value, low, high)
         _within("min_tokens", self.min_tokens, 0, self.max_tokens)
-        _within("temperature", self.temperature, 0.0, 2.0)
-        _within("top_k", self.top_k, 0, 2**31 - 1)
         if not 0.0 < self.top_p <= 1.0:
             raise InvalidRequestError(f"top_p must be in (0, 1], got {self.top_p}", param="top_p")
-        _within("min_p", self.min_p, 0.0, 1.0)
-        _within("seed", self.seed, -(2**63), 2**63 - 1)
         if self.logprobs is not None:
             _within("logprobs", self.logprobs, 0, MAX_TOP_LOGPROBS)
         if self.logprob_token_ids:
             self._check_logprob_ids(vocab_size)
         if self.prompt_logprobs is not None:
             _within("prompt_logprobs", self.prompt_logprobs, 0, MAX_TOP_LOGPROBS)
-        _within("logprob_start", self.logprob_start, 0, 2**31 - 1)
         if self.logprob_start and self.prompt_logprobs is None:
             raise InvalidRequestError("logprob_start is only allowed with prompt_logprobs", param="logprob_start")
-        _within("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _within("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
         if not 0.0 < self.repetition_penalty <= 2.0:
             raise InvalidRequestError(
                 f"repetition_penalty must be above 0 and at most 2, got {self.repetition_penalty}",
@@ -282,6 +292,9 @@ def _at_most(name: str, values: Sized, limit: int) -> None:
 
 
 def _within(name: str, value: float, low: float, high: float) -> None:
-    # `not (low <= value <= high)` also refuses NaN.
     if not low <= value <= high:
-        raise InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", param=name)
+        raise _outside(name, value, low, high)
+
+
+def _outside(name: str, value: float, low: float, high: float) -> InvalidRequestError:
+    return InvalidRequestError(f"{name} must be between {low} and {high}, got {value}", param=name)

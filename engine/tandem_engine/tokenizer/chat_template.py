@@ -142,8 +142,10 @@ class ChatTemplate:
         variables: Mapping[str, Any] | None,
         add_generation_prompt: bool,
     ) -> dict[str, Any]:
+        # To find the time of this place takes as long as a short rendering.
+        own = {"strftime_now": clock(datetime.now().astimezone())} if "strftime_now" in self.variables else {}
         return {
-            "strftime_now": clock(datetime.now().astimezone()),
+            **own,
             "documents": None,
             **self.special_tokens,
             **(variables or {}),
@@ -174,6 +176,8 @@ class ChatTemplate:
 def _prepared(message: Mapping[str, Any]) -> Mapping[str, Any]:
     """As transformers gives messages to templates: without fields that are null, and reasoning under all the names that
     templates read it by."""
+    if len(message) == 2 and message.get("role") is not None and message.get("content") is not None:
+        return message
     given = {name: value for name, value in message.items() if value is not None}
     reasoning = next((given[name] for name in ("reasoning_content", "thinking", "reasoning") if name in given), None)
     return given if reasoning is None else {"thinking": reasoning, **given, "reasoning_content": reasoning}
@@ -227,16 +231,16 @@ class ControlLiterals:
     def may_begin_in(self, value: Any) -> bool:
         """Whether any string in a JSON-like value, keys included, has the first or last character of a literal."""
         parts = [value]
-        while parts:
-            part = parts.pop()
-            # Most are plain strings, which need no look at their base classes.
-            if type(part) is str or isinstance(part, str):
+        for part in parts:  # grows by what is in them
+            # Most are plain strings and dictionaries, which need no look at their base classes.
+            kind = type(part)
+            if kind is str or isinstance(part, str):
                 if self._edge.search(part) is not None:
                     return True
-            elif isinstance(part, (dict, Mapping)):
-                parts += part.keys()
+            elif kind is dict or isinstance(part, Mapping):
+                parts += part
                 parts += part.values()
-            elif isinstance(part, (list, tuple)):
+            elif kind is list or isinstance(part, (list, tuple)):
                 parts += part
         return False
 

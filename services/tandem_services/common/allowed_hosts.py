@@ -19,14 +19,17 @@ Any other name must be listed: `--allowed-hosts llm.example.com *.corp.example`,
 import re
 import socket
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
-from functools import lru_cache
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_engine.base.addresses import Address, AddressError, bare_host, ip_of, is_loopback
 from tandem_engine.base.errors import ConfigError
 
 ANY = "*"
+
+MAX_KNOWN = 256
+"""Headers of which it is remembered whether they are allowed."""
+
 RESOLVER = Path("/etc/resolv.conf")
 CLUSTER_SUFFIXES = (".svc", ".svc.cluster.local")
 _PATTERN = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_-]{0,62})(\.[a-z0-9_-]{1,63}){0,20}")
@@ -41,6 +44,8 @@ class AllowedHosts:
     suffixes: tuple[str, ...] = CLUSTER_SUFFIXES
     """Each begins with a dot; names that end with one are allowed."""
     everything: bool = False
+    _known: dict[str, bool] = field(default_factory=dict, init=False, repr=False, compare=False)
+    """By header: clients of a port repeat a few, and to read an address takes as long as to route a request."""
 
     @classmethod
     def of(cls, patterns: Iterable[str], *, listening: Iterable[str]) -> "AllowedHosts":
@@ -71,19 +76,21 @@ class AllowedHosts:
 
     def allow(self, header: str) -> bool:
         """Whether a request with this Host header is for this port."""
-        return self.everything or _allows(self, header)
+        known = self._known.get(header)
+        if known is None:
+            if len(self._known) >= MAX_KNOWN:
+                self._known.clear()
+            known = self._known[header] = self.everything or self._allows(header)
+        return known
 
-
-@lru_cache(maxsize=256)
-def _allows(allowed: AllowedHosts, header: str) -> bool:
-    """Clients of a port repeat a few names, and reading an address takes as long as routing a request."""
-    try:
-        host = _host_of(header)
-    except AddressError:
-        return False
-    if ip_of(host) is not None or host == "localhost" or host.endswith(".localhost"):
-        return True
-    return "." not in host or host in allowed.names or host.endswith(allowed.suffixes)
+    def _allows(self, header: str) -> bool:
+        try:
+            host = _host_of(header)
+        except AddressError:
+            return False
+        if ip_of(host) is not None or host == "localhost" or host.endswith(".localhost"):
+            return True
+        return "." not in host or host in self.names or host.endswith(self.suffixes)
 
 
 def _host_of(header: str) -> str:

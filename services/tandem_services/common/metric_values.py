@@ -1,4 +1,4 @@
-"""Counters and histograms as plain numbers, written by one thread and read at each scrape.
+"""Counters, histograms and gauges as plain numbers, written by one thread and read at each scrape.
 
 A series of prometheus_client takes a lock for each increment and looks for its bucket one by one, which is a seventh of
 what a gateway computes for a request. These have no lock: the event loop writes them, and `render` reads them there.
@@ -51,6 +51,18 @@ class CounterSeries:
         yield "_total", {}, self.value
         if _TELLS_CREATED:
             yield "_created", {}, self._created
+
+
+class LevelSeries:
+    """One number that is changed where it is: a gauge."""
+
+    __slots__ = ("value",)
+
+    def __init__(self) -> None:
+        self.value = 0.0
+
+    def points(self) -> Iterator[Point]:
+        yield "", {}, self.value
 
 
 class HistogramSeries:
@@ -129,6 +141,13 @@ class CounterFamily(_Family[CounterSeries]):
 
     def _new(self) -> CounterSeries:
         return CounterSeries()
+
+
+class LevelFamily(_Family[LevelSeries]):
+    _kind = "gauge"
+
+    def _new(self) -> LevelSeries:
+        return LevelSeries()
 
 
 class HistogramFamily(_Family[HistogramSeries]):

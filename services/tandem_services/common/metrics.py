@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from tandem_engine.base.cgroups import cpu_quota, throttling
 from tandem_engine.base.release import RELEASE
-from tandem_services.common.metric_values import CounterFamily, HistogramFamily
+from tandem_services.common.metric_values import CounterFamily, HistogramFamily, LevelFamily
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 
@@ -90,6 +90,10 @@ class MetricFamilies:
 
     def gauge(self, name: str, text: str, labels: Sequence[str] = ()) -> Gauge:
         return self._family(name, lambda: Gauge(name, text, labels, registry=self.registry))
+
+    def level(self, name: str, text: str, labels: Sequence[str]) -> LevelFamily:
+        """A gauge that changes with each request."""
+        return self._family(name, lambda: LevelFamily(name, text, labels, self.registry))
 
     def histogram(self, name: str, text: str, labels: Sequence[str], *, buckets: Sequence[float]) -> HistogramFamily:
         return self._family(name, lambda: HistogramFamily(name, text, labels, self.registry, buckets=buckets))

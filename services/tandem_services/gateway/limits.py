@@ -247,6 +247,11 @@ class BodyCharge:
         self._check_length(size)
         self.budget.check(client, size)
 
+    def hold(self, client: str, size: int) -> None:
+        """All `size` bytes of the body of `client` are here. Raises as `add`."""
+        self._client = client
+        self.add(size)
+
     def add(self, size: int) -> None:
         """So many more bytes are here. Raises `ApiError` 413 or 429, and charges nothing then."""
         self._check_length(self._bytes + size)

@@ -6,7 +6,7 @@ relies on signed rows alone.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NamedTuple, Protocol
 
@@ -183,6 +183,10 @@ class RouteQuery:
     """Output tokens the request may still produce."""
     exclude: frozenset[str] = frozenset()
     """Incarnations that this request has already failed on."""
+    only: frozenset[str] | None = None
+    """The only incarnations that it may have, few enough to be named in a call; None: all that are not excluded."""
+    paired: bool = False
+    """A decode worker is to compute the prompt only where no prefill worker can."""
     compat_hash: str | None = None
     """Compat hash of the workers whose output is continued: other weights would continue it with other tokens
     [same-kind-paired]."""
@@ -202,6 +206,11 @@ class RouteQuery:
     def space(self) -> CacheSpace:
         """Where its prefix may be cached."""
         return CacheSpace(self.cache_salt, self.adapter)
+
+    def excluding(self, incarnations: frozenset[str]) -> "RouteQuery":
+        """The same without these workers."""
+        # A copy costs as much as many a decision, and mostly there is nothing to exclude.
+        return self if incarnations <= self.exclude else replace(self, exclude=self.exclude | incarnations)
 
     def served_by(self, worker: WorkerView) -> bool:
         """Whether `worker` has its adapter or can load it, if it has one."""
@@ -273,8 +282,6 @@ class Choice:
     """None where nothing was scored: of conversations that a worker keeps, and of workers that take over what runs."""
     cell: OtherCell | None = None
     """Where these workers are; None: in the gateway's own cell."""
-    decided_s: float = 0.0
-    """How long the decision took, as measured by its caller."""
     reservation: Reservation
 
 
@@ -301,6 +308,14 @@ class MemberProofs(Protocol):
 
     def proven(self, incarnation: str) -> bool:
         """Whether it has answered, and was not found silent or dead since."""
+        ...
+
+    def watch_again(self, worker: WorkerView, *, unlisted: bool) -> None:
+        """This one may be a member again, beside those that are watched. `unlisted`: Redis does not name it."""
+        ...
+
+    def proven_now(self, incarnation: str) -> bool:
+        """Whether `prove` would answer yes without a wait. It counts as used then."""
         ...
 
     async def prove(self, worker: WorkerView, *, within_s: float) -> bool:

@@ -274,12 +274,14 @@ class BlockIndex:
             ),
         )
 
-    async def release(self, reservation: Reservation) -> None:
-        """Take back what `route` reserved, before it expires by itself."""
-        if reservation.bucket is None:
-            return
-        claims: list[str | int] = []
-        for claim in reservation.claims:
-            claims += (claim.incarnation, claim.queue_tokens, claim.sequences, claim.room_tokens)
-        bucket, note = reservation.bucket, reservation.note
-        await self.library.call("release", self.keys.shared, self.keys.prefix, bucket, note, *claims)
+    async def release(self, *reservations: Reservation) -> None:
+        """Take back what `route` reserved, before it expires by itself; in one call."""
+        parts: list[str | int] = []
+        for reservation in reservations:
+            if reservation.bucket is None:
+                continue
+            parts += (reservation.bucket, reservation.note, len(reservation.claims))
+            for claim in reservation.claims:
+                parts += (claim.incarnation, claim.queue_tokens, claim.sequences, claim.room_tokens)
+        if parts:
+            await self.library.call("release", self.keys.shared, self.keys.prefix, *parts)

@@ -121,12 +121,13 @@ class FewWorkers:
         *,
         prompt_tokens: int,
         exclude: frozenset[str] = frozenset(),
+        only: frozenset[str] | None = None,
         first_block: bytes | None = None,
         compat_hash: str | None = None,
         coming: Mapping[str, int] | None = None,
         absences: Mapping[str, Absence] | None = None,
     ) -> Found:
-        """All that may be offered, of a small fleet; of a larger one those with a reason to be cheap.
+        """All that may be offered, of a small fleet; of a larger one those with a reason to be cheap. `only`: of these.
 
         `first_block`: digest of the prompt's first page, if it has one. `compat_hash`: of the workers that are wanted,
         if others are not. `coming`: prompt tokens that workers will have cached soon.
@@ -134,11 +135,13 @@ class FewWorkers:
         """
 
         def fitting(name: str) -> WorkerRecord | None:
+            if only is not None and name not in only:
+                return None
             return self.membership.candidate(name, model, prompt_tokens=prompt_tokens, exclude=exclude)
 
         near = self._near(model, first_block, fitting)
         homes = frozenset(names[0] for names in near.values() if names)
-        if self.membership.groups.size(model) > ALL_PRICED:
+        if only is None and self.membership.groups.size(model) > ALL_PRICED:
             names = {name for nearest in near.values() for name in nearest}
             names.update(sorted(coming or {}, key=lambda name: (-(coming or {})[name], name))[:NEAR])
             groups = self._groups(model, compat_hash)
@@ -150,7 +153,7 @@ class FewWorkers:
             if self.membership.groups.rings(model).keys() <= {record.view.role for record in records}:
                 return Found(records, homes)
         # Of a large fleet: nearly all of some role are excluded.
-        records = self.membership.candidates(model, prompt_tokens=prompt_tokens, exclude=exclude)
+        records = self.membership.candidates(model, prompt_tokens=prompt_tokens, exclude=exclude, only=only)
         by_role: dict[Role, list[WorkerRecord]] = {}
         for record in records:
             by_role.setdefault(record.view.role, []).append(record)
@@ -289,6 +292,7 @@ class LocalChoices:
                 query.model,
                 prompt_tokens=demand.prompt_tokens,
                 exclude=exclude,
+                only=query.only,
                 first_block=first_block,
                 compat_hash=query.compat_hash,
                 coming=coming,

@@ -233,7 +233,9 @@ class Membership:
 
     async def unproven(self, incarnations: Iterable[str]) -> frozenset[str]:
         """Those that nothing may be sent to, after all were asked at once."""
-        names = sorted(set(incarnations))
+        names = [name for name in sorted(set(incarnations)) if not self._is_proven_now(name)]
+        if not names:
+            return frozenset()
         proven = await asyncio.gather(*(self.prove(name, within_s=PROOF_WAIT_S) for name in names))
         return frozenset(name for name, is_proven in zip(names, proven, strict=True) if not is_proven)
 
@@ -244,7 +246,9 @@ class Membership:
     def mark_alive(self, incarnation: str) -> None:
         """This incarnation has answered the gateway since. Its state in the registry counts again."""
         self._marked_dead.pop(incarnation, None)
-        self._watch()
+        record = self._records.get(incarnation)
+        if self.proofs is not None and record is not None and incarnation not in self._skewed:
+            self.proofs.watch_again(record.view, unlisted=incarnation in self._unlisted)
 
     def note_nameless(self, incarnation: str) -> None:
         """Redis has chosen it, and it is not in the view: only one request per lease should find out."""
@@ -303,20 +307,20 @@ class Membership:
         """Those of `incarnations` that are not in the view."""
         return {incarnation for incarnation in incarnations if incarnation not in self._records}
 
-    def candidates(self, model: str, *, prompt_tokens: int, exclude: frozenset[str]) -> list[WorkerRecord]:
-        """Workers that may be offered for a prompt of this length."""
-        return list(self.each_candidate(model, prompt_tokens=prompt_tokens, exclude=exclude))
+    def candidates(
+        self, model: str, *, prompt_tokens: int, exclude: frozenset[str], only: frozenset[str] | None = None
+    ) -> list[WorkerRecord]:
+        """Workers that may be offered for a prompt of this length; of `only`, which costs a look at these alone."""
+        return list(self.each_candidate(model, prompt_tokens=prompt_tokens, exclude=exclude, only=only))
 
-    def each_candidate(self, model: str, *, prompt_tokens: int, exclude: frozenset[str]) -> Iterator[WorkerRecord]:
+    def each_candidate(
+        self, model: str, *, prompt_tokens: int, exclude: frozenset[str], only: frozenset[str] | None = None
+    ) -> Iterator[WorkerRecord]:
         """As `candidates`, for readers that may stop early."""
-        return (
-            record
-            for incarnation, record in self._records.items()
-            if record.view.model == model
-            and record.view.context_length > prompt_tokens
-            and incarnation not in exclude
-            and self._offers(incarnation)
-        )
+        for name in self._records if only is None else sorted(only):
+            record = self.candidate(name, model, prompt_tokens=prompt_tokens, exclude=exclude)
+            if record is not None:
+                yield record
 
     def candidate(
         self, incarnation: str, model: str, *, prompt_tokens: int, exclude: frozenset[str]
@@ -341,6 +345,12 @@ class Membership:
     def page_size(self, model: str) -> int | None:
         """Page size of most workers of the model: the others' caches cannot be matched with the same chain."""
         return self.groups.page_size(model)
+
+    def _is_proven_now(self, incarnation: str) -> bool:
+        """Whether `prove` would answer yes without a wait."""
+        if incarnation not in self._records or incarnation in self._marked_dead or incarnation in self._skewed:
+            return False
+        return self.proofs is None or self.proofs.proven_now(incarnation)
 
     def _as_known(self, record: WorkerRecord) -> WorkerRecord:
         state = self._refusals.state(record.view.incarnation)

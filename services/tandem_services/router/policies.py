@@ -13,7 +13,7 @@ for every gateway at once, but it still compiles kernels and opens connections. 
 """
 
 import math
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import takewhile
@@ -85,6 +85,21 @@ class Contender:
     incarnation: str
     outstanding: float
     """What this gateway has sent to it and not got back: seconds of prompts on a prefill worker, else sequences."""
+
+
+class Fitting(Protocol):
+    """The workers that could take a query."""
+
+    def __iter__(self) -> Iterator[WorkerView]: ...
+
+    def find(self, incarnation: str) -> WorkerView | None:
+        """This one, if it is among them."""
+        ...
+
+    def like(self, worker: WorkerView, *, first: float) -> Iterator[WorkerView]:
+        """Those of its role and compat hash, it included, for readers that stop early. `first`: 0 to 1, where to
+        begin."""
+        ...
 
 
 class Policy(Protocol):
@@ -242,10 +257,10 @@ class PoliciesByRole:
         self._slow_start = slow_start
         self._narrows = names.narrow
 
-    def passed_over(self, workers: Iterable[WorkerView], query: RouteQuery) -> frozenset[str]:
-        """Incarnations among `workers`, all of which could take the query, that the policies leave out.
+    def passed_over(self, workers: Fitting, query: RouteQuery) -> frozenset[str]:
+        """Incarnations among `workers` that the policies leave out.
 
-        Looks at few of `workers` where both policies are `locality` and the query does not explore.
+        Where both policies are `locality` and the query does not explore, it looks at new workers, and at few others.
         """
         explores = self._exploration > 0.0 and self._random.random() < self._exploration
         if not explores and not self._narrows:
@@ -258,21 +273,16 @@ class PoliciesByRole:
         kept = holders | self._kept(self._any if explores else self._prefill, prefills, query)
         return frozenset(each.incarnation for each in candidates) - kept
 
-    def _ramping(self, workers: Iterable[WorkerView]) -> frozenset[str]:
+    def _ramping(self, workers: Fitting) -> frozenset[str]:
         """New workers that do not take part. Those of a kind that has no others do."""
         out = {name for name in self._slow_start.young() if self._random.random() >= self._slow_start.share(name)}
-        if not out:
-            return frozenset()
-        left_out, taking_part = dict[str, tuple[Role, str]](), set[tuple[Role, str]]()
-        for worker in workers:
-            kind = (worker.role, worker.compat_hash)
-            if worker.incarnation in out:
-                left_out[worker.incarnation] = kind
-            else:
-                taking_part.add(kind)
-            if len(left_out) == len(out) and taking_part.issuperset(left_out.values()):
-                break
-        return frozenset(name for name, kind in left_out.items() if kind in taking_part)
+        left_out = [worker for name in sorted(out) if (worker := workers.find(name)) is not None]
+        kinds = {(worker.role, worker.compat_hash): worker for worker in left_out}
+        served = {kind for kind, worker in kinds.items() if self._has_others(workers, worker, out)}
+        return frozenset(each.incarnation for each in left_out if (each.role, each.compat_hash) in served)
+
+    def _has_others(self, workers: Fitting, worker: WorkerView, out: set[str]) -> bool:
+        return any(each.incarnation not in out for each in workers.like(worker, first=self._random.random()))
 
     def _kept(self, policy: Policy, workers: Sequence[WorkerView], query: RouteQuery) -> frozenset[str]:
         if not workers:

@@ -52,6 +52,7 @@ from tandem_services.router.local_choices import FewWorkers, LocalChoices, Local
 from tandem_services.router.membership import KEEPER_WAIT_S, FleetView, Membership
 from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.predicting import predicted_latency
+from tandem_services.router.probing import Probing
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.registered_adapters import AdapterBoard
 from tandem_services.router.registry import Registry, WorkerState
@@ -198,6 +199,7 @@ class Router:
             next_serial=self._held.next_serial,
         )
         self._slow_start = SlowStart(clock=self._clock)
+        self._probing = Probing(clock=self._clock, membership=self._membership, random=self._random)
         self._explain_budget = ExplainBudget(clock=self._clock, per_second=config.explained_per_second)
         policies = PoliciesByRole(
             config.policies,
@@ -225,6 +227,7 @@ class Router:
         if self._refresher is not None:
             self._refresher.cancel()
             await asyncio.gather(self._refresher, return_exceptions=True)
+        await self._held.settle()
         await self._routing.close()
         await self._background.close()
 
@@ -238,6 +241,7 @@ class Router:
         known = {worker.incarnation for worker in self._membership.workers()}
         self._own.forget_all_but(known)
         self._slow_start.observe(known)
+        self._probing.look()
 
     def workers(self) -> tuple[WorkerView, ...]:
         """The fleet as last seen, without those that `mark_dead` named."""
@@ -309,7 +313,7 @@ class Router:
 
     async def choose(self, query: RouteQuery) -> Choice:
         """The workers for one attempt. Raises `NoWorkersError` when no worker can take it now."""
-        choice = await self._find(query)
+        choice = await self._probed(query) or await self._find(query)
         if choice is not None and not _continues(choice, query):
             # It registered since the last view, and is known from now on.
             await self.release(self._noted(choice))
@@ -366,6 +370,11 @@ class Router:
         self._local.in_flight.take_back(choice.reservation.serial)
         await self._held.release(choice)
 
+    def release_soon(self, choice: Choice) -> None:
+        """As `release`, without a wait."""
+        self._local.in_flight.take_back(choice.reservation.serial)
+        self._held.release_soon(choice)
+
     async def issue_ticket(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
         """Allow the holder of `ticket_id` to execute `choice`, which is still to be released here.
 
@@ -396,6 +405,15 @@ class Router:
         if await self._ticketed.was_redeemed(ticket_id, choice):
             self._held.drop(choice)
         await self.release(choice)
+
+    async def _probed(self, query: RouteQuery) -> Choice | None:
+        """Workers that a request is due for, if there are any and they have room."""
+        probe = self._probing.probe(query)
+        choice = None if probe is None else await self._find(probe)
+        if choice is None or not has_to_wait(choice.terms):
+            return choice
+        await self.release(self._noted(choice))
+        return None
 
     async def _find(self, query: RouteQuery) -> Choice | None:
         known = self._membership.unusable
@@ -464,13 +482,14 @@ class Router:
         return Demand(
             prompt_tokens=len(query.token_ids),
             output_tokens=min(query.max_tokens, MAX_RESERVED_OUTPUT),
-            local_prefill_tokens=self._config.local_prefill_tokens,
+            local_prefill_tokens=0 if query.paired else self._config.local_prefill_tokens,
         )
 
     def _noted(self, choice: Choice) -> Choice:
         """`choice`, which its caller will release."""
         self.counters.placements[choice.placement] += 1
         self._held.add(choice)
+        self._probing.note(choice)
         return choice
 
     async def _keep_refreshing(self) -> None:

@@ -174,12 +174,13 @@ def options(candidates: Iterable[Candidate], demand: Demand, random: Random) -> 
 
 def has_to_wait(terms: Iterable[ScoreTerm]) -> bool:
     """Whether the decode worker of an option with this price has no room for it now."""
-    return any(term.name == DECODE_ROOM and term.seconds > 0.0 for term in terms)
+    return [term.seconds for term in terms if term.name == DECODE_ROOM and term.seconds > 0.0] != []
 
 
 def prefill_wait_s(terms: Iterable[ScoreTerm]) -> float:
     """How long its prompt is predicted to wait for the prompts before it."""
-    return sum(term.seconds for term in terms if term.name == PREFILL_QUEUE)
+    waits = [term.seconds for term in terms if term.name == PREFILL_QUEUE]
+    return waits[0] if len(waits) == 1 else sum(waits)
 
 
 def computed_in_s(terms: Iterable[ScoreTerm]) -> float:

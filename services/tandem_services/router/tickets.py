@@ -179,3 +179,7 @@ class RouteTicket:
         """The id, once."""
         ticket_id, self._id = self._id, None
         return ticket_id
+
+
+NO_TICKET = RouteTicket()
+"""Of requests without one."""

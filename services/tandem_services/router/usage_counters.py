@@ -225,6 +225,16 @@ class VirtualCounters:
             self.floor = max(self.floor, self.value(tenant))
             self._forget()
 
+    def pass_by(self, tenant: str) -> None:
+        """As `arrive` and then `leave`: a request that did not wait. Nothing else of it waits."""
+        if self._backlogged:
+            self._values[tenant] = max(self.value(tenant), self._level())
+            return
+        # It was level with nobody but the floor, which is where it leaves.
+        self.floor = max(self._values.pop(tenant, self.floor), self.floor)
+        if self._values:
+            self._forget()
+
     def adopt(self, values: dict[str, float], floor: float) -> None:
         """What all gateways together have counted."""
         self._values.update(values)

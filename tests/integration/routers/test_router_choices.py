@@ -9,7 +9,9 @@ import pytest
 from tandem_engine.base.release import RELEASE, WINDOW
 from tandem_engine.config import Role
 from tandem_engine.messages.control import ServedAdapter
+from tandem_services.router import probing
 from tandem_services.router.decision import NoWorkersError, Placement, Source
+from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import ROW
 from tandem_testing.router_builders import (
     PAGE,
@@ -160,6 +162,34 @@ async def test_excluding_all_workers_raises_no_workers_error(fleet, router):
         await router.choose(query(exclude=frozenset({"a@1"})))
 
 
+async def test_query_for_few_workers_gets_no_other(fleet, router):
+    workers = [make_record(f"w{number}") for number in range(4)]
+    await fleet.join(router, *workers)
+    await fleet.cache(workers[0], chain_of(PROMPT))
+    for name in ("w1@1", "w3@1"):
+        choice = await router.choose(query(only=frozenset({name})))
+        assert (choice.source, choice.decode.incarnation) == (Source.REDIS, name)
+    with pytest.raises(NoWorkersError):
+        await router.choose(query(only=frozenset({"w2@1"}), exclude=frozenset({"w2@1"})))
+
+
+@pytest.mark.parametrize("role", [PREFILL, Role.BOTH])
+async def test_worker_that_measured_itself_too_slow_is_probed(fleet, router, monkeypatch, role):
+    slow = make_record("slow", role, load=make_load(prefill_rate=1.0))
+    others = [make_record(f"w{number}", role) for number in range(3)]
+    if role is PREFILL:
+        others.append(make_record("mate", DECODE))
+    await fleet.join(router, slow, *others)
+    monkeypatch.setattr(probing, "SHARE", 0.0)
+    for _ in range(8):
+        choice = await router.choose(query())
+        assert slow.view not in (choice.decode, choice.prefill)
+        await router.release(choice)
+    monkeypatch.setattr(probing, "SHARE", 1.0)
+    choices = [await router.choose(query()) for _ in range(3)]
+    assert [slow.view in (choice.decode, choice.prefill) for choice in choices] == [True, False, False]
+
+
 async def test_unknown_model_or_too_long_prompt_raises_no_workers(fleet, router):
     await fleet.join(router, make_record("a", context_length=len(PROMPT)))
     for bad in (query(), query(model="other", token_ids=(1, 2))):
@@ -194,6 +224,24 @@ async def test_released_load_no_longer_weighs(fleet, router):
     await router.release(first)
     second = await router.choose(query())
     assert {t.name: t.seconds for t in second.terms}["prefill_queue"] == 0
+
+
+async def test_releases_of_one_iteration_are_one_call_of_redis(fleet, router, monkeypatch):
+    await fleet.join(router, make_record("a"), make_record("b"))
+    choices = [await router.choose(query()) for _ in range(5)]
+    called, call = [], FunctionLibrary.call
+
+    async def counted(library, function, *args):
+        called.append(function)
+        return await call(library, function, *args)
+
+    monkeypatch.setattr(FunctionLibrary, "call", counted)
+    for choice in (*choices, choices[0]):
+        router.release_soon(choice)
+    await asyncio.sleep(0)
+    assert called == ["release"]
+    choice = await router.choose(query())
+    assert {t.name: t.seconds for t in choice.terms}["prefill_queue"] == 0, "all of them are given back"
 
 
 async def test_report_takes_the_place_of_reservations(fleet, router):

@@ -152,6 +152,9 @@ class FakeChooser:
     async def release(self, choice: Choice) -> None:
         self.open -= 1
 
+    def release_soon(self, choice: Choice) -> None:
+        self.open -= 1
+
     def prefill_rate(self, model: str) -> float:
         return 1000.0 * len(self.workers())
 
@@ -184,7 +187,7 @@ class FakeChooser:
 
     def _first(self, query: RouteQuery, *roles: Role) -> WorkerView | None:
         fit = (w for w in self.workers() if w.role in roles and w.incarnation not in query.exclude)
-        return next(fit, None)
+        return next((w for w in fit if query.only is None or w.incarnation in query.only), None)
 
 
 @dataclass

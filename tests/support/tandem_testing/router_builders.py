@@ -1,7 +1,7 @@
 """Workers, records and prompts for tests of router and worker service."""
 
 import contextlib
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from random import Random
 from typing import Any
 
@@ -50,6 +50,29 @@ def make_view(name: str, role: Role = Role.BOTH, *, number: int = 1, **changes: 
         "model": MODEL,
     }
     return WorkerView(**fields | changes)
+
+
+class FittingList(list[WorkerView]):
+    """Workers that could all take the query of a test. Implements `Fitting`, and counts looks."""
+
+    looks = 0
+
+    def __iter__(self) -> Iterator[WorkerView]:
+        for worker in super().__iter__():
+            self.looks += 1
+            yield worker
+
+    def find(self, incarnation: str) -> WorkerView | None:
+        self.looks += 1
+        return next((worker for worker in super().__iter__() if worker.incarnation == incarnation), None)
+
+    def like(self, worker: WorkerView, *, first: float) -> Iterator[WorkerView]:
+        kind = (worker.role, worker.compat_hash)
+        alike = [each for each in super().__iter__() if (each.role, each.compat_hash) == kind]
+        start = int(first * len(alike))
+        for each in alike[start:] + alike[:start]:
+            self.looks += 1
+            yield each
 
 
 def make_choice(

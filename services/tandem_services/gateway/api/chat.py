@@ -1,5 +1,6 @@
 """Turns `POST /v1/chat/completions` requests into plans."""
 
+from operator import attrgetter
 from typing import Any
 
 import msgspec
@@ -81,7 +82,8 @@ def template_messages(
     for position, message in enumerate(messages):
         param = f"messages[{position}]"
         entries.append(_entry(message, param))
-        called |= {call.id: call.function.name for call in message.tool_calls or ()}
+        if message.tool_calls:
+            called |= {call.id: call.function.name for call in message.tool_calls}
         if message.role == "tool" and not continues and message.tool_call_id not in called:
             where = f"{param}.tool_call_id"
             raise bad_request(f"{where}: {quoted(message.tool_call_id)} answers no tool call before it", where)
@@ -121,6 +123,8 @@ def template_variables(
 
     Raises `ApiError` 400 for documents or a reasoning effort that it has no place for.
     """
+    if not (variables or documents) and reasoning_effort is None:
+        return {}
     given = {name: value for name, value in (variables or {}).items() if value is not None}
     for name in given:
         if name in _RESERVED:
@@ -150,7 +154,13 @@ def _effort_variables(effort: str, places: frozenset[str]) -> dict[str, Any]:
     return switches
 
 
+_beside_text = attrgetter("name", "reasoning_content", "reasoning", "tool_calls", "tool_call_id")
+_ALONE = (None,) * 5
+
+
 def _entry(message: ChatMessage, param: str) -> dict[str, Any]:
+    if message.role in ("user", "system") and isinstance(message.content, str) and _beside_text(message) == _ALONE:
+        return {"role": message.role, "content": message.content}  # as most are
     _check_tool_fields(message, param)
     # Templates predate the newer name of the same role.
     entry: dict[str, Any] = {"role": "system" if message.role == "developer" else message.role}
@@ -229,7 +239,7 @@ class ChatPlanner:
             raise bad_request("continue_final_message is not available with session_params", "continue_final_message")
         counts = choice_counts(request, prompts=1)
         wanted = _wanted_tokens(request, self._fewest_tokens)
-        tools = _tools(request, served)
+        tools = _tools(request, served) if request.tools or request.tool_choice is not None else None
         grammar = _grammar(request, tools, _channels(request, served))
         vocab_size = served.prompts.tokenizer.vocab_size
         # Ranges are checked before the prompt is encoded.
@@ -238,14 +248,15 @@ class ChatPlanner:
             max_tokens=MAX_OUTPUT_TOKENS if wanted is None else wanted or PROMPT_ALONE_TOKENS,
             logprobs=chat_logprobs(request),
             prompt_logprobs=request.prompt_logprobs,
-            bad_words=await served.prompts.bad_words(request.bad_words),
+            bad_words=await served.prompts.bad_words(request.bad_words) if request.bad_words else (),
             vocab_size=vocab_size,
             grammar=grammar,
             reasoning_budget=served.model.dialect.budget(request.thinking_token_budget),
         )
-        turn = await served.session_manager.take(
-            request.session_params, cache_salt=caller.cache_salt(request.cache_salt or ""), choices=counts.generated
-        )
+        turn = None
+        if request.session_params is not None:
+            salt = caller.cache_salt(request.cache_salt or "")
+            turn = await served.session_manager.take(request.session_params, cache_salt=salt, choices=counts.generated)
         truncation = requested_truncation(request, served.prompts.context_length, max_tokens=wanted or 0)
         input_ids = await _encode(request, served, tools, turn, truncation)
         context_length = served.prompts.context_length() - (0 if turn is None else turn.history)

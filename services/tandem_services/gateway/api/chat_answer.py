@@ -48,7 +48,8 @@ class ChatFormat:
         self._no_usage: UnsetType | None = None if plan.include_usage or plan.continuous_usage else UNSET
         self._names = logprobs.TokenNames(vocabulary, by_id=plan.names_by_id)
         self._tells_ids = plan.returns_ids
-        self.text_events = TextEvents(self._text_event) if self._is_plain and not self._tells_ids else None
+        plain_stream = plan.stream and self._is_plain and not self._tells_ids
+        self.text_events = TextEvents(self._text_event) if plain_stream else None
 
     def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
         del first  # a chat does not begin with its prompt
@@ -165,6 +166,8 @@ class ChatFormat:
         )
 
     def _message(self, choice: WholeChoice) -> AssistantMessage:
+        if self._is_plain:
+            return AssistantMessage(content=choice.text)
         calls = [
             CalledTool(
                 id=self._call_id(choice.index, call.index),

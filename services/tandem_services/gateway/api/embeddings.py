@@ -10,7 +10,6 @@ import asyncio
 import base64
 from array import array
 from collections.abc import Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, replace
 from sys import byteorder
 from typing import Any, Literal
@@ -45,6 +44,7 @@ from tandem_services.gateway.limits import (
 from tandem_services.gateway.models.catalog import ModelCatalog
 from tandem_services.gateway.models.service import ModelService
 from tandem_services.gateway.observe.explain import RequestRecord
+from tandem_services.gateway.output.token_sequence import Accepted
 
 
 class EmbeddingRequest(msgspec.Struct, kw_only=True):
@@ -272,12 +272,18 @@ class EmbeddingEndpoint:
 
 async def _vector(job: EmbeddingJob, generator: Generator, index: int) -> bytes:
     record = job.record.choices[index]
-    async with aclosing(generator.dispatcher.run(_choice(job, generator.model, index), record)) as outputs:
-        async for accepted in outputs:
-            if accepted.embedding is not None:
-                record.finish_reason = "stop"
-                return accepted.embedding
-    raise internal_error("The model worker ended without an embedding. Try again.")
+    found: list[bytes] = []
+
+    async def take(accepted: Accepted) -> bool:
+        if accepted.embedding is not None:
+            found.append(accepted.embedding)
+        return bool(found)
+
+    await generator.dispatcher.run(_choice(job, generator.model, index), record, take)
+    if not found:
+        raise internal_error("The model worker ended without an embedding. Try again.")
+    record.finish_reason = "stop"
+    return found[0]
 
 
 def _choice(job: EmbeddingJob, model: str, index: int) -> ChoiceRequest:

@@ -3,7 +3,8 @@
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import NamedTuple, Protocol
+from operator import attrgetter
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -74,8 +75,24 @@ _SEED_RANGE = 1 << 64
 _SEED_LOWEST = -(1 << 63)
 
 
+_CHECKED = (
+    *("stream_options", "stream_interval", "user", "prompt_cache_key", "session_id", "metadata", "cache_salt"),
+    *("priority", "stop", "session_params", "prompt_logprobs"),
+)
+_checked = attrgetter(*_CHECKED)
+
+_SAMPLED = (
+    *("min_tokens", "top_k", "min_p", "stop_token_ids", "stop", "logprob_token_ids", "logprob_start"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "logit_bias", "allowed_token_ids"),
+)
+"""Fields of the sampling that most requests leave out."""
+_sampled = attrgetter(*_SAMPLED)
+
+
 def check_common_fields(request: GenerationFields) -> None:
     """Checks of a request that need no prompt."""
+    if _checked(request).count(None) == len(_CHECKED):
+        return  # as of most requests
     if request.stream_options not in (None, StreamOptions()) and not request.stream:
         raise bad_request("stream_options is only allowed with stream=true", "stream_options")
     if request.stream_interval is not None and not 1 <= request.stream_interval <= MAX_OUTPUT_TOKENS:
@@ -142,33 +159,43 @@ def sampling_params(
     reasoning_budget: ReasoningBudget | None = None,
 ) -> SamplingParams:
     """Raises `InvalidRequestError` or `ApiError` 400 naming the field that is out of range."""
-    top_k = request.top_k or 0
+    if _sampled(request).count(None) == len(_SAMPLED):
+        further = {}
+    else:
+        further = _further_sampling(request, logprobs=logprobs, vocab_size=vocab_size)
     sampling = SamplingParams(
         max_tokens=max_tokens,
-        min_tokens=request.min_tokens or 0,
         temperature=1.0 if request.temperature is None else request.temperature,
-        top_k=0 if top_k == -1 else top_k,
         top_p=1.0 if request.top_p is None else request.top_p,
-        min_p=request.min_p or 0.0,
         seed=_seeds.getrandbits(63) if request.seed is None else request.seed,
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        stop=stop_strings(request),
         ignore_eos=bool(request.ignore_eos),
         logprobs=logprobs,
-        logprob_token_ids=named_ids(request.logprob_token_ids, logprobs=logprobs),
         prompt_logprobs=prompt_logprobs,
-        logprob_start=request.logprob_start or 0,
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        repetition_penalty=1.0 if request.repetition_penalty is None else request.repetition_penalty,
-        logit_bias=logit_biases(request.logit_bias, vocab_size),
-        allowed_token_ids=allowed_ids(request.allowed_token_ids),
         bad_words=bad_words,
         grammar=None if grammar is None else grammar.spec,
         reasoning_budget=reasoning_budget,
+        **further,
     )
     sampling.check(vocab_size=vocab_size)
     return sampling
+
+
+def _further_sampling(request: GenerationFields, *, logprobs: int | None, vocab_size: int) -> dict[str, Any]:
+    top_k = request.top_k or 0
+    return {
+        "min_tokens": request.min_tokens or 0,
+        "top_k": 0 if top_k == -1 else top_k,
+        "min_p": request.min_p or 0.0,
+        "stop_token_ids": tuple(request.stop_token_ids or ()),
+        "stop": stop_strings(request),
+        "logprob_token_ids": named_ids(request.logprob_token_ids, logprobs=logprobs),
+        "logprob_start": request.logprob_start or 0,
+        "presence_penalty": request.presence_penalty or 0.0,
+        "frequency_penalty": request.frequency_penalty or 0.0,
+        "repetition_penalty": 1.0 if request.repetition_penalty is None else request.repetition_penalty,
+        "logit_bias": logit_biases(request.logit_bias, vocab_size),
+        "allowed_token_ids": allowed_ids(request.allowed_token_ids),
+    }
 
 
 def fit_output(sampling: SamplingParams, room: int, *, vocab_size: int) -> SamplingParams:
@@ -195,8 +222,13 @@ class ChoiceCounts(NamedTuple):
     kept: int
 
 
+_ONE = ChoiceCounts(generated=1, kept=1)
+
+
 def choice_counts(request: GenerationFields, *, prompts: int) -> ChoiceCounts:
     """`n`, and `best_of` from which the n best are kept. Raises `ApiError` 400 naming the field out of range."""
+    if request.n is None and request.best_of is None and prompts == 1:
+        return _ONE
     n = 1 if request.n is None else request.n
     best_of = n if request.best_of is None else request.best_of
     check_choices(n, prompts)
@@ -314,6 +346,8 @@ def _check_prompt_logprobs(prompts: Sequence[PlannedChoice], kept: int) -> None:
 
 def _nth_choice(prompt: PlannedChoice, index: int, nth: int, *, scores_prompt: bool) -> PlannedChoice:
     """`scores_prompt`: it requests the prompt's logprobs. In a stream each does, so that none waits for another."""
+    if nth == 0 and index == prompt.index and (scores_prompt or prompt.sampling.prompt_logprobs is None):
+        return prompt
     seed = (prompt.sampling.seed + nth - _SEED_LOWEST) % _SEED_RANGE + _SEED_LOWEST
     sampling = msgspec.structs.replace(prompt.sampling, seed=seed)
     return PlannedChoice(

@@ -15,7 +15,6 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Generic, Protocol, TypeVar
@@ -40,7 +39,7 @@ from tandem_services.gateway.dispatch.generation import Generator, Job
 from tandem_services.gateway.dispatch.plan import GenerationPlan
 from tandem_services.gateway.http.body import body_of, decode_body
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error
-from tandem_services.gateway.http.interruption import Client, Closing, Limit, client_of
+from tandem_services.gateway.http.interruption import AtOnce, Client, Closing, Limit, client_of
 from tandem_services.gateway.http.middleware import (
     CLIENT_CLOSED_REQUEST,
     RequestIdentity,
@@ -115,7 +114,7 @@ class Answering:
         caller = identity.caller
         await caller.reserve(tokens, choices=len(record.choices))
         self.journal.open(record)
-        served.metrics.running.inc()
+        served.metrics.running.value += 1
         self.running += 1
         try:
             await answering()
@@ -128,7 +127,7 @@ class Answering:
             record.status, record.error = refusal.status, str(refusal)
             raise
         finally:
-            served.metrics.running.dec()
+            served.metrics.running.value -= 1
             self.running -= 1
             caller.used(record.used_tokens)
             record.e2e_s = self.clock.now() - identity.arrived
@@ -313,10 +312,12 @@ class GenerationEndpoint(Generic[R]):
 
         async def answer() -> None:
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
-            written = Answer(job, answer_format, served.generator, limit, client, send, served.prompts.threads)
+            threads, at_once = served.prompts.threads, identity.answer_at_once
+            written = Answer(job, answer_format, served.generator, limit, client, send, at_once, threads)
             await (written.stream() if plan.stream else written.whole())
 
-        await self._shared.accepted(record, identity, served, answer, tokens=plan.expected_tokens)
+        tokens = 0 if identity.caller.limits is None else plan.expected_tokens
+        await self._shared.accepted(record, identity, served, answer, tokens=tokens)
 
 
 @dataclass(slots=True)
@@ -362,6 +363,7 @@ class Answer:
         limit: Limit,
         client: Client,
         send: Send,
+        at_once: AtOnce,
         threads: TokenizerThreads,
     ) -> None:
         self._job = job
@@ -370,6 +372,7 @@ class Answer:
         self._limit = limit
         self._client = client
         self._send = send
+        self._at_once = at_once
         self._threads = threads
         self._opened: set[int] = set()
         """Choices whose first events are out."""
@@ -382,7 +385,7 @@ class Answer:
             share_prompt_logprobs(choices, self._job.plan.n)
             best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
             body = await self._written(best, partial(self._format.whole, best, self._usage()))
-        await send_json(self._send, 200, body, header_of(self._job.record))
+        await send_json(self._send, 200, body, header_of(self._job.record), at_once=self._at_once)
 
     async def stream(self) -> None:
         """Answer while it is generated. Raises only before the first event."""
@@ -398,28 +401,29 @@ class Answer:
                 await self._write_failure(events, error)
 
     async def _gather(self, choices: list[WholeChoice]) -> None:
-        batches = self._generator.pieces(self._job)
-        try:
-            async for batch in batches:
-                for piece in batch:
-                    choices[piece.index].add(piece)
-        finally:
-            await batches.aclose()
+        async def add(pieces: Sequence[ChoicePiece]) -> None:
+            for piece in pieces:
+                choices[piece.index].add(piece)
+
+        await self._generator.run(self._job, add)
 
     async def _write_events(self, events: EventStream) -> bytes:
         """Returns those with which the last choice ends: they leave with the end of the stream."""
         text_events = None if self._job.plan.continuous_usage else self._format.text_events
         writer = _DirectWriter(events, self._piece_events, text_events)
         unfinished, last = len(self._job.plan.choices), b""
+
+        async def write(batch: Sequence[ChoicePiece]) -> None:
+            nonlocal unfinished, last
+            written = await self._written(batch, partial(self._batch_events, batch))
+            unfinished -= sum(piece.finish is not None for piece in batch)
+            if unfinished:
+                await events.write(written)
+            else:
+                last += written
+
         try:
-            async with aclosing(self._generator.pieces(self._job, writer)) as batches:
-                async for batch in batches:
-                    written = await self._written(batch, partial(self._batch_events, batch))
-                    unfinished -= sum(piece.finish is not None for piece in batch)
-                    if unfinished:
-                        await events.write(written)
-                    else:
-                        last += written
+            await self._generator.run(self._job, write, writer)
         except BaseException:
             # The choice has ended all the same.
             await events.write(last)

@@ -15,12 +15,12 @@
                  workers without any response have used up `silence_s`
     8. release   the reservation, on every path
 
-However the iteration ends, also by a disconnected client, its `finally` aborts the attempt.
+However the run ends, also by a disconnected client, its `finally` aborts the attempt.
 """
 
 import asyncio
 import logging
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -45,7 +45,7 @@ from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.observe.predictions import Predictions
 from tandem_services.gateway.observe.tracing import UNTRACED, AttemptStart, AttemptTrace
-from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.gateway.output.token_sequence import Accepted, Consume
 from tandem_services.gateway.queueing.admission import Admission, OutputCharge
 from tandem_services.router.calibration import Prediction
 from tandem_services.router.decision import Choice, Placement, PlannedFetch, WorkerView
@@ -56,7 +56,7 @@ def request_alone(
 ) -> GenerateRequest:
     """The request for the generating worker; `deadline_s` from now."""
     return GenerateRequest(
-        rid=request.attempt_id(progress),
+        rid=progress.rid,
         input_ids=request.input_ids,
         sampling=request.sampling.without_prompt_logprobs() if progress.scored else request.sampling,
         resume_ids=tuple(progress.received),
@@ -194,14 +194,14 @@ class Dispatcher:
     suspects: Suspects = field(default_factory=Suspects)
 
     async def run(
-        self, request: ChoiceRequest, record: ChoiceRecord, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Accepted, None]:
-        """New tokens as they come; the last piece carries the finish. Close the generator to abort.
+        self, request: ChoiceRequest, record: ChoiceRecord, consume: Consume, sink: TokenSink | None = None
+    ) -> None:
+        """`consume` gets new tokens as they come, the last of them with the finish. Cancel it to abort.
 
-        With a `sink`, ordinary tokens may go there instead. A piece without tokens then says that it has taken some
-        that need a look.
+        With a `sink`, ordinary tokens may go there instead. Tokens without any for `consume` then say that it has taken
+        some that need a look.
 
-        Raises `ApiError` when no attempt succeeded.
+        Raises `ApiError` when no attempt succeeded, and what `consume` raises.
         """
         if request.turn is None or request.turn.begins:
             self.quarantine.check(request)
@@ -211,6 +211,7 @@ class Dispatcher:
         progress = Progress()
         while len(progress.received) < request.sampling.max_tokens:
             place, progress.place = progress.place, None
+            progress.rid = request.attempt_id(progress)
             choice = place or await self.placing.choose(request, progress, record)
             workers = choice if request.pooling is None else _one_worker(choice)
             note = record.begin_attempt(
@@ -221,7 +222,7 @@ class Dispatcher:
             )
             trace = request.trace.attempt(_attempt_start(request, progress, choice, note))
             attempt = Attempt(
-                request.attempt_id(progress),
+                progress.rid,
                 len(progress.received),
                 record,
                 began=self.clock.now(),
@@ -230,7 +231,7 @@ class Dispatcher:
             try:
                 if request.turn is not None:
                     await request.turn.bind(workers.decode.incarnation, about=request.about)
-                await self._enter(attempt, request, workers, progress)
+                await self._enter(attempt, workers, progress)
                 self._send(attempt, request, workers, progress, trace, moving=place is not None)
                 received = _Receipt(progress, workers.decode, trace, self.placing.admission, request.caller.tenant)
                 pouring = None if sink is None else received.sink_of(sink)
@@ -240,8 +241,7 @@ class Dispatcher:
                     received.note(accepted)
                     if accepted.finish is not None:
                         note.outcome = "finished"
-                    yield accepted
-                    if accepted.finish is not None:
+                    if await consume(accepted) or accepted.finish is not None:
                         return
                     if attempt.leaving is not None and await self.placing.finds_place(attempt, request, progress):
                         note.outcome = MOVED
@@ -261,7 +261,7 @@ class Dispatcher:
                 self._ended(choice, note, at=self.clock.now() - began)
                 trace.ended()
         # The worker died between its last token and its finish.
-        yield Accepted([], [], Finish(reason=FinishReason.LENGTH))
+        await consume(Accepted([], [], Finish(reason=FinishReason.LENGTH)))
 
     def _predicted(self, request: ChoiceRequest, choice: Choice, progress: Progress) -> Prediction | None:
         """Of a first attempt to generate."""
@@ -288,11 +288,11 @@ class Dispatcher:
                 cached=record.cached_tokens,
             )
 
-    async def _enter(self, attempt: Attempt, request: ChoiceRequest, workers: Choice, progress: Progress) -> None:
+    async def _enter(self, attempt: Attempt, workers: Choice, progress: Progress) -> None:
         """Note where an attempt goes whose request may have killed a worker; it may have to wait its turn."""
         progress.began_at = len(progress.received)
         both = [worker.incarnation for worker in (workers.decode, workers.prefill) if worker is not None]
-        progress.trial = await self.suspects.enter(progress.suspicion, request.attempt_id(progress), both)
+        progress.trial = await self.suspects.enter(progress.suspicion, progress.rid, both)
         if progress.suspicion.needs_trial:
             # The wait was no worker's silence.
             attempt.began, progress.silent_since = self.clock.now(), None
@@ -371,10 +371,11 @@ class Dispatcher:
 
 def _attempt_start(request: ChoiceRequest, progress: Progress, choice: Choice, note: AttemptRecord) -> AttemptStart:
     return AttemptStart(
-        attempt_id=request.attempt_id(progress),
+        attempt_id=progress.rid,
         index=request.index,
         number=progress.number,
         requested_at=progress.requested_at,
+        decided_s=progress.decided_s,
         choice=choice,
         note=note,
         sampling=request.sampling,

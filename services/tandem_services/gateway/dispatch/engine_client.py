@@ -277,10 +277,16 @@ class EngineConnection:
         """Whether a message of the incarnation still proves that it is there."""
         return self._clock.now() < self._proven_until
 
+    def proven_now(self) -> bool:
+        """Whether nothing has to be asked before a request is sent. It counts as used then."""
+        if not (self.proven and self.heard_lately):
+            return False
+        self.used_at = self._clock.now()
+        return True
+
     async def prove(self, *, within_s: float) -> bool:
         """Whether the incarnation answers within this time, or has lately."""
-        if self.proven and self.heard_lately:
-            self.used_at = self._clock.now()
+        if self.proven_now():
             return True
         if self._closed:
             return False

@@ -83,6 +83,19 @@ class EnginePool:
         for name, connection in self._connections.items():
             connection.watched = name in watched
 
+    def watch_again(self, worker: WorkerView, *, unlisted: bool) -> None:
+        """As `watch`, of one worker that was left out of the last call. Costs the same in any fleet."""
+        name = worker.incarnation
+        if not self._closed and len(self._ahead) < AHEAD:
+            self._ahead.add(name)
+        ahead = name in self._ahead
+        if self._closed or not (ahead or unlisted):
+            return
+        if name not in self._connections and (ahead or self._left()):
+            self._introduce(worker, silent=not unlisted)
+        if name in self._connections:
+            self._connections[name].watched = True
+
     @property
     def silent(self) -> frozenset[str]:
         """Incarnations that were asked and have not answered yet."""
@@ -93,6 +106,11 @@ class EnginePool:
         since."""
         connection = self._connections.get(incarnation)
         return incarnation in self._revived if connection is None else connection.proven
+
+    def proven_now(self, incarnation: str) -> bool:
+        """Whether `prove` would answer yes without a wait. Its connection counts as used then."""
+        connection = self._connections.get(incarnation)
+        return connection is not None and connection.proven_now()
 
     async def prove(self, worker: WorkerView, *, within_s: float) -> bool:
         """Whether `worker` answers within this time, or has lately."""

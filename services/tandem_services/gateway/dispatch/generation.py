@@ -1,15 +1,13 @@
 """Runs all choices of one request concurrently, converts tokens to text, and merges the pieces as they arrive.
 
-Closing the iterator, or cancelling its consumer, aborts every choice on every worker. The first choice that fails fails
-the request.
+Cancelling it aborts every choice on every worker. The first choice that fails fails the request.
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.base.clock import Clock
@@ -43,12 +41,16 @@ class Job:
     trace: RequestTrace = UNTRACED
 
 
+Deliver: TypeAlias = Callable[[Sequence[ChoicePiece]], Awaitable[None]]
+"""Takes pieces of one request, in order of each choice."""
+
+
 class PieceWriter(Protocol):
-    """Writes pieces at once, while the consumer of the generator waits. Must not block."""
+    """Writes pieces at once, while the run waits for the next ones. Must not block."""
 
     @property
     def is_ready(self) -> Callable[[], bool]:
-        """Whether `write` can write now. Otherwise the consumer does."""
+        """Whether `write` can write now. Otherwise they are delivered."""
         ...
 
     def write(self, piece: ChoicePiece) -> None: ...
@@ -71,6 +73,10 @@ class _Merging:
 
     def write(self, piece: ChoicePiece) -> None:
         self.arrived.put_nowait(piece)
+
+    async def deliver(self, pieces: Sequence[ChoicePiece]) -> None:
+        for piece in pieces:
+            self.arrived.put_nowait(piece)
 
     def plain(self, choice: int) -> None:
         """Others of the same request are merged with it."""
@@ -96,18 +102,21 @@ class Generator:
     clock: Clock
     metrics: GatewayMetrics
 
-    def pieces(self, job: Job, writer: PieceWriter | None = None) -> AsyncGenerator[list[ChoicePiece], None]:
-        """Pieces of all choices; each list is what has gathered since the last one. Close it when done.
+    async def run(self, job: Job, deliver: Deliver, writer: PieceWriter | None = None) -> None:
+        """`deliver` gets pieces of all choices, each time what has gathered since the last. Cancel it to abort.
 
-        Ordinary pieces of a single choice may go to `writer` instead, while the consumer waits for the next ones. Those
-        of several choices are merged on the call stack of the connection's reader.
+        Ordinary pieces of a single choice may go to `writer` instead, while the run waits for the next ones. Those of
+        several choices are merged on the call stack of the connection's reader.
+
+        Raises `ApiError`, and what `deliver` raises.
         """
         if len(job.plan.choices) == 1:
             choice = job.plan.choices[0]
-            return self._choice(job, choice, _choice_request(self.model, job, choice), writer)
-        return self._merged(job)
+            await _ChoiceOutput(self, job, choice, deliver, writer).run(_choice_request(self.model, job, choice))
+        else:
+            await self._merged(job, deliver)
 
-    async def _merged(self, job: Job) -> AsyncGenerator[list[ChoicePiece], None]:
+    async def _merged(self, job: Job, deliver: Deliver) -> None:
         arrived: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
         routes, arrivals = self._routes(job.plan), asyncio.Semaphore(AT_ONCE)
         tasks: list[asyncio.Task[None]] = []
@@ -124,7 +133,7 @@ class Generator:
             while unfinished:
                 batch = await _gathered(arrived)
                 unfinished -= sum(piece.finish is not None for piece in batch)
-                yield batch
+                await deliver(batch)
         finally:
             for task in tasks:
                 task.cancel()
@@ -145,48 +154,19 @@ class Generator:
         arrived: "asyncio.Queue[ChoicePiece | BaseException]",
     ) -> None:
         merging = _Merging(arrived)
-        async with aclosing(self._choice(job, choice, request, merging)) as pieces:
-            async for (piece,) in pieces:
-                merging.write(piece)
-
-    async def _choice(
-        self, job: Job, choice: PlannedChoice, request: ChoiceRequest, writer: PieceWriter | None
-    ) -> AsyncGenerator[list[ChoicePiece], None]:
-        """One piece at a time. A refused grammar is called by the name that the client used."""
-        output = _ChoiceOutput(self, job, choice, writer)
-        outputs = self._outputs(job, request, output)
-        try:
-            try:
-                async for accepted in outputs:
-                    piece = output.next_piece(accepted)
-                    if piece is None:
-                        continue
-                    yield [piece]
-                    if piece.finish is not None:
-                        return
-            finally:
-                await outputs.aclose()
-        except ApiError as error:
-            name_grammar_field(error, job.plan.grammar_field)
-            raise
-
-    def _outputs(self, job: Job, request: ChoiceRequest, output: "_ChoiceOutput") -> AsyncGenerator[Accepted, None]:
-        """What the workers send for one choice."""
-        record = job.record.choices[request.index]
-        if job.plan.turn is None:
-            return self.dispatcher.run(request, record, output if output.may_write else None)
-        # Each output is written into the session's record.
-        outputs = self.dispatcher.run(request, record)
-        return remembered(outputs, job.plan.turn, prompt_tokens=len(request.input_ids))
+        await _ChoiceOutput(self, job, choice, merging.deliver, merging).run(request)
 
 
 class _ChoiceOutput:
     """The output of one choice, from tokens to pieces. Implements `TokenSink`."""
 
-    def __init__(self, generator: Generator, job: Job, choice: PlannedChoice, writer: PieceWriter | None) -> None:
+    def __init__(
+        self, generator: Generator, job: Job, choice: PlannedChoice, deliver: Deliver, writer: PieceWriter | None
+    ) -> None:
         self._generator = generator
         self._job = job
         self._choice = choice
+        self._deliver = deliver
         self._writer = writer
         self._record = job.record.choices[choice.index]
         self._text = ChoiceText(
@@ -206,12 +186,23 @@ class _ChoiceOutput:
         self._plain: Callable[[str], None] | None = None
         """Writes pieces that are nothing but text, once that is known to be all that comes before the end."""
         self._last_piece: ChoicePiece | None = None
-        """What a stop string has completed on the way to `writer`: it ends the generator."""
+        """What a stop string has completed on the way to `writer`: it ends the run."""
 
-    @property
-    def may_write(self) -> bool:
-        """Whether there is a writer, and pieces that are for it."""
-        return self._writer is not None and self._job.plan.generate
+    async def run(self, request: ChoiceRequest) -> None:
+        """Until its end. An error about the grammar calls it by the name that the client used."""
+        dispatcher, turn = self._generator.dispatcher, self._job.plan.turn
+        try:
+            if turn is None:
+                # A writer gets what is generated.
+                sink = self if self._writer is not None and self._job.plan.generate else None
+                await dispatcher.run(request, self._record, self._take_accepted, sink)
+            else:
+                # Each output is written into the session's record.
+                run = partial(dispatcher.run, request, self._record)
+                await remembered(run, self._take_accepted, turn, prompt_tokens=len(request.input_ids))
+        except ApiError as error:
+            name_grammar_field(error, self._job.plan.grammar_field)
+            raise
 
     @property
     def is_ready(self) -> Callable[[], bool]:
@@ -244,11 +235,15 @@ class _ChoiceOutput:
             self._plain = self._writer.plain(self._choice.index)
         return True
 
-    def next_piece(self, accepted: Accepted) -> ChoicePiece | None:
-        """What the generator yields next; None while all new text is held back."""
-        if self._last_piece is not None:
-            return self._last_piece
-        return self._absorb(accepted, self._generator.clock.now())
+    async def _take_accepted(self, accepted: Accepted) -> bool:
+        """`Consume`: deliver what they add, unless all new text is held back."""
+        piece = self._last_piece
+        if piece is None:
+            piece = self._absorb(accepted, self._generator.clock.now())
+        if piece is None:
+            return False
+        await self._deliver((piece,))
+        return piece.finish is not None
 
     def _absorb(self, accepted: Accepted, at: float) -> ChoicePiece | None:
         if accepted.token_ids:

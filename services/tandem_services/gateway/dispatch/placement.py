@@ -21,7 +21,6 @@ from typing import Protocol
 
 from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError, unavailable
-from tandem_services.common.tasks import BackgroundTasks
 from tandem_services.gateway.dispatch.attempt import Attempt
 from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
 from tandem_services.gateway.dispatch.progress import Progress, no_workers
@@ -60,7 +59,11 @@ class PairChooser(Protocol):
         ...
 
     async def release(self, choice: Choice) -> None:
-        """Give the reservation back. Called exactly once per choice."""
+        """Give the reservation back. This or `release_soon` is called exactly once per choice."""
+        ...
+
+    def release_soon(self, choice: Choice) -> None:
+        """Give the reservation back, without a wait."""
         ...
 
     def prefill_rate(self, model: str) -> float:
@@ -151,13 +154,13 @@ class Placing:
     budget: RetryBudget
     admission: Admission
     objectives: SloAdmission
-    _background: BackgroundTasks = field(default_factory=BackgroundTasks)
 
     async def choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> Choice:
         """Workers for the next attempt, reserved. Raises `ApiError` when there are none in time."""
-        await self._pay(progress)
+        if progress.unpaid:
+            await self._pay(progress)
         progress.requested_at = self.clock.now()
-        if progress.number == 0:
+        if progress.number == 0 and self.admission.binding.queue:
             progress.expected_wait_s = self.admission.binding.expected_wait_s(
                 tenant=request.caller.tenant, priority=request.priority, prompt_tokens=len(request.input_ids)
             )
@@ -181,7 +184,7 @@ class Placing:
             return False
         progress.requested_at = self.clock.now()
         try:
-            place = await self._timed(self.chooser.relocate(self._query(request, progress), leaving))
+            place = await self._timed(self.chooser.relocate(self._query(request, progress), leaving), progress)
         except NoWorkersError:
             return False
         progress.move_to(place, leaving)
@@ -191,12 +194,8 @@ class Placing:
 
     def release(self, choice: Choice) -> None:
         """An attempt is over: the reservation goes back."""
-        self._background.start(self.chooser.release(choice))
+        self.chooser.release_soon(choice)
         self.admission.freed(choice.decode.incarnation)
-
-    async def settle(self) -> None:
-        """Wait for releases under way. Call at shutdown."""
-        await self._background.settle()
 
     async def _pay(self, progress: Progress) -> None:
         """For another attempt. A stream that has begun waits for its turn; what has not is refused with a 503."""
@@ -221,21 +220,21 @@ class Placing:
                 error = again
         raise no_workers(error) from error
 
-    async def _keeper(self, query: RouteQuery, incarnation: str) -> Choice:
+    async def _keeper(self, query: RouteQuery, incarnation: str, progress: Progress) -> Choice:
         """For a turn of an existing session, which no other worker can serve."""
         try:
-            return await self._timed(self.chooser.stay(query, incarnation))
+            return await self._timed(self.chooser.stay(query, incarnation), progress)
         except NoWorkersError as error:
             raise session_lost() from error
 
     async def _choose_once(self, request: ChoiceRequest, progress: Progress) -> Choice:
         query = self._query(request, progress)
         if request.turn is not None and request.turn.keeper is not None:
-            return await self._keeper(query, request.turn.keeper)
+            return await self._keeper(query, request.turn.keeper, progress)
         if progress.attempts == 0:
             return await self._admitted(request, query, progress)
         try:
-            return await self._choose_suitable(query)
+            return await self._choose_suitable(query, progress)
         except NoWorkersError:
             if not progress.failed:
                 raise
@@ -243,21 +242,12 @@ class Placing:
         # that have just sent it away.
         now = self.clock.now()
         away = frozenset(incarnation for incarnation, until in progress.sent_away.items() if now < until)
-        return await self._choose_suitable(replace(query, exclude=away))
+        return await self._choose_suitable(replace(query, exclude=away), progress)
 
     async def _admitted(self, request: ChoiceRequest, query: RouteQuery, progress: Progress) -> Choice:
         """For the first attempt; with the other choices of its prompt, if there are any."""
-        try:
-            self.objectives.judge_wait(
-                request.objectives,
-                tenant=request.caller.tenant.name,
-                priority=request.priority,
-                wait_s=progress.expected_wait_s,
-                work_s=partial(self._work_s, query),
-            )
-        except ApiError:
-            self.admission.binding.note_rejected(len(query.token_ids))
-            raise
+        if request.objectives is not None:
+            self._judge_wait(request, query, progress)
 
         async def apart(avoided: frozenset[str]) -> Choice:
             """Without the workers that requests before it wait for; a ticket may be for one of them."""
@@ -272,16 +262,33 @@ class Placing:
             arrivals=request.arrivals,
         )
 
+    def _judge_wait(self, request: ChoiceRequest, query: RouteQuery, progress: Progress) -> None:
+        """Raises `ApiError` 429 for a request that its wait alone would make miss its objectives."""
+        try:
+            self.objectives.judge_wait(
+                request.objectives,
+                tenant=request.caller.tenant.name,
+                priority=request.priority,
+                wait_s=progress.expected_wait_s,
+                work_s=partial(self._work_s, query),
+            )
+        except ApiError:
+            self.admission.binding.note_rejected(len(query.token_ids))
+            raise
+
     async def _judged(
         self, request: ChoiceRequest, query: RouteQuery, progress: Progress, ticket: RouteTicket | None
     ) -> Choice:
         """Where the other choices of its prompt are, if there are any and it fits. Raises `ApiError` 429 where that
         cannot meet the objectives of the request."""
         if request.route is None:
-            choice = await self._choose_suitable(query, ticket)
+            choice = await self._choose_suitable(query, progress, ticket)
         else:
-            alone = partial(self._choose_suitable, query, ticket)
-            choice = await request.route.choose(self.chooser, query, self._choose_suitable, alone)
+            beside = partial(self._choose_suitable, progress=progress)
+            alone = partial(self._choose_suitable, query, progress, ticket)
+            choice = await request.route.choose(self.chooser, query, beside, alone)
+        if request.objectives is None:
+            return choice
         rejection = self.objectives.judge(
             choice,
             request.objectives,
@@ -292,7 +299,7 @@ class Placing:
         )
         if rejection is None:
             return choice
-        self._background.start(self.chooser.release(choice))
+        self.chooser.release_soon(choice)
         raise rejection
 
     def _work_s(self, query: RouteQuery) -> float:
@@ -302,9 +309,10 @@ class Placing:
 
     def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
         return RouteQuery(
-            request_id=request.attempt_id(progress),
+            request_id=progress.rid,
             model=request.model,
-            token_ids=(*request.input_ids, *progress.received),
+            # Choices of one prompt share the object, and so the digests of its blocks.
+            token_ids=(*request.input_ids, *progress.received) if progress.received else request.input_ids,
             cache_salt=request.cache_salt,
             adapter=b"" if request.adapter is None else request.adapter.digest,
             registered=request.adapter is not None and bool(request.adapter.source),
@@ -324,20 +332,22 @@ class Placing:
         now = next((worker for worker in self.chooser.workers() if worker.incarnation == writer.incarnation), writer)
         return writer.compat_hash if now.compat_hash == writer.compat_hash else None
 
-    async def _choose_suitable(self, query: RouteQuery, ticket: RouteTicket | None = None) -> Choice:
+    async def _choose_suitable(
+        self, query: RouteQuery, progress: Progress, ticket: RouteTicket | None = None
+    ) -> Choice:
         """Not one whose decode worker would compute the prompt for want of others, when that is not wanted."""
         chosen = None if ticket is None else ticket.take()
         choice = None if chosen is None else await self.chooser.redeem(chosen, query)
         if choice is None:
-            choice = await self._timed(self.chooser.choose(query))
+            choice = await self._timed(self.chooser.choose(query), progress)
         if choice.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
             return choice
-        self._background.start(self.chooser.release(choice))
+        self.chooser.release_soon(choice)
         raise NoWorkersError("no prefill worker is left", retry_after=1.0)
 
-    async def _timed(self, decision: Awaitable[Choice]) -> Choice:
+    async def _timed(self, decision: Awaitable[Choice], progress: Progress) -> Choice:
         asked = self.clock.now()
         choice = await decision
-        took = self.clock.now() - asked
-        self.metrics.decision.observe(took)
-        return replace(choice, decided_s=took)
+        progress.decided_s = self.clock.now() - asked
+        self.metrics.decision.observe(progress.decided_s)
+        return choice

@@ -44,10 +44,14 @@ class Progress:
     """Attempts that have failed."""
     number: int = 0
     """Of the current attempt: those before it have failed or moved."""
+    rid: str = ""
+    """Id of that attempt."""
     requested_at: float = 0.0
     """Since when a worker was wanted for it, on the gateway's clock."""
     expected_wait_s: float = 0.0
     """Predicted time in the gateway's queue, when it came."""
+    decided_s: float = 0.0
+    """How long the last route decision took; 0 of a ticket."""
     place: Choice | None = None
     """Where the next attempt goes, with the KV of the one before."""
     failed: set[str] = field(default_factory=set)

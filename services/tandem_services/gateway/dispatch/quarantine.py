@@ -263,9 +263,12 @@ class Suspects:
             await self._trial_lock.acquire()
             trial.hold_lock(self._trial_lock)
         for worker in trial.workers:
-            self._unproven.setdefault(worker, set()).add(rid)
-        while len(self._unproven) > MAX_WORKERS:
-            self._unproven.popitem(last=False)
+            unproven = self._unproven.get(worker)
+            if unproven is None:
+                unproven = self._unproven[worker] = set()
+                if len(self._unproven) > MAX_WORKERS:
+                    self._unproven.popitem(last=False)
+            unproven.add(rid)
         return trial
 
     def alone(self, worker: str) -> bool:

@@ -11,8 +11,7 @@ the client gets a 409 with code `session_lost` and must send the whole conversat
 """
 
 import logging
-from collections.abc import AsyncGenerator, Mapping, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,7 +24,7 @@ from tandem_services.common.errors import ApiError, bad_request, conflict, not_f
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.gateway.http.known_fields import Refused
 from tandem_services.gateway.limits import MAX_TURN
-from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.gateway.output.token_sequence import Accepted, Consume
 from tandem_services.router.shared_state import SessionBinding, SessionName
 
 logger = logging.getLogger(__name__)
@@ -196,19 +195,22 @@ class SessionManager:
 
 
 async def remembered(
-    outputs: AsyncGenerator[Accepted, None], turn: SessionTurn, *, prompt_tokens: int
-) -> AsyncGenerator[Accepted, None]:
-    """`outputs` of the turn's one choice; how they end is noted before the end is passed on."""
+    run: Callable[[Consume], Awaitable[None]], consume: Consume, turn: SessionTurn, *, prompt_tokens: int
+) -> None:
+    """`run`, of the turn's one choice, for `consume`; how its output ends is noted before the end is passed on."""
     received: list[int] = []
     ended = False
+
+    async def noted(accepted: Accepted) -> bool:
+        nonlocal ended
+        received.extend(accepted.token_ids)
+        if accepted.finish is not None:
+            await turn.end(prompt_tokens=prompt_tokens, output=received)
+            ended = True
+        return await consume(accepted)
+
     try:
-        async with aclosing(outputs):
-            async for accepted in outputs:
-                received += accepted.token_ids
-                if accepted.finish is not None:
-                    await turn.end(prompt_tokens=prompt_tokens, output=received)
-                    ended = True
-                yield accepted
+        await run(noted)
     finally:
         if not ended and turn.worker is not None:
             await turn.fail()

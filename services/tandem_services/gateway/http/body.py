@@ -156,11 +156,15 @@ async def body_of(scope: Scope, receive: Receive) -> bytes:
 
     It is charged until `identity_of(scope).body` is released, at the end of the request at the latest.
     """
-    identity = identity_of(scope)
+    identity, client = identity_of(scope), client_of(scope)
     _check_content_headers(identity)
+    if client.has_sent_all and client.body is not None:
+        body = client.body.take_request()
+        if body is None:
+            raise ClientGoneError
+        identity.body.hold(_client_of(identity, scope), len(body))
+        return body
     identity.body.announce(_client_of(identity, scope), _announced(identity))
-    if client_of(scope).has_sent_all:
-        return await _counted_body(receive, identity.body)
     try:
         async with asyncio.timeout(BODY_TIMEOUT_S):
             return await _counted_body(receive, identity.body)

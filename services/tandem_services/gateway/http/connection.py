@@ -144,8 +144,10 @@ class GatewayConnection(HttpToolsProtocol):
         if self.transport.is_closing():
             return
         if self._in_head:
+            # Most heads come whole, and need no timer.
+            self._expect_head()
             self._bound_head(len(data) if began_in_head else 0)
-        if not self.answering:
+        elif not self.answering:
             self._expect_head()
 
     def on_message_begin(self) -> None:
@@ -153,7 +155,6 @@ class GatewayConnection(HttpToolsProtocol):
         self._in_head = True
         self._rests_since = None
         self._head_bytes = self._body_pieces = self._body_bytes = 0
-        self._expect_head()
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()

@@ -10,10 +10,10 @@ disconnect in one iteration of the event loop, the disconnect counts, because th
 """
 
 import asyncio
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol, Self
+from typing import Protocol, Self, TypeAlias
 
 from starlette.types import Scope
 
@@ -42,9 +42,9 @@ class _Cancelling:
         self._cancelled = False
 
     def _begin(self) -> None:
-        task = asyncio.current_task()
+        self._task = task = asyncio.current_task()
         assert task is not None, "an answer is made by a task"
-        self._task, self._before, self._cancelled = task, task.cancelling(), False
+        self._before, self._cancelled = task.cancelling(), False
 
     def _cancel(self) -> None:
         """Does nothing outside of the block."""
@@ -59,12 +59,16 @@ class _Cancelling:
         return self._cancelled and task.uncancel() <= self._before
 
 
-class BodyWriter(Protocol):
-    """Writes a response without a task."""
+class Bodies(Protocol):
+    """Reads a request and writes its response without a task."""
 
     @property
     def started(self) -> bool:
         """Whether its head is written."""
+        ...
+
+    def take_request(self) -> bytes | None:
+        """The whole body of the request, once, when all of it is here; None when its client has left."""
         ...
 
     def begin(self, status: int, headers: Iterable[tuple[bytes, bytes]], body: bytes, *, more: bool) -> bool:
@@ -83,12 +87,16 @@ class BodyWriter(Protocol):
         ...
 
 
+AtOnce: TypeAlias = Callable[[int, Sequence[tuple[bytes, bytes]], bytes], bool]
+"""Writes a whole response: status, headers, body. False, and nothing written, where it can only be sent."""
+
+
 class Client(_Cancelling):
     """The client of one request, as its connection sees it. A block ends with `ClientGoneError` when it leaves."""
 
     __slots__ = ("_gone", "body", "has_sent_all")
 
-    def __init__(self, body: BodyWriter | None = None) -> None:
+    def __init__(self, body: Bodies | None = None) -> None:
         super().__init__()
         self._gone = False
         self.body = body
@@ -127,6 +135,11 @@ def client_of(scope: Scope) -> Client:
     """One that never leaves, where the server is not ours."""
     client: Client | None = scope.get(_CLIENT)
     return Client() if client is None else client
+
+
+def forget_client(scope: Scope) -> None:
+    """The request has ended. Idempotent."""
+    scope.pop(_CLIENT, None)
 
 
 @dataclass(slots=True)

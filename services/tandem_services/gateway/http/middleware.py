@@ -23,6 +23,7 @@ import re
 from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import chain
 from typing import Protocol, TypeAlias
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -36,7 +37,14 @@ from tandem_services.common.metrics import bounded_label
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.http.errors import PATH as ANTHROPIC_PATH
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error, error_body, send_error, speaks_anthropic
-from tandem_services.gateway.http.interruption import BodyWriter, ClientGoneError, client_of, shutting_down
+from tandem_services.gateway.http.interruption import (
+    AtOnce,
+    Bodies,
+    ClientGoneError,
+    client_of,
+    forget_client,
+    shutting_down,
+)
 from tandem_services.gateway.limits import (
     MAX_HEADER_BYTES,
     MAX_HEADER_FIELDS,
@@ -47,7 +55,7 @@ from tandem_services.gateway.limits import (
     url_too_long,
 )
 from tandem_services.gateway.observe.tracing import UNTRACED, RequestTrace, Traces, pass_on
-from tandem_services.router.tickets import TICKET_HEADER, RouteTicket
+from tandem_services.router.tickets import NO_TICKET, TICKET_HEADER, RouteTicket
 
 logger = logging.getLogger(__name__)
 CLIENT_CLOSED_REQUEST = 499
@@ -69,6 +77,11 @@ PROBE_PATHS = frozenset({"/live", "/ready", "/health"})
 """They say nothing of the deployment, and load balancers ask for them by any name."""
 
 
+def _not_at_once(status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+    del status, headers, body
+    return False
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class RequestIdentity:
     """The client, and the time of arrival (the gateway's clock). One per request: what is learned later is added."""
@@ -78,7 +91,7 @@ class RequestIdentity:
     arrived: float
     timeout: str | None = None
     """The client's `TIMEOUT_HEADER`, as it was sent."""
-    ticket: RouteTicket = field(default_factory=RouteTicket)
+    ticket: RouteTicket = NO_TICKET
     """Of a stand-alone router that has chosen the workers."""
     body: BodyCharge
     """The bytes of its body that are held."""
@@ -90,6 +103,7 @@ class RequestIdentity:
     """By lower-case names, of each the first."""
     on_end: list[Callable[[], None]] = field(default_factory=list)
     """Called after the last byte, or when there will be none."""
+    answer_at_once: AtOnce = _not_at_once
 
     @property
     def public_id(self) -> str:
@@ -114,7 +128,10 @@ def identify_caller(scope: Scope, caller: Caller) -> None:
 
 def identify_request(scope: Scope, name: str | None) -> None:
     """From now on the request is known by the `name` in its body, if that is sane and its head gave it none."""
-    identity = identity_of(scope)
+    _name(identity_of(scope), name)
+
+
+def _name(identity: RequestIdentity, name: str | None) -> None:
     if identity.client_request_id is None and name is not None and _SANE_ID.fullmatch(name):
         identity.client_request_id = name
 
@@ -189,11 +206,15 @@ class RequestBoundary:
             if not started and (body is None or not body.started):
                 for message in _LAST_ANSWERS[speaks_anthropic(scope["path"])]:
                     await send(message)
+        finally:
+            # The connection's objects refer to the scope, too: nothing is left for the garbage collector.
+            forget_client(scope)
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         identity = self._identify(scope, self._clock.now())
         scope[_SCOPE_KEY] = identity
         answer = _Answer(send, scope, self._health, client_of(scope).body if self._joins else None)
+        identity.answer_at_once = answer.at_once
         try:
             _check_head(scope, self._hosts)
             await self._app(scope, receive, answer.send)
@@ -210,6 +231,7 @@ class RequestBoundary:
         except Exception as error:  # noqa: BLE001  # the boundary of one request: others must continue
             await self._refuse(answer, scope, error)
         finally:
+            identity.answer_at_once = _not_at_once
             self._ended(scope, answer)
 
     def _ended(self, scope: Scope, answer: "_Answer") -> None:
@@ -228,21 +250,22 @@ class RequestBoundary:
 
     def _identify(self, scope: Scope, now: float) -> RequestIdentity:
         request_id = f"{_ids.getrandbits(128):032x}"
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))
         identity = RequestIdentity(
             request_id=request_id,
             client_request_id=None,
             arrived=now,
             body=BodyCharge(budget=self._bodies),
             trace=self._traces(scope, request_id, now),
-            headers=dict(reversed(scope["headers"])),
+            headers=headers,
         )
-        given = identity.header(b"x-request-id")
-        if given is not None and _SANE_ID.fullmatch(given):
-            identity.client_request_id = given
-        identity.timeout = identity.header(_TIMEOUT_NAME)
-        ticket = identity.header(_TICKET_NAME)
-        if ticket is not None:
-            identity.ticket = RouteTicket(ticket)
+        # Few requests have any of these.
+        if b"x-request-id" in headers:
+            _name(identity, identity.header(b"x-request-id"))
+        if _TIMEOUT_NAME in headers:
+            identity.timeout = identity.header(_TIMEOUT_NAME)
+        if _TICKET_NAME in headers:
+            identity.ticket = RouteTicket(identity.header(_TICKET_NAME))
         return identity
 
     async def _refuse(self, answer: "_Answer", scope: Scope, error: Exception) -> None:
@@ -279,7 +302,7 @@ def _is_refusal(scope: Scope, endpoint: str, status: int) -> bool:
 class _Answer:
     """Watches what is sent, and adds headers that every answer has."""
 
-    def __init__(self, send: Send, scope: Scope, health: Health, writer: BodyWriter | None) -> None:
+    def __init__(self, send: Send, scope: Scope, health: Health, writer: Bodies | None) -> None:
         """`writer`: for an application that sends the beginning of the body right after the head."""
         self._send = send
         self._scope = scope
@@ -298,6 +321,15 @@ class _Answer:
             return self._begin(self._writer, self._head, message)
         return self._send(message)
 
+    def at_once(self, status: int, headers: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """See `AtOnce`."""
+        if self._writer is None or self.started or self._head is not None:
+            return False
+        if not self._writer.begin(status, [*headers, *self._ours()], body, more=False):
+            return False
+        self.started, self.status = True, status
+        return True
+
     def _start(self, message: Message) -> Awaitable[None]:
         if self._writer is None:
             sending = self._send(message)
@@ -306,7 +338,7 @@ class _Answer:
         self._head = message
         return _nothing()
 
-    async def _begin(self, writer: BodyWriter, head: Message, message: Message) -> None:
+    async def _begin(self, writer: Bodies, head: Message, message: Message) -> None:
         begun = writer.begin(head["status"], head["headers"], message["body"], more=message.get("more_body", False))
         self.started, self._head = True, None
         if not begun:
@@ -315,14 +347,19 @@ class _Answer:
 
     def _begun(self, message: Message) -> Message:
         self.status = message["status"]
-        closing = [(b"connection", b"close")] if self._health.draining else []
+        return {**message, "headers": [*message["headers"], *self._ours()]}
+
+    def _ours(self) -> list[tuple[bytes, bytes]]:
+        """Headers that every answer has."""
         identity = identity_of(self._scope)
         request_id = identity.public_id.encode("ascii")
-        ids = [(b"x-request-id", request_id)]
+        ours = [(b"x-request-id", request_id)]
         if speaks_anthropic(self._scope["path"]):
-            ids.append((b"request-id", request_id))
-        ours = [*ids, *identity.caller.headers(), *closing]
-        return {**message, "headers": [*message["headers"], *ours]}
+            ours.append((b"request-id", request_id))
+        ours += identity.caller.headers()
+        if self._health.draining:
+            ours.append((b"connection", b"close"))
+        return ours
 
 
 async def _nothing() -> None:
@@ -341,11 +378,8 @@ def _call_each(parts: Sequence[Callable[[], None]]) -> None:
 
 def _check_head(scope: Scope, allowed: AllowedHosts) -> None:
     headers = scope["headers"]
-    size, hosts = 0, []
-    for name, value in headers:
-        size += len(name) + len(value)
-        if name == b"host":
-            hosts.append(value)
+    size = sum(map(len, chain.from_iterable(headers)))
+    hosts = [value for name, value in headers if name == b"host"]
     if len(headers) > MAX_HEADER_FIELDS or size > MAX_HEADER_BYTES:
         raise ApiError(
             431,
@@ -376,12 +410,11 @@ def _check_host(scope: Scope, hosts: list[bytes], allowed: AllowedHosts) -> None
 
 def deadline_of(identity: RequestIdentity, *, wanted_s: float | None, most_s: float) -> float:
     """On the gateway's clock. `wanted_s` is the body's. Raises `ApiError` 400 for what is no duration."""
-    waits = [most_s]
     if wanted_s is not None:
-        waits.append(_seconds(wanted_s, "timeout"))
+        most_s = min(most_s, _seconds(wanted_s, "timeout"))
     if identity.timeout is not None:
-        waits.append(_seconds(identity.timeout, TIMEOUT_HEADER))
-    return identity.arrived + min(waits)
+        most_s = min(most_s, _seconds(identity.timeout, TIMEOUT_HEADER))
+    return identity.arrived + most_s
 
 
 def _seconds(value: float | str, name: str) -> float:

@@ -1,4 +1,4 @@
-"""Bytes of one response, written to its connection without uvicorn's messages.
+"""Bytes of one request and its response, read from and written to its connection without uvicorn's messages.
 
 uvicorn writes head and body apart: two system calls, of which the first wakes the client for a head alone. `begin`
 joins them. What it cannot write now goes through uvicorn, which waits for a client that does not read.
@@ -17,7 +17,7 @@ BODILESS = (204, 304)
 
 
 class ResponseBytes:
-    """Of one cycle of uvicorn, whose state it keeps. Implements `BodyWriter`."""
+    """Of one cycle of uvicorn, whose state it keeps. Implements `Bodies`."""
 
     __slots__ = ("_cycle",)
 
@@ -28,6 +28,17 @@ class ResponseBytes:
     def started(self) -> bool:
         started: bool = self._cycle.response_started
         return started
+
+    def take_request(self) -> bytes | None:
+        """The whole body of the request, once; None when its client has left. All of it is here."""
+        cycle = self._cycle
+        if cycle.disconnected:
+            return None
+        # As uvicorn does for each part: a client that asks whether to send it has not waited for the answer.
+        cycle.waiting_for_100_continue = False
+        cycle.flow.resume_reading()
+        body, cycle.body = bytes(cycle.body), bytearray()
+        return body
 
     def begin(self, status: int, headers: Headers, body: bytes, *, more: bool) -> bool:
         """Write head and beginning of the body at once; all of it unless there is `more`, which comes in chunks.
@@ -93,12 +104,8 @@ def _chunk(data: bytes) -> bytes:
 
 def _head(status: int, headers: list[tuple[bytes, bytes]]) -> tuple[list[bytes], bool, bool]:
     """Its lines so far, whether the body comes in chunks, and whether the connection closes after it."""
-    lines, values, chunked, closes = [STATUS_LINE[status]], [], True, False
-    for name, value in headers:
-        values.append(value)
-        chunked = chunked and name != b"content-length"
-        closes = closes or (name == b"connection" and value == b"close")
-        lines.append(b"%b: %b\r\n" % (name, value))
-    if HEADER_VALUE_RE.search(b"".join(values)):
+    if HEADER_VALUE_RE.search(b"".join([value for _, value in headers])):
         raise ValueError(f"a header of a response with status {status} has control characters")
-    return lines, chunked, closes
+    chunked = b"content-length" not in [name for name, _ in headers]
+    lines = [STATUS_LINE[status], *[b"%b: %b\r\n" % header for header in headers]]
+    return lines, chunked, (b"connection", b"close") in headers

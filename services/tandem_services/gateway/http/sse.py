@@ -18,7 +18,7 @@ from typing import NamedTuple, Self
 import msgspec
 from starlette.types import Send
 
-from tandem_services.gateway.http.interruption import BodyWriter
+from tandem_services.gateway.http.interruption import AtOnce, Bodies
 
 _encoder = msgspec.json.Encoder()
 
@@ -57,7 +57,7 @@ class EventStream:
     """
 
     def __init__(
-        self, send: Send, body: BodyWriter | None = None, headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple
+        self, send: Send, body: Bodies | None = None, headers: Callable[[], Iterable[tuple[bytes, bytes]]] = tuple
     ) -> None:
         """`body`: for what is written without waiting, if there is such a way. `headers`: further ones of the
         response, read when it starts."""
@@ -152,10 +152,19 @@ class EventStream:
         comment.result()
 
 
-async def send_json(send: Send, status: int, body: bytes, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
-    """A whole response with a JSON body."""
-    fixed = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode("ascii"))]
-    await send({"type": "http.response.start", "status": status, "headers": [*fixed, *headers]})
+async def send_json(
+    send: Send,
+    status: int,
+    body: bytes,
+    headers: Iterable[tuple[bytes, bytes]] = (),
+    *,
+    at_once: AtOnce | None = None,
+) -> None:
+    """A whole response with a JSON body. `at_once`: writes it without messages, where that is possible."""
+    whole = [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(body)), *headers]
+    if at_once is not None and at_once(status, whole, body):
+        return
+    await send({"type": "http.response.start", "status": status, "headers": whole})
     await send({"type": "http.response.body", "body": body})
 
 

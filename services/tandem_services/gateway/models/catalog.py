@@ -160,7 +160,7 @@ class ModelCatalog:
                 raise bad_request("model is required: this gateway may serve several", "model")
             name = next(iter(self._services[0].model.names_for(caller)), self._services[0].model.name)
         service = self._by_name.get(name)
-        if service is not None and name in service.model.names_for(caller):
+        if service is not None and caller.may_use(name, model=service.model.name):
             return _Found(service, None)
         found = None if service is not None else self._adapter(name, caller)
         if found is None:

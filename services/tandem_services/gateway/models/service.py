@@ -164,7 +164,6 @@ class ModelService:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self.dispatcher.placing.admission.close()
-        await self.dispatcher.placing.settle()
         self.engines.close()
 
 

@@ -87,9 +87,9 @@ class GatewayMetrics:
             [MODEL, "cause"],
         )
         self.choices = total("choices", "Choices of requests that started")
-        self.running = families.gauge(
+        self.running = families.level(
             "tandem_gateway_num_requests_running", "Generation requests in progress", [MODEL]
-        ).labels(model_name=model)
+        ).series(model)
         self.ttft = seconds("time_to_first_token", "From a request's arrival to its first token")
         self.itl = seconds("inter_token_latency", "Time between two tokens of a choice", TOKEN_SECONDS)
         self.e2e = seconds("e2e_request_latency", "From a request's arrival to its last byte")

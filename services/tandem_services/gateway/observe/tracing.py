@@ -72,6 +72,8 @@ class AttemptStart:
     number: int
     requested_at: float
     """Since when a worker was wanted."""
+    decided_s: float
+    """How long the route decision took."""
     choice: Choice
     note: AttemptRecord
     sampling: SamplingParams

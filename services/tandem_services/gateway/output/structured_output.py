@@ -11,6 +11,7 @@ and cost of a grammar; its error then names the field that the client used.
 
 import re
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -75,6 +76,9 @@ class GrammarFields(msgspec.Struct, kw_only=True):
     json_schema: str | dict[str, Any] | None = None
 
 
+_grammars = attrgetter(*GrammarFields.__struct_fields__)
+
+
 class RequestedGrammar(NamedTuple):
     """A grammar, and the request field it came from."""
 
@@ -84,6 +88,8 @@ class RequestedGrammar(NamedTuple):
 
 def requested_grammar(fields: GrammarFields, response_format: ResponseFormat | None) -> RequestedGrammar | None:
     """What the output has to look like. Raises `ApiError` 400 naming the field."""
+    if response_format is None and _grammars(fields).count(None) == len(GrammarFields.__struct_fields__):
+        return None
     asked = [*_asked(fields, response_format)]
     if len(asked) > 1:
         names = ", ".join(dict.fromkeys(grammar.field for grammar in asked))

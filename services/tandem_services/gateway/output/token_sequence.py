@@ -8,7 +8,8 @@ Requested prompt logprobs precede the first token. Only the prefill worker sends
 worker wait for them as for a missing position.
 """
 
-from typing import NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import NamedTuple, TypeAlias
 
 from tandem_engine.messages.outputs import Finish, TokenLogprob, TokenOutput
 
@@ -26,6 +27,10 @@ class Accepted(NamedTuple):
     """With the first tokens, when they were awaited."""
     embedding: bytes | None = None
     """With the finish of a request for one."""
+
+
+Consume: TypeAlias = Callable[[Accepted], Awaitable[bool]]
+"""Takes new tokens of a choice. True: it needs no more."""
 
 
 class SequenceGapError(Exception):
@@ -76,6 +81,10 @@ class TokenSequence:
         if end < self._next:
             return into
         known = self._next - output.index
+        if not (known or into.token_ids or into.embedding) and output.logprobs is None:
+            # As nearly all are: alone, and new.
+            self._next = end
+            return Accepted([*output.token_ids], into.logprobs, output.finish, into.prompt_logprobs, output.embedding)
         into.token_ids.extend(output.token_ids[known:])
         if output.logprobs is not None:
             into.logprobs.extend(output.logprobs[known:])

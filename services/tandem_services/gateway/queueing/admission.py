@@ -6,7 +6,6 @@ request goes before all that wait, or when a short interval has passed.
 
 import asyncio
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, field
 
 from tandem_services.common.metrics import PROMPT_TOKENS, REQUEST_SECONDS, MetricFamilies
@@ -70,8 +69,11 @@ class Admission:
         entry = self.binding.entry(
             ask, choice, tenant=tenant, priority=priority, prompt_tokens=prompt_tokens, lane=lane
         )
-        async with arrivals or nullcontext():
+        if arrivals is None:
             found = await self.binding.arrive(entry)
+        else:
+            async with arrivals:
+                found = await self.binding.arrive(entry)
         return await self._wait(entry, choice) if found is None else found
 
     def freed(self, worker: str = "") -> None:

@@ -85,6 +85,10 @@ class FairQueue(Generic[W]):
         """How many wait, by tenant."""
         return {tenant: len(line) for tenant, line in self._by_tenant.items()}
 
+    def holds(self, tenant: str) -> bool:
+        """Whether a request of it waits."""
+        return tenant in self._by_tenant
+
     def add(self, newcomer: W) -> W | None:
         """Add a request. Returns the one without a seat then: the new one, or another that it displaced."""
         loser = self._loser(newcomer) if self._size >= self.seats else None
@@ -196,6 +200,8 @@ class HeadYield:
 
     def yields(self, head: Waiting, cost: float) -> bool:
         """Whether `head`, the head of line here, is not to be tried now. `cost`: of its prompt, over its weight."""
+        if self._standing is None:
+            return False
         now = self.clock.now()
         if not self._ahead(head, cost, now):
             return False

@@ -199,15 +199,14 @@ class LateBinding:
         if self._precedence.starts_at_once(entry, self.queue) and not self._yields(entry):
             self._precedence.begin_at_once(entry.tenant)
             try:
-                choice = await self._try(entry, BlockedLanes())
+                choice = await self._try(entry, None)
             finally:
                 self._precedence.end_at_once(entry.tenant)
         if choice is None:
             self._seat(entry)
             return None
-        if entry.tenant not in self.queue.lengths:
-            self.counters.counters.arrive(entry.tenant)
-            self.counters.counters.leave(entry.tenant)
+        if not self.queue.holds(entry.tenant):
+            self.counters.counters.pass_by(entry.tenant)
         self._note_admitted(entry, choice)
         return choice
 
@@ -358,9 +357,9 @@ class LateBinding:
         able = sum(entry.verdict is not Verdict.NO_WORKER for entry in self.queue)
         return max(0, able - len(self._turnover))
 
-    async def _try(self, entry: QueueEntry, blocked: BlockedLanes) -> Choice | None:
-        """Workers with room, reserved; None after noting why there are none."""
-        if blocked:
+    async def _try(self, entry: QueueEntry, blocked: BlockedLanes | None) -> Choice | None:
+        """Workers with room, reserved; None after noting why there are none. `blocked`: of a turn of the queue."""
+        if blocked is not None and blocked:
             return await self._pass(entry, blocked)
         try:
             choice = await entry.ask()
@@ -371,7 +370,8 @@ class LateBinding:
             return choice
         await self.chooser.release(choice)
         entry.verdict = Verdict.NO_ROOM
-        blocked.block(entry.lane, choice)
+        if blocked is not None:
+            blocked.block(entry.lane, choice)
         return None
 
     async def _pass(self, entry: QueueEntry, blocked: BlockedLanes) -> Choice | None:
@@ -391,8 +391,11 @@ class LateBinding:
 
     def _takes_place(self, entry: QueueEntry) -> bool:
         """Whether it takes a place that no report contains yet: of an adapter, one at a worker that has it."""
-        workers, lane = self.chooser.workers(), entry.lane
-        if lane is None or all(map(lane.serves, workers)):
+        lane = entry.lane
+        if lane is None or not lane.adapter or not self._turnover:
+            return self._turnover.take()
+        workers = self.chooser.workers()
+        if all(map(lane.serves, workers)):
             return self._turnover.take()
         serving = {worker.incarnation for worker in workers if lane.serves(worker)}
         return self._turnover.take(serving.__contains__)

@@ -47,6 +47,8 @@ class Precedence:
 
     def is_behind(self, waiting: W, queue: FairQueue[W]) -> bool:
         """Whether its tenant will have had less than each other that is present, with the next request of each."""
+        if len(self._seen) == 1 and waiting.tenant in self._seen:
+            return False
         oldest = self.clock.now() - RECENT_S
         while self._seen and next(iter(self._seen.values())) < oldest:
             self._seen.popitem(last=False)
@@ -57,7 +59,7 @@ class Precedence:
         """Whether this new request queries the router without a turn of the queue."""
         if not queue:
             return True
-        if not newcomer.is_behind or newcomer.tenant in self._at_once or newcomer.tenant in queue.lengths:
+        if not newcomer.is_behind or newcomer.tenant in self._at_once or queue.holds(newcomer.tenant):
             return False
         head = queue.next(self.clock.now())
         return head is None or head.priority <= newcomer.priority

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from tandem_services.router.decision import Choice, NoWorkersError, RouteQuery, WorkerView
+from tandem_services.router.decision import Choice, NoWorkersError, RouteQuery
 from tandem_services.router.scoring import has_to_wait
 
 
@@ -20,8 +20,6 @@ class Chooser(Protocol):
     """What choices of one prompt need of the router; see `Router`."""
 
     async def release(self, choice: Choice) -> None: ...
-
-    def workers(self) -> tuple[WorkerView, ...]: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -56,9 +54,8 @@ class SharedRoute:
         self, chooser: Chooser, query: RouteQuery, ask: Callable[[RouteQuery], Awaitable[Choice]]
     ) -> Choice | None:
         """None where the workers of the others have no room."""
-        others = frozenset(worker.incarnation for worker in chooser.workers()) - self.workers
         try:
-            choice = await ask(replace(query, exclude=query.exclude | others))
+            choice = await ask(replace(query, only=self.workers))
         except NoWorkersError:
             return None
         if has_to_wait(choice.terms):

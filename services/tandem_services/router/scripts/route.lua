@@ -184,19 +184,24 @@ local function route_and_reserve(keys, args)
   return cmsgpack.pack(reply)
 end
 
--- release: remove a reservation whose attempt has ended before the worker reported it. Expired ones do not change.
--- ARGV: 1 prefix, 2 bucket, 3 note, then per worker: incarnation, queue tokens, sequences, room tokens. Returns 1.
+-- release: remove reservations whose attempts have ended before the workers reported them. Expired ones do not change.
+-- ARGV: 1 prefix, then per reservation: bucket, note, number of workers, and per worker: incarnation, queue tokens,
+-- sequences, room tokens. Returns 1.
 local function release(keys, args)
-  local state = open(keys, args)
-  take_back_notes(tonumber(args[3]), tonumber(args[2]))
-  for i = 4, #args, 4 do
-    local row = redis.call('HGET', state.fleet, args[i])
-    if row and well_sized(row) then
-      local changed = with_reservation(row, state.now, tonumber(args[2]),
-        -tonumber(args[i + 1]), -tonumber(args[i + 2]), -tonumber(args[i + 3]))
-      redis.call('HSET', state.fleet, args[i], changed)
-      row_changed(state, args[i], row, changed)
+  local state, i = open(keys, args), 2
+  while i <= #args do
+    local bucket, last = tonumber(args[i]), i + 2 + 4 * tonumber(args[i + 2])
+    take_back_notes(tonumber(args[i + 1]), bucket)
+    for at = i + 3, last, 4 do
+      local row = redis.call('HGET', state.fleet, args[at])
+      if row and well_sized(row) then
+        local changed = with_reservation(row, state.now, bucket,
+          -tonumber(args[at + 1]), -tonumber(args[at + 2]), -tonumber(args[at + 3]))
+        redis.call('HSET', state.fleet, args[at], changed)
+        row_changed(state, args[at], row, changed)
+      end
     end
+    i = last + 1
   end
   return 1
 end

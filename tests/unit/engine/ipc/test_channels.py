@@ -133,6 +133,26 @@ async def test_unread_messages_do_not_spin_the_event_loop(context, monkeypatch) 
     router.close()
 
 
+async def test_send_wakes_a_reader_only_for_what_is_there(context) -> None:
+    router = open_router(context)
+    dealer = open_dealer(context, router.endpoint)
+    assert dealer.send(Ping(nonce=0))
+    [(client, _)] = await asyncio.to_thread(received, router)
+    waiting = asyncio.create_task(dealer.readable())
+    await asyncio.sleep(0)
+    assert dealer.send(Ping(nonce=1))
+    await asyncio.sleep(0)
+    assert not waiting.done(), "nothing has come"
+    assert router.send(client, Pong(nonce=0, incarnation="w@1"))
+    Poller([dealer.socket]).wait(WAIT)
+    # The descriptor's word is taken away by the send, before the event loop has heard it.
+    assert dealer.send(Ping(nonce=2))
+    await asyncio.wait_for(waiting, WAIT)
+    assert [*dealer.waiting()] == [Pong(nonce=0, incarnation="w@1")]
+    dealer.close()
+    router.close()
+
+
 async def test_closing_a_channel_cancels_pending_receives(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)

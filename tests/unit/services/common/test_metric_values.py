@@ -4,9 +4,9 @@ import random
 import time
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from tandem_services.common.metric_values import CounterFamily, HistogramFamily
+from tandem_services.common.metric_values import CounterFamily, HistogramFamily, LevelFamily
 from tandem_services.common.metrics import REQUEST_SECONDS
 
 BOUNDS = (0.0, *REQUEST_SECONDS)
@@ -39,6 +39,17 @@ def test_counts_have_the_bytes_of_prometheus():
     assert generate_latest(ours) == generate_latest(theirs)
     for code, amount in (("200", 1), ("503", 0), ("200", 10**9), ("499", 0.5), ("503", 3)):
         counter.series("m", code).inc(amount)
+        other.labels(model_name="m", code=code).inc(amount)
+        assert generate_latest(ours) == generate_latest(theirs)
+
+
+def test_levels_have_the_bytes_of_prometheus():
+    ours, theirs = CollectorRegistry(auto_describe=True), CollectorRegistry(auto_describe=True)
+    level = LevelFamily("running", "Now", LABELS, ours)
+    other = Gauge("running", "Now", LABELS, registry=theirs)
+    assert generate_latest(ours) == generate_latest(theirs)
+    for code, amount in (("200", 1), ("503", 0), ("200", 2), ("200", -3), ("499", 0.5)):
+        level.series("m", code).value += amount
         other.labels(model_name="m", code=code).inc(amount)
         assert generate_latest(ours) == generate_latest(theirs)
 

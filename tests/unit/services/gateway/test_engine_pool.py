@@ -193,3 +193,24 @@ async def test_connections_stay_bounded_while_there_is_no_new_view(pool, views, 
 
 def test_proof_outwaits_an_engine_in_a_long_step():
     assert PROOF_WAIT_S >= 2 * WAIT_SLICE
+
+
+async def test_worker_watched_again_is_connected_alone(pool, views, monkeypatch):
+    pool.watch(views[1:3])
+    assert await proven(pool, 2) == names(views[1:3])
+    pool.watch_again(views[0], unlisted=False)
+    pool.revived(views[0].incarnation)
+    assert not pool.proven_now(views[0].incarnation), "two are connected ahead, and that is enough"
+    monkeypatch.setattr(engine_pool, "AHEAD", 3)
+    pool.watch_again(views[0], unlisted=False)
+    pool.watch_again(views[3], unlisted=True)
+    assert await proven(pool, 4) == names(views[:4])
+
+
+async def test_worker_that_was_asked_lately_is_proven_now(pool, views, clock):
+    name = views[0].incarnation
+    assert not pool.proven_now(name)
+    assert await pool.prove(views[0], within_s=PATIENCE_S)
+    assert pool.proven_now(name)
+    await outlive_proofs(clock)
+    assert not pool.proven_now(name)

@@ -77,7 +77,7 @@ async def test_choices_beside_each_other_while_there_is_room(rack, tokenizer):
         assert [len(engine.received) for engine in rack.engines] == [6, 0]
         further = live.chooser.queries[1:]
         assert len(further) == 5
-        assert all(query.exclude == {rack.engines[1].view.incarnation} for query in further)
+        assert all(query.only == {rack.engines[0].view.incarnation} for query in further)
 
 
 @SEVERAL

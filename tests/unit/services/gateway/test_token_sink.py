@@ -4,7 +4,7 @@ The real `Generator` and `Attempt`; engine and client are played. The oracle is 
 """
 
 import asyncio
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.output.choice_text import ChoicePiece, ChoiceText
-from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.gateway.output.token_sequence import Accepted, Consume
 from tandem_services.router.tickets import RouteTicket
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.tokenizer_builders import EOS
@@ -62,15 +62,12 @@ class Attempts:
     passed: int = 0
     """Outputs that went through the task of a choice."""
 
-    async def run(
-        self, request: Any, record: ChoiceRecord, sink: TokenSink | None = None
-    ) -> AsyncGenerator[Accepted, None]:
+    async def run(self, request: Any, record: ChoiceRecord, consume: Consume, sink: TokenSink | None = None) -> None:
         self.started.append(request.index)
         while True:
             accepted = await self.attempts[request.index].next(sink)
             self.passed += 1
-            yield accepted
-            if accepted.finish is not None:
+            if await consume(accepted) or accepted.finish is not None:
                 return
 
 
@@ -154,9 +151,11 @@ class Stream:
         self.task = asyncio.create_task(self._consume(generator, job))
 
     async def _consume(self, generator: Generator, job: Job) -> None:
-        async for batch in generator.pieces(job, self.client):
+        async def deliver(pieces: Sequence[ChoicePiece]) -> None:
             await self.client.reads.wait()
-            self.client.pieces += batch
+            self.client.pieces += pieces
+
+        await generator.run(job, deliver, self.client)
 
     def send(
         self, output: TokenOutput, *, by_prefill: bool = False, choice: int = 0, more_follows: bool = False

@@ -168,3 +168,17 @@ def test_worker_that_changes_its_role_changes_its_group():
     assert "w0@1" in groups[Role.PREFILL, "same"]
     assert "w0@1" not in groups[Role.DECODE, "same"]
     assert fleet.members.groups.size(MODEL) == 64
+
+
+def test_query_for_two_workers_looks_at_no_others(fleet, monkeypatch):
+    looked, candidate = [], Membership.candidate
+
+    def counted(members, name, *args, **fields):
+        looked.append(name)
+        return candidate(members, name, *args, **fields)
+
+    monkeypatch.setattr(Membership, "candidate", counted)
+    two = frozenset({"w0@1", "w1@1"})
+    found = fleet.find(BLOCKS[0], only=two)
+    assert {record.view.incarnation for record in found.records} == two
+    assert set(looked) == two

@@ -211,12 +211,21 @@ class Watched:
         self.unlisted: frozenset[str] = frozenset()
         self.silent: frozenset[str] = frozenset()
         self.answering: set[str] = set()
+        self.again: list[tuple[str, bool]] = []
+        """Workers that are watched again, and whether Redis does not name them."""
 
     def watch(self, workers, *, unlisted) -> None:
         self.workers = {worker.incarnation for worker in workers}
         self.unlisted = unlisted
 
+    def watch_again(self, worker, *, unlisted) -> None:
+        self.workers.add(worker.incarnation)
+        self.again.append((worker.incarnation, unlisted))
+
     def proven(self, incarnation: str) -> bool:
+        return incarnation in self.answering
+
+    def proven_now(self, incarnation: str) -> bool:
         return incarnation in self.answering
 
     async def prove(self, worker, *, within_s: float) -> bool:
@@ -269,6 +278,34 @@ def test_unlisted_worker_that_never_answers_is_dropped(members, proofs, clock):
     clock.advance(RETRY_LOST_AFTER_S)
     members.update(snapshot(make_record("b")))
     assert members.find("a@1") is None
+
+
+@pytest.mark.parametrize("listed", [True, False])
+def test_worker_that_answers_again_is_watched_without_the_fleet(members, proofs, listed):
+    proofs.answering.update({"a@1", "b@1"})
+    members.update(snapshot(make_record("a"), make_record("b")))
+    if not listed:
+        members.update(snapshot(make_record("b")))
+    members.mark_dead("a@1")
+    members.update(snapshot(*([make_record("a")] if listed else []), make_record("b")))
+    assert proofs.workers == {"b@1"}
+    members.mark_alive("a@1")
+    assert proofs.again == [("a@1", not listed)]
+
+
+async def test_proven_workers_are_not_asked_again(members, proofs, monkeypatch):
+    members.update(snapshot(make_record("a"), make_record("b")))
+    proofs.answering.add("a@1")
+    asked = []
+
+    async def prove(worker, *, within_s):
+        asked.append(worker.incarnation)
+        return False
+
+    monkeypatch.setattr(proofs, "prove", prove)
+    assert await members.unproven({"a@1"}) == frozenset()
+    assert await members.unproven({"a@1", "b@1"}) == {"b@1"}
+    assert asked == ["b@1"]
 
 
 OUTSIDE = RELEASE + WINDOW + 1

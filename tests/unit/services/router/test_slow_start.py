@@ -17,7 +17,7 @@ from tandem_services.router.policies import (
     Ramping,
     SlowStart,
 )
-from tandem_testing.router_builders import make_view
+from tandem_testing.router_builders import FittingList, make_view
 from tandem_testing.scheduler_builders import ManualClock
 
 OLD, NEW = Contender("old@1", 0.0), Contender("new@1", 0.0)
@@ -96,7 +96,7 @@ def passed_over(slow_start, views) -> Counter:
     policies = PoliciesByRole(PolicyNames(), Random(1), lambda _: 0.0, slow_start=slow_start)
     left_out = Counter[str]()
     for _ in range(1000):
-        left_out.update(policies.passed_over(iter(views), query()))
+        left_out.update(policies.passed_over(FittingList(views), query()))
     return left_out
 
 
@@ -112,3 +112,16 @@ def test_policy_locality_leaves_new_worker_out_by_its_share(slow_start, clock):
 @pytest.mark.parametrize("other", [{"role": Role.PREFILL}, {"compat_hash": "another"}])
 def test_new_worker_without_another_of_its_kind_is_not_left_out(slow_start, other):
     assert not passed_over(slow_start, [make_view("old", **other), make_view("new")])
+
+
+def test_new_worker_of_a_large_fleet_costs_few_looks(clock):
+    slow_start = SlowStart(clock=clock)
+    views = FittingList(make_view(f"old{number}") for number in range(1000))
+    slow_start.observe([view.incarnation for view in views])
+    clock.time += START_S + 1.0
+    views.append(make_view("new"))
+    slow_start.observe([view.incarnation for view in views])
+    policies = PoliciesByRole(PolicyNames(), Random(1), lambda _: 0.0, slow_start=slow_start)
+    views.looks = 0
+    assert policies.passed_over(views, query()) == {"new@1"}
+    assert views.looks <= 4
