@@ -161,7 +161,8 @@ class System:
             self.process.wait()
         finally:
             for left in self.processes():
-                os.kill(left.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(left.pid, signal.SIGKILL)
 
     def logs(self, lines: int = 25) -> str:
         """The end of every log, for a test that has failed."""
