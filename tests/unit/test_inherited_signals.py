@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from tandem_testing.system import System
+
 TESTS = Path(__file__).resolve().parents[1]
+IGNORED = (signal.SIGINT, signal.SIGHUP)
 CHILD = "import signal; print([int(signal.getsignal(n) is signal.SIG_IGN) for n in (signal.SIGINT, signal.SIGHUP)])"
 PARENT = f"""
 import signal, subprocess, sys
@@ -17,8 +20,8 @@ subprocess.run([sys.executable, "-c", {CHILD!r}], check=True)
 
 
 def ignore_signals() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
 
 
 @pytest.mark.parametrize(
@@ -34,3 +37,15 @@ def test_children_of_background_tests_get_default_signals(prepare, ignored):
         check=True,
     )
     assert done.stdout.strip() == ignored
+
+
+def test_system_started_in_the_background_gets_default_signals(tmp_path):
+    before = [signal.getsignal(number) for number in IGNORED]
+    ignore_signals()
+    try:
+        system = System.launch(tmp_path, prefix=(sys.executable, "-c", CHILD))
+    finally:
+        for number, handler in zip(IGNORED, before, strict=True):
+            signal.signal(number, handler)
+    assert system.process.wait(60) == 0
+    assert (tmp_path / "up.out").read_text() == "[0, 0]\n"

@@ -17,5 +17,12 @@ def give_children_default_signals() -> None:
             signal.signal(number, _do_nothing)
 
 
+def stop_ignoring_signals() -> None:
+    """In a child, between fork and exec: for one whose starter may ignore them."""
+    for number in SIGNALS:
+        if signal.getsignal(number) is signal.SIG_IGN:
+            signal.signal(number, signal.SIG_DFL)
+
+
 def _do_nothing(number: int, frame: FrameType | None) -> None:
     """As SIG_IGN."""

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from tandem_engine.base.addresses import Address
+from tandem_testing.inherited_signals import stop_ignoring_signals
 from tandem_testing.waiting import wait_for
 
 START_TIMEOUT_S = 200.0
@@ -85,6 +86,8 @@ class System:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 env=os.environ | {MARK: mark} | dict(env or {}),
+                # `close` sends SIGINT, which the job of a shell in the background ignores.
+                preexec_fn=stop_ignoring_signals,  # noqa: PLW1509  # only sets handlers
             )
         return cls(process=process, run_dir=run_dir, mark=mark)
 
@@ -161,7 +164,8 @@ class System:
             self.process.wait()
         finally:
             for left in self.processes():
-                os.kill(left.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(left.pid, signal.SIGKILL)
 
     def logs(self, lines: int = 25) -> str:
         """The end of every log, for a test that has failed."""

@@ -38,14 +38,18 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
+def say_problems(outcome: Outcome) -> None:
+    say(f"  {json.dumps(dict(outcome.row))}")
+    for problem in outcome.problems:
+        say(f"    {problem}")
+
+
 def report(array: str, seed: int, outcomes: Sequence[Outcome], *, refused: int = 0) -> Figures:
     """Prints a line, and what differs."""
     differing = [outcome for outcome in outcomes if outcome.problems]
     say(LINE.format(array, seed, len(outcomes) - refused, refused, len(differing)))
     for outcome in differing:
-        say(f"  {json.dumps(dict(outcome.row))}")
-        for problem in outcome.problems:
-            say(f"    {problem}")
+        say_problems(outcome)
     return {
         "array": array,
         "seed": seed,
@@ -65,33 +69,40 @@ async def ask_fields(one: System, other: System, seed: int) -> list[Figures]:
     return figures
 
 
-def check_fields(seed: int, folder: Path) -> list[Figures]:
+def check_fields(args: argparse.Namespace, folder: Path) -> list[Figures]:
     systems: list[System] = []
     try:
         # The first compiles what the second finds.
         systems.append(System.start(folder / "both", *BOTH, *FLAGS))
         systems.append(System.start(folder / "two", *TWO, *FLAGS))
         one, other = systems
-        return asyncio.run(ask_fields(one, other, seed))
+        return asyncio.run(ask_fields(one, other, args.seed))
     finally:
         for system in systems:
             system.close()
 
 
-def check_options(seed: int, folder: Path) -> list[Figures]:
-    return [report("options", seed, compare_options(option_rows(seed), folder))]
+def check_options(args: argparse.Namespace, folder: Path) -> list[Figures]:
+    return [report("options", args.seed, compare_options(option_rows(args.seed), folder))]
 
 
-def check_rounded(seed: int, folder: Path) -> list[Figures]:
+def check_rounded(args: argparse.Namespace, folder: Path) -> list[Figures]:
     own = folder / "rounded"
     own.mkdir()
-    return [report("rounded", seed, compare_rounded(rounded_rows(seed), own, Judge.measured(own)))]
+    return [report("rounded", args.seed, compare_rounded(rounded_rows(args.seed), own, Judge.measured(own)))]
 
 
-def check_fleets(seed: int, folder: Path) -> list[Figures]:
+def check_fleets(args: argparse.Namespace, folder: Path) -> list[Figures]:
+    """A line for each fleet when it has ended: all of them take half an hour."""
     own = folder / "fleets"
     own.mkdir()
-    return [report("fleets", seed, [*compare_fleets(fleet_rows(seed), seed, own)])]
+    rows, outcomes = fleet_rows(args.seed), []
+    for number, outcome in enumerate(compare_fleets(rows, args.seed, own, first=args.first), args.first):
+        outcomes.append(outcome)
+        say(f"  fleet {number} of {len(rows)}: {'differs' if outcome.problems else 'equal'}")
+        if outcome.problems:
+            say_problems(outcome)
+    return [report("fleets", args.seed, outcomes)]
 
 
 CHECKS = {"fields": check_fields, "options": check_options, "rounded": check_rounded, "fleets": check_fleets}
@@ -101,7 +112,11 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="make pairs", description=__doc__.partition("\n")[0])
     parser.add_argument("--seed", type=int, default=1, help="of the arrays (default: 1)")
     parser.add_argument("--only", choices=[*CHECKS], help="one of these arrays (default: all)")
-    return parser.parse_args(argv)
+    parser.add_argument("--first", type=int, default=0, metavar="N", help="number of the first fleet (default: 0)")
+    args = parser.parse_args(argv)
+    if args.first < 0:
+        parser.error(f"--first: must be at least 0, got {args.first}")
+    return args
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -110,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     figures: list[Figures] = []
     with tempfile.TemporaryDirectory(prefix="tandem-pairs-") as folder:
         for name in [args.only] if args.only else CHECKS:
-            figures += CHECKS[name](args.seed, Path(folder))
+            figures += CHECKS[name](args, Path(folder))
     say(json.dumps(figures))
     return int(any(each["differing"] for each in figures))
 

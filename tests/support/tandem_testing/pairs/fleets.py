@@ -159,12 +159,12 @@ class Expected:
         return [self.answers[ask] for ask in wanted]
 
 
-def compare_fleets(rows: Sequence[Row], seed: int, folder: Path) -> Iterator[Outcome]:
-    """Each row as a fleet, one after the other."""
+def compare_fleets(rows: Sequence[Row], seed: int, folder: Path, *, first: int = 0) -> Iterator[Outcome]:
+    """Each row from number `first` on as a fleet, one after the other."""
     reference = System.start(folder / "reference", *PLAIN)
     try:
         expected = Expected(system=reference)
-        for number, row in enumerate(rows):
+        for number, row in enumerate(rows[first:], first):
             outcome, own = Outcome(row=row), folder / f"fleet-{number}"
             own.mkdir()
             try:
