@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 import torch
+import triton
 
 from tandem_engine.kernels.triton.decode_attention import (
     combine_kernel,
@@ -155,6 +156,10 @@ def check_float8_pages_with_a_scale_for_each_head(device: str) -> None:
         torch.testing.assert_close(out, expected, rtol=0, atol=4e-2)
 
 
+BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+"""Such a Triton needs more registers for chunks: a multiprocessor runs one program less than are launched."""
+
+
 def compile_for_llama_8b() -> None:
     for arch in ARCHITECTURES:
         decode_fits(32, 8, 128, arch=arch)
@@ -261,7 +266,8 @@ def decode_fits(
     split.assert_fits()
     split.assert_pipelined(buffers=tiling.num_stages - 1)
     split.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else WIDEST_COPY)
-    assert split.resident() >= tiling.resident, f"{split.what}: {split.resident()} run at once, not {tiling.resident}"
+    least = tiling.resident - (1 if span == CHUNKS and BEFORE_3_7 else 0)
+    assert split.resident() >= least, f"{split.what}: {split.resident()} run at once, not {least}"
     if pool_kind:
         assert "F2F" not in split.instructions(), f"{split.what} converts numbers one by one"
     compile_kernel(
