@@ -3,7 +3,6 @@
 from dataclasses import replace
 
 import torch
-import triton
 
 from tandem_engine.kernels.triton.decode_attention import (
     combine_kernel,
@@ -17,6 +16,7 @@ from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW, Splittin
 from tandem_testing.triton_kernels.ahead_of_time import (
     AMPERE,
     ARCHITECTURES,
+    BEFORE_3_7,
     FLOAT8_COPY,
     HOPPER,
     SHARED_LIMIT,
@@ -156,10 +156,6 @@ def check_float8_pages_with_a_scale_for_each_head(device: str) -> None:
         torch.testing.assert_close(out, expected, rtol=0, atol=4e-2)
 
 
-BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
-"""Such a Triton needs more registers for chunks: a multiprocessor runs one program less than are launched."""
-
-
 def compile_for_llama_8b() -> None:
     for arch in ARCHITECTURES:
         decode_fits(32, 8, 128, arch=arch)
@@ -201,7 +197,8 @@ def compile_for_float32_and_padded_heads() -> None:
 
 def compile_for_float8_pages() -> None:
     decode_fits(32, 8, 128, arch=HOPPER, pool_kind="fp8e4nv")
-    decode_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
+    if not BEFORE_3_7:
+        decode_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
 
 
 def decode_fits(
@@ -266,6 +263,7 @@ def decode_fits(
     split.assert_fits()
     split.assert_pipelined(buffers=tiling.num_stages - 1)
     split.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else WIDEST_COPY)
+    # An older Triton needs more registers for chunks.
     least = tiling.resident - (1 if span == CHUNKS and BEFORE_3_7 else 0)
     assert split.resident() >= least, f"{split.what}: {split.resident()} run at once, not {least}"
     if pool_kind:
