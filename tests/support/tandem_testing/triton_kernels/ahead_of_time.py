@@ -31,6 +31,8 @@ SHARED_OF_ALL, SHARED_RESERVED = {AMPERE: 164 << 10, HOPPER: 228 << 10}, 1 << 10
 """Bytes of shared memory of a multiprocessor, and of them what each block takes for itself."""
 MOST_WARPS = 64
 """Of a multiprocessor."""
+BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
+"""Such a Triton has no float8 for devices before sm_89: it leaves conversions to instructions that they lack."""
 WIDEST_COPY = 16
 """Bytes that a thread copies to shared memory at once, at most."""
 FLOAT8_COPY = 8

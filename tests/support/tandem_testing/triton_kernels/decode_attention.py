@@ -13,7 +13,13 @@ from tandem_engine.kernels.triton.decode_attention import (
     split_kernel,
 )
 from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW, Splitting, splitting_of
-from tandem_testing.triton_kernels.ahead_of_time import FLOAT8_COPY, SHARED_LIMIT, WIDEST_COPY, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import (
+    BEFORE_3_7,
+    FLOAT8_COPY,
+    SHARED_LIMIT,
+    WIDEST_COPY,
+    compile_kernel,
+)
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 from tandem_testing.triton_kernels.checks import AMPERE, HOPPER
 
@@ -184,7 +190,8 @@ def compile_for_float32_and_padded_heads() -> None:
 def compile_for_float8_pages() -> None:
     decode_fits(32, 8, 128, arch=HOPPER, pool_kind="fp8e4nv")
     decode_fits(64, 8, 64, arch=HOPPER, pool_kind="fp8e4nv", sinks=True)
-    decode_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
+    if not BEFORE_3_7:
+        decode_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
 
 
 def decode_fits(
@@ -249,7 +256,9 @@ def decode_fits(
     split.assert_fits()
     split.assert_pipelined(buffers=tiling.num_stages - 1)
     split.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else WIDEST_COPY)
-    assert split.resident() >= tiling.resident, f"{split.what}: {split.resident()} run at once, not {tiling.resident}"
+    # An older Triton needs more registers for chunks.
+    least = tiling.resident - (1 if span == CHUNKS and BEFORE_3_7 else 0)
+    assert split.resident() >= least, f"{split.what}: {split.resident()} run at once, not {least}"
     if pool_kind:
         assert "F2F" not in split.instructions(), f"{split.what} converts numbers one by one"
     compile_kernel(

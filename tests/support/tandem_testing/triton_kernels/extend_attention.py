@@ -4,7 +4,13 @@ import torch
 
 from tandem_engine.kernels.triton.extend_attention import ExtendTiling, extend_constants, extend_kernel, extend_tiling
 from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW
-from tandem_testing.triton_kernels.ahead_of_time import FLOAT8_COPY, SHARED_LIMIT, WIDEST_COPY, compile_kernel
+from tandem_testing.triton_kernels.ahead_of_time import (
+    BEFORE_3_7,
+    FLOAT8_COPY,
+    SHARED_LIMIT,
+    WIDEST_COPY,
+    compile_kernel,
+)
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
 from tandem_testing.triton_kernels.checks import AMPERE, HOPPER
 
@@ -133,7 +139,8 @@ def compile_for_float32_and_padded_heads() -> None:
 def compile_for_float8_pages() -> None:
     extend_fits(32, 8, 128, arch=HOPPER, pool_kind="fp8e4nv")
     extend_fits(64, 8, 64, arch=HOPPER, pool_kind="fp8e4nv", sinks=True)
-    extend_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
+    if not BEFORE_3_7:
+        extend_fits(32, 8, 128, arch=AMPERE, pool_kind="fp8e5")
 
 
 def extend_fits(
