@@ -44,13 +44,12 @@ from tandem_services.router.decision import (
     WorkerView,
 )
 from tandem_services.router.deployment import Deployment
-from tandem_services.router.exclusions import Exclusions
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import BlockIndex, LastChain
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.local_choices import FewWorkers, LocalChoices, LocalRouting, OwnLoad
 from tandem_services.router.membership import KEEPER_WAIT_S, FleetView, Membership
-from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
+from tandem_services.router.policies import Exclusions, PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.probing import Probing
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
