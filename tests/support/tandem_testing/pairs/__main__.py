@@ -93,7 +93,7 @@ def check_rounded(args: argparse.Namespace, folder: Path) -> list[Figures]:
 
 
 def check_fleets(args: argparse.Namespace, folder: Path) -> list[Figures]:
-    """A line for each fleet when it has ended: all of them take half an hour."""
+    """A line for each fleet when it has ended: all of them take twenty minutes on two cores."""
     own = folder / "fleets"
     own.mkdir()
     rows, outcomes = fleet_rows(args.seed), []
