@@ -28,7 +28,7 @@ from random import Random
 from tandem_engine.base.clock import Clock
 from tandem_engine.config import Role
 from tandem_services.router.cost import PRESENT, Candidate, Demand, Load, room_needed, uncached
-from tandem_services.router.decision import Absence, Choice, Claim, Reservation, RouteQuery, Source
+from tandem_services.router.decision import Absence, Choice, Claim, Reservation, RouteQuery, Source, WorkerView
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import LastChain
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS
@@ -89,6 +89,12 @@ class OwnLoad:
 
     def sequences(self, incarnation: str) -> int:
         return self._sequences[incarnation]
+
+    def outstanding(self, worker: WorkerView) -> float:
+        """Seconds of prompts on a prefill worker, sequences on another."""
+        if worker.role is Role.PREFILL:
+            return self.wait_s(worker.incarnation)
+        return self.sequences(worker.incarnation)
 
     def forget_all_but(self, incarnations: set[str]) -> None:
         """Drop notes about workers that are gone."""

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from tandem_engine.base.clock import Clock, MonotonicClock
-from tandem_engine.config import Role
 from tandem_services.common.redis_client import (
     BACKGROUND_TIMEOUT_S,
     ROUTING_TIMEOUT_S,
@@ -203,7 +202,7 @@ class Router:
         policies = PoliciesByRole(
             config.policies,
             self._random,
-            self._outstanding,
+            self._own.outstanding,
             slow_start=self._slow_start,
             exploration=config.exploration,
         )
@@ -437,11 +436,6 @@ class Router:
         return await self._choose_in_redis(query, explained=explained) or await self._choose_locally(
             query, explained=explained
         )
-
-    def _outstanding(self, worker: WorkerView) -> float:
-        if worker.role is Role.PREFILL:
-            return self._own.wait_s(worker.incarnation)
-        return self._own.sequences(worker.incarnation)
 
     async def _choose_in_redis(self, query: RouteQuery, *, explained: bool) -> Choice | None:
         """None when Redis is unavailable: the caller decides locally."""
