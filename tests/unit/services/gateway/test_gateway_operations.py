@@ -16,6 +16,7 @@ from tandem_services.common.span_export import SpanExport
 from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.models.file import ModelsFileMetrics
 from tandem_services.gateway.models.tokenizer_loads import counted_loads
+from tandem_services.gateway.observe.cells import watch_cells
 from tandem_services.gateway.observe.explain import PredictedFetch, RequestJournal, RequestRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_testing.exported_metrics import gateway_metrics, resumed_record
@@ -292,10 +293,12 @@ async def test_gateway_serves_all_metrics_checked_for_conventions(rack, tokenize
 
 
 def names_of_some_gateways() -> set[str]:
-    """Of metrics that a gateway has only when its models come from a file, or their tokenizers from workers."""
+    """Of metrics that a gateway has only when it has other cells, or its models come from a file, or their tokenizers
+    from workers."""
     registry = CollectorRegistry()
     ModelsFileMetrics(MetricFamilies(registry), served=1)
     counted_loads(MetricFamilies(registry), MonotonicClock())
+    watch_cells(MetricFamilies(registry), list, model="m", names=[])
     return {family.name for family in registry.collect()}
 
 
