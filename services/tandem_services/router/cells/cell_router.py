@@ -170,6 +170,13 @@ class CellRouter:
         else:
             await self._by_name[choice.cell.name].release(choice)
 
+    def release_soon(self, choice: Choice) -> None:
+        """As `Router.release_soon`."""
+        if choice.cell is None:
+            self.home.release_soon(choice)
+        else:
+            self._by_name[choice.cell.name].release_soon(choice)
+
     async def endings(self, incarnations: Iterable[str]) -> Endings:
         """As `Registry.endings`, of workers of all cells that are in use. Raises `RedisUnavailableError` if no cell
         answers."""

@@ -169,6 +169,12 @@ class NeighbourCell:
         if self.router is not None:
             await self.router.release(choice)
 
+    def release_soon(self, choice: Choice) -> None:
+        """See `Router.release_soon`."""
+        self._held.discard(choice.reservation.serial)
+        if self.router is not None:
+            self.router.release_soon(choice)
+
     def pass_over(self) -> None:
         """It had no capacity just now."""
         self._passed_over_until = self.clock.now() + PASSED_OVER_S

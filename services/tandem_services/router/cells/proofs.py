@@ -19,6 +19,15 @@ class SharedProofs:
         self._watched[cell] = (tuple(workers), unlisted)
         self._pass_on()
 
+    def watch_again(self, cell: str, worker: WorkerView, *, unlisted: bool) -> None:
+        """One more of `cell`."""
+        workers, unlisted_names = self._watched.get(cell, ((), frozenset()))
+        if unlisted:
+            unlisted_names |= {worker.incarnation}
+        self._watched[cell] = ((*workers, worker), unlisted_names)
+        if self.pool is not None:
+            self.pool.watch_again(worker, unlisted=unlisted)
+
     def forget(self, cell: str) -> None:
         """Its workers are watched no more."""
         if self._watched.pop(cell, None) is not None:
@@ -41,12 +50,18 @@ class CellProofs:
     def watch(self, workers: Iterable[WorkerView], *, unlisted: frozenset[str]) -> None:
         self.shared.watch(self.cell, workers, unlisted)
 
+    def watch_again(self, worker: WorkerView, *, unlisted: bool) -> None:
+        self.shared.watch_again(self.cell, worker, unlisted=unlisted)
+
     @property
     def silent(self) -> frozenset[str]:
         return self.pool.silent
 
     def proven(self, incarnation: str) -> bool:
         return self.pool.proven(incarnation)
+
+    def proven_now(self, incarnation: str) -> bool:
+        return self.pool.proven_now(incarnation)
 
     async def prove(self, worker: WorkerView, *, within_s: float) -> bool:
         return await self.pool.prove(worker, within_s=within_s)
