@@ -53,8 +53,8 @@ class World:
         for content in CHOICES:
             with reference.adapted(None if content is None else str(self.folder / content)):
                 for number, prompt in enumerate(PROMPTS):
-                    said = reference.generate(prompt, TOKENS, frozenset(), ignore_eos=True)
-                    self.answers[content, number] = tuple(said.token_ids)
+                    output = reference.generate(prompt, TOKENS, frozenset(), ignore_eos=True)
+                    self.answers[content, number] = tuple(output.token_ids)
         assert len({self.answers[content, 0] for content in CHOICES}) == len(CHOICES), "an adapter changes no output"
         sources = AdapterConfig.of({content: self.folder / content for content in NAMES})
         names = load(self.config(sources), progress=False).adapters.names

@@ -103,20 +103,20 @@ def test_head_of_three_layers_drafts_on_a_device(model, without_drafts, tmp_path
     """Graphs multiply the features of their layers too: guesses are those of a CPU."""
     head = write_tiny_eagle3(Path(model.config.model_path), tmp_path / "head")
     spec = replace(spec_of(model, SpecAlgorithm.EAGLE), draft_model_path=str(head))
-    heard = []
+    received = []
     for platform in (TwinPlatform(), None):
         with engine_of(model, spec, platform, enable_overlap=False) as engine:
-            heard.append(listen(engine))
+            received.append(listen(engine))
             assert tokens_of(engine) == without_drafts
         assert platform is None or platform.replays > 0
-    on_device, on_cpu = heard
+    on_device, on_cpu = received
     assert len(on_device) > 10
     assert on_device == on_cpu
 
 
 def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
     """Every text that was drafted for, and what was proposed, from now on."""
-    heard = []
+    received = []
     speculation = engine.scheduler._shared.speculation
 
     class Listening:
@@ -130,21 +130,21 @@ def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
             texts = [tuple(one.token_ids(0, one.seq_len)) for one in requests]
             drafts = self._proposer.propose(requests)
             chains = drafts.chains if drafts.guesses is None else drafts.guesses.chains(drafts.chains)
-            heard.extend((text, chain) for text, chain in zip(texts, chains, strict=True) if chain)
+            received.extend((text, chain) for text, chain in zip(texts, chains, strict=True) if chain)
             return drafts
 
     speculation.proposer = Listening(speculation.proposer)
-    return heard
+    return received
 
 
 def test_draft_head_drafts_equal_on_device_and_cpu(model):
     """So it reads the states of its own text, and goes on from its own: guesses change with either."""
-    heard = []
+    received = []
     for platform in (TwinPlatform(), None):
         with engine_of(model, spec_of(model, SpecAlgorithm.EAGLE), platform, enable_overlap=False) as engine:
-            heard.append(listen(engine))
+            received.append(listen(engine))
             tokens_of(engine)
-    on_device, on_cpu = heard
+    on_device, on_cpu = received
     assert len(on_device) > 10
     assert on_device == on_cpu
 

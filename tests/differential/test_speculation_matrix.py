@@ -259,8 +259,8 @@ def test_draft_model_keeps_its_kv_through_everything(settings, page_size, overla
         **settings,
     )
     # The draft model is told neither of min_tokens nor of edits nor of masks.
-    told = [message for message in workload() if not (message.sampling.edits_logits or message.sampling.masked)]
-    messages = [message for message in told if not message.sampling.min_tokens]
+    reported = [message for message in workload() if not (message.sampling.edits_logits or message.sampling.masked)]
+    messages = [message for message in reported if not message.sampling.min_tokens]
     for message in messages:
         engine.add(message)
         engine.step(2)

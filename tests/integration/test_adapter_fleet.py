@@ -36,20 +36,20 @@ MAX_SWAPS = 5
 def merged(systems) -> dict[str | None, tuple[int, ...]]:
     """Outputs of transformers for the prompt: of the model alone (None) and with each adapter merged."""
     reference = TransformersReference(str(bundled_model()))
-    said = {}
+    output = {}
     for name in (None, *FLEET_ADAPTERS):
         folder = None if name is None else str(systems[0].run_dir.parent / name)
         with reference.adapted(folder):
-            said[name] = reference.generate(PROMPT, TOKENS, frozenset(), ignore_eos=True).token_ids
-    assert len(set(said.values())) == 1 + len(FLEET_ADAPTERS)
-    return said
+            output[name] = reference.generate(PROMPT, TOKENS, frozenset(), ignore_eos=True).token_ids
+    assert len(set(output.values())) == 1 + len(FLEET_ADAPTERS)
+    return output
 
 
 async def complete(fleet: SystemClient, model: str, *, max_tokens: int = TOKENS) -> dict[str, Any]:
     answer = await fleet.http.post("/v1/completions", json=body_of(model, max_tokens) | {"return_token_ids": True})
     assert answer.status_code == 200, answer.text
-    said: dict[str, Any] = answer.json()
-    return said
+    output: dict[str, Any] = answer.json()
+    return output
 
 
 def body_of(model: str, max_tokens: int) -> dict[str, Any]:
@@ -60,8 +60,8 @@ async def test_names_of_adapters_answer_as_merged_weights(fleet, merged):
     names = {"one": "one", f"{fleet.model}:one": "one", "two": "two", f"{fleet.model}:two": "two", fleet.model: None}
     for _ in range(2):  # the second time from the prefix cache
         answers = await asyncio.gather(*(complete(fleet, name) for name in names))
-        said = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
-        assert said == [merged[adapter] for adapter in names.values()]
+        output = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+        assert output == [merged[adapter] for adapter in names.values()]
     record = await fleet.get(f"/v1/requests/{answers[0]['id']}/explain")
     assert (record["requested_model"], record["model"], len(record["adapter"])) == ("one", fleet.model, 32)
     assert answers[0]["model"] == "one"
@@ -70,7 +70,7 @@ async def test_names_of_adapters_answer_as_merged_weights(fleet, merged):
 async def test_stream_of_an_adapter_outlives_its_worker(fleet, merged):
     expected = tuple((await complete(fleet, "one", max_tokens=LONG))["choices"][0]["token_ids"])
     assert expected[:TOKENS] == merged["one"]
-    said: list[int] = []
+    output: list[int] = []
     engines = {name: fleet.system.engine_pid(name) for name in ("decode-0", "decode-1")}
     fields = {"stream": True, "return_token_ids": True}
     async with fleet.http.stream("POST", "/v1/completions", json=body_of("one", LONG) | fields) as response:
@@ -79,11 +79,11 @@ async def test_stream_of_an_adapter_outlives_its_worker(fleet, merged):
             if not line.startswith("data: {"):
                 continue
             chunk = json.loads(line.removeprefix("data: "))
-            said += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+            output += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
             if killed is None:
                 killed = await kill_decode_worker(fleet, chunk["id"], engines)
     assert killed is not None
-    assert tuple(said) == expected
+    assert tuple(output) == expected
     assert len(await fleet.attempts(chunk["id"])) > 1, "the worker died too late"
     await fleet.all_ready(instead_of=[killed])
     await fleet.settled()
@@ -190,8 +190,8 @@ async def test_replaced_name_answers_with_its_new_content(fleet, merged):
         overlapped = overlapped or not all(task.done() for task in running)
         for _ in range(2):  # the second time from the prefix cache
             answers = await asyncio.gather(*(complete(fleet, name) for name in ("swap", *FLEET_ADAPTERS, fleet.model)))
-            said = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
-            assert said == [merged[later], *(merged[name] for name in FLEET_ADAPTERS), merged[None]]
+            output = [tuple(answer["choices"][0]["token_ids"]) for answer in answers]
+            assert output == [merged[later], *(merged[name] for name in FLEET_ADAPTERS), merged[None]]
         assert [await task for task in running] == [expected[former]] * len(running)
         assert await turn_of(fleet, session, 1) == 409
         if overlapped:
@@ -240,15 +240,15 @@ async def speaking_streams(fleet: SystemClient, models: Sequence[str]) -> "list[
 
 async def streamed(fleet: SystemClient, model: str, max_tokens: int) -> list[int]:
     """Tokens of one stream."""
-    said: list[int] = []
+    output: list[int] = []
     fields = {"stream": True, "return_token_ids": True}
     async with fleet.http.stream("POST", "/v1/completions", json=body_of(model, max_tokens) | fields) as response:
         assert response.status_code == 200, await response.aread()
         async for line in response.aiter_lines():
             if line.startswith("data: {"):
                 chunk = json.loads(line.removeprefix("data: "))
-                said += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
-    return said
+                output += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+    return output
 
 
 async def command(fleet: SystemClient, path: str, **body: object) -> set[tuple[str, str]]:

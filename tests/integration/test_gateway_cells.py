@@ -116,8 +116,10 @@ async def test_full_cell_is_relieved_by_another_as_explain_and_metrics_say(serve
     ):
         await until(lambda: _served_in(http, WEST, "full"), PATIENCE_S, "the other cell serves")
         metrics = (await http.get("/metrics")).text
-        told = {name: metric_sum(metrics, f"tandem_gateway_cell_{name}") for name in ("reachable", "awake", "workers")}
-        assert told == {"reachable": 1, "awake": 1, "workers": 2}
+        reported = {
+            name: metric_sum(metrics, f"tandem_gateway_cell_{name}") for name in ("reachable", "awake", "workers")
+        }
+        assert reported == {"reachable": 1, "awake": 1, "workers": 2}
         moved = metric_sum(metrics, 'tandem_gateway_cell_decisions_total{cell="west",reason="full"}')
         assert moved >= 1
 

@@ -121,9 +121,9 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
         return await choose(router, query)
 
     monkeypatch.setattr(Router, "choose", noted)
-    behaviour = MockBehaviour(token=hash_tokens(3, 250), hold_at=1)
+    behavior = MockBehaviour(token=hash_tokens(3, 250), hold_at=1)
     with EngineRack() as rack:
-        engine = rack.add("solo", behaviour)
+        engine = rack.add("solo", behavior)
         fleet = Fleet(server)
         reporting = asyncio.create_task(report(fleet, engine, most))
 
@@ -146,10 +146,10 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
                 calm = asyncio.create_task(complete(client, "calm"))
                 await asyncio.to_thread(engine.wait_until, lambda: "calm" in {each.tenant for each in engine.received})
                 sent, before = Counter(request.tenant for request in engine.received), len(queried)
-                behaviour.hold_at = None
+                behavior.hold_at = None
                 answers = await asyncio.gather(calm, *flood)
         finally:
-            behaviour.hold_at = None
+            behavior.hold_at = None
             reporting.cancel()
             await asyncio.gather(reporting, return_exceptions=True)
             await fleet.close()

@@ -57,8 +57,8 @@ def loaded():
 async def client(loaded):
     eos = min(loaded.model.config.eos_token_ids)
     with Engine.build(loaded, loaded.config) as engine, EngineRack() as rack:
-        behaviour = MockBehaviour(token=ComputedTokens(engine, eos), eos=eos)
-        rack.add("only", behaviour).context_length = 4096
+        behavior = MockBehaviour(token=ComputedTokens(engine, eos), eos=eos)
+        rack.add("only", behavior).context_length = 4096
         async with (
             live_gateway(rack.context, loaded.text, rack.engines, reasoning_parser="deepseek_r1") as gateway,
             openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,

@@ -183,17 +183,17 @@ async def test_streams_wait_when_descriptors_are_short(redis, tmp_path):
 async def test_console_shows_worker_statistics_and_redis_outage(redis, tmp_path):
     port = free_port()
     process = start(write_tokenizer(tmp_path), port, redis.url)
-    told = {"running": 3, "evictable_pages": 40, "cached_tokens_total": 7}
+    reported = {"running": 3, "evictable_pages": 40, "cached_tokens_total": 7}
     try:
         with EngineRack() as rack:
             engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
-                async with registered(redis, engine, **told):
+                async with registered(redis, engine, **reported):
                     await wait_until_ready(client)
                     fleet = (await client.get("/console/data/fleet")).json()
                     worker = fleet["workers"][0]
                     assert (worker["worker_id"], worker["state"], fleet["redis"]) == ("solo", "ready", "answering")
-                    assert {name: worker["figures"][name] for name in told} == told
+                    assert {name: worker["figures"][name] for name in reported} == reported
                 redis.kill()
                 while fleet["redis"] == "answering":
                     await asyncio.sleep(0.1)

@@ -141,8 +141,8 @@ async def test_processes_answer_as_one_gateway(redis, tmp_path):
         assert [answer.status_code for answer in answers] == [200] * REQUESTS
         for name in names:
             # Whichever process is asked, and whichever had it.
-            told = [await api.get(f"/v1/requests/{name}/explain"), await admin.get(f"/requests/{name}/explain")]
-            assert [each.json()["client_request_id"] for each in told] == [name, name]
+            reported = [await api.get(f"/v1/requests/{name}/explain"), await admin.get(f"/requests/{name}/explain")]
+            assert [each.json()["client_request_id"] for each in reported] == [name, name]
         assert (await api.get("/v1/requests/nobodys/explain")).status_code == 404
         assert (await admin.get("/internal/explain")).status_code == 404
         assert (await api.get("/metrics")).status_code == 404

@@ -127,8 +127,8 @@ async def test_invalid_redis_reply_falls_back_to_local_routing(server, caplog, s
                 choice = await router.choose(query())
                 assert (choice.source, choice.decode.worker_id in {"d1", "d2"}) == (Source.LOCAL, True)
                 await router.release(choice)
-        complaints = [record for record in caplog.records if "Redis at" in record.getMessage()]
-        assert len(complaints) <= 2, "one line a minute of each of its connections"
+        errors = [record for record in caplog.records if "Redis at" in record.getMessage()]
+        assert len(errors) <= 2, "one line a minute of each of its connections"
 
 
 @pytest.mark.parametrize("said", ["LOADING", "an end"])

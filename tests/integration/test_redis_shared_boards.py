@@ -153,10 +153,10 @@ async def test_overwritten_reported_names_are_restored(raw, fleet):
     async def require_known() -> None:
         await one.sync()
         assert raw.hget(key, field) == text
-        later, stranger = gateway(), gateway(Deployment.of(KeyPair.generate()))
+        later, foreign = gateway(), gateway(Deployment.of(KeyPair.generate()))
         await later.sync()
-        await stranger.sync()
-        assert (later.reported.all(), stranger.reported.all()) == (names, {})
+        await foreign.sync()
+        assert (later.reported.all(), foreign.reported.all()) == (names, {})
 
     for value in VALUES:
         raw.hset(key, mapping={field: value, b"m:\0:\xff": value, b"m:\0:a": value, b"m:\0:": value})

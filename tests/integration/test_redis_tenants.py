@@ -168,8 +168,8 @@ async def report(fair: FairBoard, gateway: str = "one", **rest) -> Standing:
 
 
 async def sync(fair: FairBoard, **charges: tuple[float, bool]) -> dict[str, float]:
-    told = [Charge(tenant=name, cost=cost, waits=waits) for name, (cost, waits) in charges.items()]
-    return (await fair.sync(Report(gateway="one", charges=told))).values
+    reported = [Charge(tenant=name, cost=cost, waits=waits) for name, (cost, waits) in charges.items()]
+    return (await fair.sync(Report(gateway="one", charges=reported))).values
 
 
 async def test_gateways_add_to_the_same_counters(fair):
@@ -225,8 +225,8 @@ async def test_malformed_tenant_counters_are_dropped(fair, server):  # [redis-va
 async def test_gateways_receive_queue_heads_of_others_only(fair):
     await sync(fair, a=(0, True), b=(70, True))
     assert (await report(fair, "one", head=QueueHead(priority=0, tenant="a"))).heads == ()
-    heard = await report(fair, "two", head=QueueHead(priority=-3, tenant="b"))
-    assert heard.heads == (RemoteHead(priority=0, value=0.0),)
+    received = await report(fair, "two", head=QueueHead(priority=-3, tenant="b"))
+    assert received.heads == (RemoteHead(priority=0, value=0.0),)
     assert (await report(fair, "one")).heads == (RemoteHead(priority=-3, value=70.0),)
     # "one" wishes no more.
     assert (await report(fair, "two")).heads == ()
@@ -261,5 +261,5 @@ async def test_empty_tenant_name_does_not_raise_the_counter_floor(fair):
     for sofar in (100, 200):
         standing = await fair.sync(Report(gateway="one", charges=charges, head=wish))
         assert (standing.values, standing.floor) == ({"": sofar}, 0)
-    told = await fair.sync(Report(gateway="two", charges=charges))
-    assert (told.values, told.heads) == ({"": 300}, (RemoteHead(priority=0, value=300),))
+    reported = await fair.sync(Report(gateway="two", charges=charges))
+    assert (reported.values, reported.heads) == ({"": 300}, (RemoteHead(priority=0, value=300),))

@@ -207,9 +207,9 @@ def test_simulated_admissions_equal_those_of_a_gateway(server, seed, choices):
         story, notes = loop.run_until_complete(in_a_gateway(requests, loop))
     finally:
         loop.close()
-    told, simulated = asyncio.run(in_the_simulator(requests, RedisAddress(url=server.url)))
-    assert [event[1:] for event in sorted(told)] == [event[1:] for event in sorted(story)]
-    assert [event[0] for event in sorted(told)] == pytest.approx([event[0] for event in sorted(story)], abs=1e-6)
+    reported, simulated = asyncio.run(in_the_simulator(requests, RedisAddress(url=server.url)))
+    assert [event[1:] for event in sorted(reported)] == [event[1:] for event in sorted(story)]
+    assert [event[0] for event in sorted(reported)] == pytest.approx([event[0] for event in sorted(story)], abs=1e-6)
     assert simulated.refusals == notes.refusals
     assert sorted(simulated.waits) == pytest.approx(sorted(notes.waits), abs=1e-6)
     assert simulated.refusals.total() > 5

@@ -103,9 +103,9 @@ async def test_manifest_costs_no_more_than_the_best_of_a_grid(tmp_path, server, 
     spec = yaml.safe_load(out.read_text())["spec"]
     workers = spec["prefill"]["replicas"] + spec["decode"]["replicas"]
     assert workers * spec["engine"]["tensorParallelSize"] <= 1.15 * best
-    told = capsys.readouterr().err
-    assert "second half, not used for sizing" in told
-    assert "ATTAINMENT" in told
+    reported = capsys.readouterr().err
+    assert "second half, not used for sizing" in reported
+    assert "ATTAINMENT" in reported
 
 
 def _in_thread(run, *args) -> int:
@@ -117,9 +117,9 @@ def _in_thread(run, *args) -> int:
 def test_unattainable_objective_error_names_fitting_prompt_size(tmp_path, capsys):
     trace = trace_file(tmp_path)
     assert sized(tmp_path, trace, "--ttft", "0.1") == 2
-    told = capsys.readouterr().err
-    assert "a prompt of 3000 uncached tokens takes 0.75 s on an idle worker" in told
-    assert "at most 400 tokens fit" in told
+    reported = capsys.readouterr().err
+    assert "a prompt of 3000 uncached tokens takes 0.75 s on an idle worker" in reported
+    assert "at most 400 tokens fit" in reported
 
 
 def test_fleet_beyond_the_limit_is_named(tmp_path, capsys):
@@ -155,6 +155,6 @@ def test_trace_with_an_empty_output_names_the_line(tmp_path, capsys):
     lines[3] = json.dumps(json.loads(lines[3]) | {"output_length": 0})
     trace.write_text("\n".join(lines))
     assert sized(tmp_path, trace) == 2
-    told = capsys.readouterr().err
-    assert "line 4" in told
-    assert "output_length" in told
+    reported = capsys.readouterr().err
+    assert "line 4" in reported
+    assert "output_length" in reported

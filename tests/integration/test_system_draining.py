@@ -30,8 +30,8 @@ EXIT_S = 60.0
 
 def clean_exits(client: SystemClient) -> Counter[str]:
     """Worker → times that it has exited with status 0."""
-    said = (client.system.run_dir / "up.out").read_text("utf-8", "replace")
-    return Counter(re.findall(r"^tandem: (\S+) exited with status 0;", said, re.MULTILINE))
+    text = (client.system.run_dir / "up.out").read_text("utf-8", "replace")
+    return Counter(re.findall(r"^tandem: (\S+) exited with status 0;", text, re.MULTILINE))
 
 
 async def exits_0(client: SystemClient, worker_id: str, pid: int, *, before: Counter[str]) -> None:

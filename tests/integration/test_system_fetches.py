@@ -43,8 +43,8 @@ async def test_next_turn_brings_the_answer_back_from_the_decode_worker(fleet, re
     async def flows_back() -> bool:
         seed = len(came) + 1
         first = random_tokens(seed, 800)
-        said = await answer(fleet, first, max_tokens=400)
-        spoken = await fleet.tokens(said["choices"][0]["text"])
+        output = await answer(fleet, first, max_tokens=400)
+        spoken = await fleet.tokens(output["choices"][0]["text"])
         turn = (*first, *spoken, *random_tokens(100 + seed, QUESTION))
         again = await answer(fleet, turn)
         async with SystemClient(system=reference.system) as alone:
@@ -53,8 +53,8 @@ async def test_next_turn_brings_the_answer_back_from_the_decode_worker(fleet, re
         seen = await record(fleet, again)
         came[again["id"]] = seen
         (attempt,) = seen["attempts"]
-        told, fetch = attempt["fetch"], seen["fetch"]
-        return bool(told and told["source"].startswith("decode") and fetch and fetch["pages"] > 0)
+        reported, fetch = attempt["fetch"], seen["fetch"]
+        return bool(reported and reported["source"].startswith("decode") and fetch and fetch["pages"] > 0)
 
     await until(flows_back, VIEW_DELAY_S, "a prefix came from a decode worker", came.copy)
     newest = [*came.values()][-1]

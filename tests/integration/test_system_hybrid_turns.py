@@ -23,7 +23,7 @@ async def fleet(tmp_path):
 
 async def test_second_turn_computes_at_most_128_tokens_and_explain_says_so(fleet):
     (gateway,) = fleet.gateways
-    told: list[dict] = []
+    reported: list[dict] = []
 
     async def ask(messages: list[dict]) -> dict:
         body = {"model": fleet.model, "messages": messages, "max_tokens": 12, "temperature": 0, "ignore_eos": True}
@@ -33,15 +33,15 @@ async def test_second_turn_computes_at_most_128_tokens_and_explain_says_so(fleet
 
     async def reused() -> bool:
         """The router hears a moment after the first turn where it is cached: was that too late, tell another story."""
-        messages = [{"role": "user", "content": f"{len(told)}. {STORY}"}]
+        messages = [{"role": "user", "content": f"{len(reported)}. {STORY}"}]
         first = await ask(messages)
         messages += [first["choices"][0]["message"], {"role": "user", "content": "And then?"}]
-        told.append(await ask(messages))
-        return cached(told[-1]) >= told[-1]["usage"]["prompt_tokens"] - NEW
+        reported.append(await ask(messages))
+        return cached(reported[-1]) >= reported[-1]["usage"]["prompt_tokens"] - NEW
 
-    await until(reused, INDEXED_S, "a second turn finds the first", lambda: [each["usage"] for each in told])
-    explained = (await fleet.http.get(f"{gateway.url}/v1/requests/{told[-1]['id']}/explain")).json()
-    assert explained["choices"][0]["cached_tokens"] == cached(told[-1])
+    await until(reused, INDEXED_S, "a second turn finds the first", lambda: [each["usage"] for each in reported])
+    explained = (await fleet.http.get(f"{gateway.url}/v1/requests/{reported[-1]['id']}/explain")).json()
+    assert explained["choices"][0]["cached_tokens"] == cached(reported[-1])
 
 
 def cached(answer: dict) -> int:

@@ -69,8 +69,12 @@ async def test_tool_is_called_and_its_answer_taken(common, choice):
     check_forecast({name: arguments[name] for name in PARAMETERS["required"]})
     [again] = (await streamed(**fields, **must)).choices[0].message.tool_calls
     assert again.function.arguments == call.function.arguments
-    told = [*ASK, message.model_dump(exclude_none=True), {"role": "tool", "tool_call_id": call.id, "content": "rain"}]
-    ended = await litellm.acompletion(**{**fields, "messages": told, "tool_choice": "none", "max_tokens": 4})
+    reported = [
+        *ASK,
+        message.model_dump(exclude_none=True),
+        {"role": "tool", "tool_call_id": call.id, "content": "rain"},
+    ]
+    ended = await litellm.acompletion(**{**fields, "messages": reported, "tool_choice": "none", "max_tokens": 4})
     assert ended.usage.completion_tokens <= 4
 
 

@@ -69,17 +69,17 @@ def test_port_in_use_is_named_with_the_flag_that_changes_it(tmp_path):
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         port = str(taken.getsockname()[1])
-        said = refused(tmp_path, "--port", port)
-    assert f"127.0.0.1:{port}" in said
-    assert "--port" in said
+        output = refused(tmp_path, "--port", port)
+    assert f"127.0.0.1:{port}" in output
+    assert "--port" in output
 
 
 def test_without_redis_server_the_package_to_install_is_named(tmp_path):
     blocker = write_import_blocker(tmp_path / "site", "tandem_llm_valkey")
-    said = refused(tmp_path, PATH=str(tmp_path), PYTHONPATH=python_path(blocker))
-    assert "neither redis-server nor valkey-server is installed" in said
-    assert "apt-get install redis-server" in said
-    assert "--redis-url" in said
+    output = refused(tmp_path, PATH=str(tmp_path), PYTHONPATH=python_path(blocker))
+    assert "neither redis-server nor valkey-server is installed" in output
+    assert "apt-get install redis-server" in output
+    assert "--redis-url" in output
 
 
 def test_model_path_that_does_not_exist_is_named(tmp_path):
@@ -92,23 +92,23 @@ def test_model_path_that_does_not_exist_is_named(tmp_path):
 
 def test_truncated_checkpoint_is_named_before_anything_serves(tmp_path):
     shard = broken_checkpoint(tmp_path / "model")
-    said = refused(tmp_path, "--model", str(shard.parent))
-    assert shard.name in said
-    assert "truncated" in said
+    output = refused(tmp_path, "--model", str(shard.parent))
+    assert shard.name in output
+    assert "truncated" in output
 
 
 def test_unreachable_redis_is_named_without_password(tmp_path):
-    said = refused(tmp_path, "--redis-url", "redis://:secret@127.0.0.1:1/0")
-    assert "@127.0.0.1:1/0" in said
-    assert "--redis-url" in said
-    assert "secret" not in said
+    output = refused(tmp_path, "--redis-url", "redis://:secret@127.0.0.1:1/0")
+    assert "@127.0.0.1:1/0" in output
+    assert "--redis-url" in output
+    assert "secret" not in output
 
 
 def test_missing_nixl_error_names_package_and_flag(tmp_path):
     blocker = write_import_blocker(tmp_path / "site", "nixl")
-    said = refused(tmp_path, PYTHONPATH=python_path(blocker))
-    assert "pip install nixl" in said
-    assert "--transport none" in said
+    output = refused(tmp_path, PYTHONPATH=python_path(blocker))
+    assert "pip install nixl" in output
+    assert "--transport none" in output
 
 
 @pytest.fixture(scope="module")

@@ -84,10 +84,10 @@ async def interrupted(fleet: SystemClient, trace: Traced) -> bool:
         await until(decodes, 60.0, "the decode worker has the KV", lambda: record)
         decode_worker = record["choices"][0]["attempts"][0]["decode"].partition("@")[0]
         order = {"rid": f"{request_id}-0-0"}
-        told = await fleet.http.post(f"{fleet.system.workers[decode_worker]}/abort", json=order)
-        assert told.status_code == 200
+        reported = await fleet.http.post(f"{fleet.system.workers[decode_worker]}/abort", json=order)
+        assert reported.status_code == 200
         assert "data: [DONE]" in [line async for line in answer.aiter_lines()]
-    return bool(told.json()["requests"])
+    return bool(reported.json()["requests"])
 
 
 async def test_trace_of_resumed_request_has_both_attempts(fleet, collector):

@@ -56,7 +56,7 @@ def test_rejected_pod_sets_degraded_and_changes_nothing(services, running):
     services.apply()
     services.wait_ready()
     before = generations(services)
-    told = 0
+    reported = 0
     for part, spec in PARTS.items():
         for name, pod in BAD_PODS.items():
             if name in JUDGED_WITH_PODS:
@@ -67,9 +67,9 @@ def test_rejected_pod_sets_degraded_and_changes_nothing(services, running):
             assert f"-{part}" in trouble(services)["message"], (part, name)
             assert generations(services) == before, (part, name)
             assert services.condition("Ready")[0] == "True", "what runs goes on"
-            told += 1
+            reported += 1
             wait_for(
-                lambda least=told: services.events().count(("Warning", "ApplyRefused")) >= least,
+                lambda least=reported: services.events().count(("Warning", "ApplyRefused")) >= least,
                 PATIENCE_S,
                 lambda: str(services.events()),
             )

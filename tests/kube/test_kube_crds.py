@@ -179,8 +179,8 @@ def test_kubectl_explains_every_field(control_plane, crd):
 
 def test_kubectl_explain_shows_field_documentation(control_plane):
     definition_of(control_plane, "ModelService")
-    said = control_plane.kubectl("explain", "modelservice.spec.transfer.expect")
-    assert "Slowest expected transport; a slower one" in said
+    output = control_plane.kubectl("explain", "modelservice.spec.transfer.expect")
+    assert "Slowest expected transport; a slower one" in output
     everything = control_plane.kubectl("explain", "ms", "--recursive")
     assert "numDraftTokens" in everything
 

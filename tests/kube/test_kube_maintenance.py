@@ -57,16 +57,16 @@ def test_node_drain_waits_until_the_replacement_is_ready(services, running, tmp_
         wait_equal(lambda: cluster.get(budget)["status"]["disruptionsAllowed"], 1, PATIENCE_S)
         cluster.api.post(f"{path}/eviction", json={"apiVersion": version, **body}).raise_for_status()
         wait_equal(lambda: cluster.get(budget)["status"]["disruptionsAllowed"], 0, PATIENCE_S)
-        complaints = tmp_path / "drain.log"
+        errors = tmp_path / "drain.log"
         chosen = f"--pod-selector={DRAINED_IN}={services.namespace}"
         command = [str(HOME / "bin/kubectl"), "--kubeconfig", str(cluster.kubeconfig), *DRAIN, chosen, nodes[1]]
         environment = {**os.environ, "HOME": str(tmp_path)}
         with (
-            complaints.open("w") as log,
+            errors.open("w") as log,
             subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment) as drain,
         ):
             refused = "Cannot evict pod as it would violate the pod's disruption budget"
-            wait_for(lambda: refused in complaints.read_text(), PATIENCE_S, complaints.read_text)
+            wait_for(lambda: refused in errors.read_text(), PATIENCE_S, errors.read_text)
             there = {one["metadata"]["uid"] for one in decode_pods(services) if is_ready(one)}
             assert there == {second["metadata"]["uid"]}, "the one that is left serves"
 
@@ -74,8 +74,8 @@ def test_node_drain_waits_until_the_replacement_is_ready(services, running, tmp_
                 make_ready(services)
                 return drain.poll() is not None
 
-            wait_for(drained, PATIENCE_S, complaints.read_text)
-            assert drain.returncode == 0, complaints.read_text()
+            wait_for(drained, PATIENCE_S, errors.read_text)
+            assert drain.returncode == 0, errors.read_text()
     finally:
         for node in set(nodes):
             cluster.kubectl("uncordon", node)

@@ -157,15 +157,15 @@ def test_forbidden_command_names_missing_permission(control_plane, namespace, se
     service()
     config = json.loads(control_plane.kubeconfig.read_text())
     config["users"][0]["user"] = {"token": "nobody's"}
-    stranger = tmp_path / "stranger"
-    stranger.write_text(json.dumps(config))
-    code, _, err = kubectl("status", kubeconfig=stranger)
+    foreign = tmp_path / "stranger"
+    foreign.write_text(json.dumps(config))
+    code, _, err = kubectl("status", kubeconfig=foreign)
     assert code == 3
     assert "the API server rejected the credentials" in err
     # Known, and without a single right: a service account of the namespace.
     config["users"][0]["user"] = {"token": token_of(control_plane, namespace)}
-    stranger.write_text(json.dumps(config))
-    code, _, err = kubectl("status", kubeconfig=stranger)
+    foreign.write_text(json.dumps(config))
+    code, _, err = kubectl("status", kubeconfig=foreign)
     assert code == 3
     assert re.search(r'not permitted: .*cannot list resource "modelservices".* with a Role', err)
 

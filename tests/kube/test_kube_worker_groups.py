@@ -102,8 +102,8 @@ def test_plugin_shows_a_group_as_one_worker_and_drains_it_whole(
         [worker] = decode["revisions"][0]["pods"]
         assert (decode["ready"], worker["pod"]["name"]) == (1, f"{name}-0")
         assert [one["pod"]["name"] for one in worker["followers"]] == [f"{name}-0-1"]
-        status, said = kubectl("flip", f"{name}-0-1", "prefill")
-        assert (status, f"flip {name}-0" in said) == (3, True)
+        status, output = kubectl("flip", f"{name}-0-1", "prefill")
+        assert (status, f"flip {name}-0" in output) == (3, True)
 
         before = uids(sets, name)
         # It is not gone before the controller has seen that it leaves.

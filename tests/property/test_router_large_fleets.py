@@ -161,8 +161,8 @@ def ragged_fleet(random: Random) -> list[tuple[WorkerRecord, int]]:
 
 
 def sismember_calls(server: RedisServer) -> int:
-    told = re.search(r"cmdstat_sismember:calls=(\d+)", server.command("INFO", "commandstats"))
-    return int(told[1]) if told else 0
+    reported = re.search(r"cmdstat_sismember:calls=(\d+)", server.command("INFO", "commandstats"))
+    return int(reported[1]) if reported else 0
 
 
 async def test_redis_chooses_among_64_workers_as_the_formula(server):

@@ -97,8 +97,8 @@ async def test_unredeemed_ticket_is_released_by_its_router(routers):
 
 async def test_malformed_ticket_is_void(server, routers):
     ticket = new_ticket_id()
-    for rubbish in ("x", "\x91\xc0", ""):
-        server.command("SET", f"tandem:{{default}}:ticket:{ticket}", rubbish)
+    for garbage in ("x", "\x91\xc0", ""):
+        server.command("SET", f"tandem:{{default}}:ticket:{ticket}", garbage)
         assert await routers[1].redeem(ticket, QUERY) is None
 
 

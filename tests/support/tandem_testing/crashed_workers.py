@@ -57,9 +57,9 @@ class Crashes:
     def describe(self, node: WorkerController) -> str:
         """One line, and the stacks if there are any."""
         before, self.counted = self.counted, killed_for_memory()
-        said = f"{ending(node.gateway._io.popen)}; killed for memory by the kernel: {self.counted - before}"
+        output = f"{ending(node.gateway._io.popen)}; killed for memory by the kernel: {self.counted - before}"
         stacks = self.stacks_of(node)
-        return f"{said}\n{stacks.read_text('utf-8', 'replace')}" if stacks.exists() else said
+        return f"{output}\n{stacks.read_text('utf-8', 'replace')}" if stacks.exists() else output
 
 
 CRASHES = pytest.StashKey[Crashes]()

@@ -67,7 +67,7 @@ def priced_options_of(prefill: str | None, decode: str, *, others: int, more: in
         decode_matched_tokens=0,
         fetch=None,
     )
-    told = [
+    reported = [
         PricedOption(
             decode=f"other-{number}@1",
             prefill=None,
@@ -80,7 +80,7 @@ def priced_options_of(prefill: str | None, decode: str, *, others: int, more: in
         )
         for number in range(others)
     ]
-    return PricedOptions(options=(chosen, *told), more=more)
+    return PricedOptions(options=(chosen, *reported), more=more)
 
 
 @dataclass

@@ -85,9 +85,9 @@ def _pod(group_set: dict[str, Any], group: int, index: int, size: int) -> dict[s
     template = copy.deepcopy(templates["workerTemplate" if index else "leaderTemplate"])
     leader = f"{metadata['name']}-{group}"
     address = f"{leader}.{metadata['name']}.{metadata['namespace']}"
-    told = {"LWS_LEADER_ADDRESS": address, "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": str(index)}
+    reported = {"LWS_LEADER_ADDRESS": address, "LWS_GROUP_SIZE": str(size), "LWS_WORKER_INDEX": str(index)}
     for container in template["spec"]["containers"]:
-        container["env"] = [{"name": key, "value": value} for key, value in told.items()] + container.get("env", [])
+        container["env"] = [{"name": key, "value": value} for key, value in reported.items()] + container.get("env", [])
     labels = {
         f"{GROUP}/name": metadata["name"],
         f"{GROUP}/group-index": str(group),

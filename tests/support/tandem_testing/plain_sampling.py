@@ -17,8 +17,8 @@ def edited_logits(
     masked: Collection[int] = (),
 ) -> list[float]:
     """What `sampling` makes of `logits` [V] after `outputs`; its grammar forbids `masked`."""
-    penalised = _penalised(logits, sampling, prompt, outputs)
-    edited = [-math.inf if token in masked else logit for token, logit in enumerate(penalised)]
+    penalized = _penalised(logits, sampling, prompt, outputs)
+    edited = [-math.inf if token in masked else logit for token, logit in enumerate(penalized)]
     for token, bias in sampling.logit_bias:
         edited[token] += bias
     if sampling.allowed_token_ids:
@@ -46,10 +46,10 @@ def _penalised(
     logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
 ) -> list[float]:
     counts = Counter(outputs)
-    penalised = [*logits]
+    penalized = [*logits]
     for token in {*prompt, *outputs}:
         strength = sampling.repetition_penalty
-        penalised[token] = penalised[token] / strength if penalised[token] > 0 else penalised[token] * strength
+        penalized[token] = penalized[token] / strength if penalized[token] > 0 else penalized[token] * strength
     for token, count in counts.items():
-        penalised[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
-    return penalised
+        penalized[token] -= sampling.frequency_penalty * count + sampling.presence_penalty
+    return penalized

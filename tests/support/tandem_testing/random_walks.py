@@ -273,11 +273,11 @@ class Walk:
 
     def _said(self, asked: Asked) -> tuple[int, ...]:
         """Of all attempts; one that was left may still stream a step, which no client reads."""
-        said: tuple[int, ...] = ()
+        output: tuple[int, ...] = ()
         for rid in asked.attempts:
             generation = self.askers.generations.by_rid[rid]
-            said = (*said[: generation.resumed], *generation.token_ids)
-        return said
+            output = (*output[: generation.resumed], *generation.token_ids)
+        return output
 
     def _take_ended(self) -> None:
         for name, asked in [*self.asked.items()]:

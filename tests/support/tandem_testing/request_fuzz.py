@@ -123,12 +123,12 @@ def complaint(asked: RandomRequest, answer: httpx.Response) -> str:
 def _event_complaint(answer: httpx.Response, in_no_time: bool) -> str:
     documents = [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
     try:
-        told = [json.loads(document) for document in documents if document != "[DONE]"]
+        reported = [json.loads(document) for document in documents if document != "[DONE]"]
     except ValueError:
         return "an event that is no JSON"
-    if not told:
+    if not reported:
         return "a stream without events"
-    failed = any(event.get("error") or event.get("type") in {"error", "response.failed"} for event in told)
+    failed = any(event.get("error") or event.get("type") in {"error", "response.failed"} for event in reported)
     return "a stream that failed" if failed and not in_no_time else ""
 
 
@@ -146,8 +146,8 @@ class Tally:
         self.said.setdefault(asked.path, set()).update(asked.body)
         wrong = complaint(asked, answer)
         if wrong:
-            told = f"{answer.status_code} {answer.text[:400]}"
-            self.complaints.append(f"{number}: {wrong}: {asked.path} {json.dumps(asked.body)[:1000]}\n    {told}")
+            reported = f"{answer.status_code} {answer.text[:400]}"
+            self.complaints.append(f"{number}: {wrong}: {asked.path} {json.dumps(asked.body)[:1000]}\n    {reported}")
 
     def unsaid(self) -> list[str]:
         """Fields that no request had."""
@@ -200,7 +200,7 @@ async def main(arguments: argparse.Namespace) -> int:
         sys.stdout.write(line + "\n")
     statuses = {f"{path} {status}": count for (path, status), count in sorted(tally.statuses.items())}
     unsaid = tally.unsaid() if arguments.requests >= 10_000 else []
-    told = {
+    reported = {
         "requests": sum(statuses.values()),
         "seed": arguments.seed,
         "complaints": len(tally.complaints),
@@ -208,7 +208,7 @@ async def main(arguments: argparse.Namespace) -> int:
         "grown_mib": round(tally.grown_mib, 1),
         "statuses": statuses,
     }
-    sys.stdout.write(json.dumps(told, indent=1) + "\n")
+    sys.stdout.write(json.dumps(reported, indent=1) + "\n")
     return 1 if tally.complaints or unsaid or tally.grown_mib > GROWTH_MIB else 0
 
 

@@ -139,8 +139,8 @@ def make_link(record: WorkerRecord, bytes_per_s: float, **changes: Any) -> LinkR
 
 def patient_router(server: RedisServer, *, seed: int = 1, clock: Clock | None = None, **config: Any) -> Router:
     """A router for a fleet whose reports are `LASTING`; what it reserves lasts as long, also by its own clock."""
-    patience = {"routing_timeout_s": PATIENT_S, "background_timeout_s": PATIENT_S}
-    settings = RouterConfig(**{"redis": RedisAddress(url=server.url), **patience, **config})
+    timeout = {"routing_timeout_s": PATIENT_S, "background_timeout_s": PATIENT_S}
+    settings = RouterConfig(**{"redis": RedisAddress(url=server.url), **timeout, **config})
     source = library_source({**CONSTANTS, **LASTING})
     return Router(settings, random=Random(seed), clock=clock or ServiceClock(), source=source)
 

@@ -103,9 +103,9 @@ def test_raising_case_fails_alone(tmp_path, capsys):
     assert (missing.case, missing.why, missing.failed) == ("a", "ValueError: no room", True)
     assert [line.case for line in of_kind(tmp_path, lines.Measured)] == ["b"]
     assert [line.case for line in of_kind(tmp_path, lines.End)] == ["a", "b"]
-    said = capsys.readouterr().err
-    assert "Traceback" in said
-    assert "| f | 0.9 | copy |" in said
+    output = capsys.readouterr().err
+    assert "Traceback" in output
+    assert "| f | 0.9 | copy |" in output
 
 
 def test_lost_device_ends_process_after_its_case(tmp_path):

@@ -71,10 +71,10 @@ def test_failed_part_is_named_and_fails_the_run(run, capsys):
     )
     State(parts={"trace": PartState(status=Status.CRASHED, why="status 7")}).write(run)
     assert command.main(["report", str(run), "--json"]) == 1
-    *table, told = capsys.readouterr().out.splitlines()
+    *table, reported = capsys.readouterr().out.splitlines()
     assert "failed: kernels: c: ValueError: no" in table
     assert "test failed: tests-rest: test_x: E  assert 1 == 2" in table
-    assert json.loads(told)["failures"] == ["trace: crashed", "kernels: c", "tests-rest: test_x"]
+    assert json.loads(reported)["failures"] == ["trace: crashed", "kernels: c", "tests-rest: test_x"]
 
 
 def test_empty_folder_has_an_empty_table(tmp_path):

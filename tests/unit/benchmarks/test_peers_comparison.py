@@ -151,22 +151,22 @@ def test_target_is_there_for_every_bound_that_has_figures():
             startup=part("results").StartupTimes(ready_s=7.0, help_s=0.4, parts={}),
         )
     )
-    told = {target.name: (round(target.ratio, 3), target.met) for target in found if target.ratio is not None}
-    assert told["offline over transformers generate, q25m float32"] == (2.0, False)
-    assert told["single stream over transformers continuous batching, q25m float32"] == (2.0, True)
-    assert told["shared prefix over the best engine (vllm), q25m float32"] == (1.6, True)
-    assert told["1P+1D offline over vLLM's over NIXL, q25m float32"] == (4.5, True)
-    assert told["1P+1D time per token over vLLM's over NIXL, q25m float32"] == (0.5, False)
-    assert told["ITL p99, 1P+1D over one mixed worker under arriving prompts, q25m float32"] == (0.4, True)
-    assert told["throughput, 1P+1D over one mixed worker under arriving prompts, q25m float32"] == (0.95, True)
-    assert told["memory over weights and KV pool, q25m float32"] == (1.15, True)
-    assert told["tandem --help, s"] == (0.4, False)
-    assert {name for name in told if "q500m" in name} == {
+    reported = {target.name: (round(target.ratio, 3), target.met) for target in found if target.ratio is not None}
+    assert reported["offline over transformers generate, q25m float32"] == (2.0, False)
+    assert reported["single stream over transformers continuous batching, q25m float32"] == (2.0, True)
+    assert reported["shared prefix over the best engine (vllm), q25m float32"] == (1.6, True)
+    assert reported["1P+1D offline over vLLM's over NIXL, q25m float32"] == (4.5, True)
+    assert reported["1P+1D time per token over vLLM's over NIXL, q25m float32"] == (0.5, False)
+    assert reported["ITL p99, 1P+1D over one mixed worker under arriving prompts, q25m float32"] == (0.4, True)
+    assert reported["throughput, 1P+1D over one mixed worker under arriving prompts, q25m float32"] == (0.95, True)
+    assert reported["memory over weights and KV pool, q25m float32"] == (1.15, True)
+    assert reported["tandem --help, s"] == (0.4, False)
+    assert {name for name in reported if "q500m" in name} == {
         "share of bandwidth in decode, q500m float32",
         "share of GEMM rate in prefill, q500m float32",
     }
     # 500M parameters of 4 bytes in 0.1 s are 20 GB/s of 30.
-    assert told["share of bandwidth in decode, q500m float32"][0] == pytest.approx(0.67, abs=0.05)
+    assert reported["share of bandwidth in decode, q500m float32"][0] == pytest.approx(0.67, abs=0.05)
 
 
 def test_models_have_parameter_counts_of_their_names():
@@ -262,14 +262,14 @@ def test_report_lists_missed_targets_and_absent_engines(tmp_path):
 
 def test_last_line_of_a_run_lists_every_target():
     found = results(samples=[sample("tandem", 0, {"offline": 90.0}), sample("vllm", 0, {"offline": 60.0})])
-    told = {target["name"]: target for target in part("__main__").summary(found)["targets"]}
-    best = told.pop("offline over the best engine (vllm), q25m float32")
+    reported = {target["name"]: target for target in part("__main__").summary(found)["targets"]}
+    best = reported.pop("offline over the best engine (vllm), q25m float32")
     assert {key: best[key] for key in ("ratio", "target", "met")} == {"ratio": 1.5, "target": 1.3, "met": True}
-    assert {(each["ratio"], each["met"], each["reason"]) for each in told.values()} == {
+    assert {(each["ratio"], each["met"], each["reason"]) for each in reported.values()} == {
         (None, False, "this run was not asked for it"),
         (None, False, "the limits of the machine were not measured"),
     }
-    assert set(told) >= {
+    assert set(reported) >= {
         "single stream over transformers continuous batching, q25m float32",
         "shared prefix over the best engine, q25m bfloat16",
         "1P+1D offline over vLLM's over NIXL, q25m float32",
@@ -292,11 +292,11 @@ def test_target_without_measurements_names_the_failure():
         report(name="start-up", notes=["cut: no time was left for it"], **times),
     ]
     found = results(stages=stages, samples=[sample("tandem 1P+1D", 0, {"offline": 9.0})])
-    told = {target.name: target for target in targets.targets(found)}
-    peer = told["1P+1D offline over vLLM's over NIXL, q25m float32"]
+    reported = {target.name: target for target in targets.targets(found)}
+    peer = reported["1P+1D offline over vLLM's over NIXL, q25m float32"]
     assert (peer.ratio, peer.met) == (None, False)
     assert peer.reason == "vllm 1P+1D: ended with status 1"
-    assert told["tandem up ready, s"].reason == "cut: no time was left for it"
+    assert reported["tandem up ready, s"].reason == "cut: no time was left for it"
     found.missing["vllm"] = "no disk"
     assert {target.reason for target in targets.targets(found) if target.name == peer.name} == {
         "vllm is not there: no disk"

@@ -68,8 +68,8 @@ def test_paused_tree_is_stopped_whole_and_can_be_ended(processes, started):
 def test_processes_of_a_killed_run_are_ended_by_the_next(processes, tmp_path):
     code = "import subprocess; print(subprocess.Popen(['sleep', '60'], stdout=subprocess.DEVNULL).pid)"
     marked = {**os.environ, processes.MARK: "1073741824-0"}  # no process has this number
-    told = subprocess.run([sys.executable, "-c", code], env=marked, stdout=subprocess.PIPE, check=True).stdout
-    orphan = int(told)
+    reported = subprocess.run([sys.executable, "-c", code], env=marked, stdout=subprocess.PIPE, check=True).stdout
+    orphan = int(reported)
     assert orphan in processes.end_marked()
     while state(orphan) not in ("", "Z"):
         pass

@@ -42,8 +42,8 @@ def test_every_scenario_is_on_its_page_with_its_bound():
 
 def test_faults_page_covers_every_scenario_with_its_signals():
     faults = list(rows("faults.md", "What happens when …"))
-    told = set().union(*(numbers(scenario) for _, scenario, _, _ in faults))
-    assert told == {line.number for line in PROMISES} - NO_FAULT_OF_THEIR_OWN
+    reported = set().union(*(numbers(scenario) for _, scenario, _, _ in faults))
+    assert reported == {line.number for line in PROMISES} - NO_FAULT_OF_THEIR_OWN
     assert [fault for fault, _, seen, shown in faults if not (seen and shown)] == []
 
 

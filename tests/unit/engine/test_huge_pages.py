@@ -72,11 +72,11 @@ PIECES = [(HUGE, PIECE), (HUGE + PIECE, PIECE), (HUGE + 2 * PIECE, HUGE), (5 * P
 
 def test_every_piece_is_advised_and_then_collapsed(advise):
     advised = advise(Advised())
-    told: list[int] = []
-    assert to_huge_pages(LONG, advance=told.append) == 3 * PIECE + HUGE
+    reported: list[int] = []
+    assert to_huge_pages(LONG, advance=reported.append) == 3 * PIECE + HUGE
     assert advised.calls == [(*piece, advice) for piece in PIECES for advice in (HUGEPAGE, COLLAPSE)]
-    assert told == [size for _, size in PIECES]
-    assert sum(told) == sum(size for _, size in movable(LONG))
+    assert reported == [size for _, size in PIECES]
+    assert sum(reported) == sum(size for _, size in movable(LONG))
 
 
 def test_piece_that_stays_does_not_keep_the_rest(advise):

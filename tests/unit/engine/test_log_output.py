@@ -93,9 +93,9 @@ def test_unread_log_pipe_drops_lines_and_counts_them(make):
         logger.info("the last")
         while seen[-1] != "the last":
             seen.append(json.loads(pipe.readline())["message"])
-    told = [int(match[1]) for message in seen if (match := re.match(r"(\d+) log lines are missing here", message))]
-    assert seen.count("x" * 100) + sum(told) == LOTS
-    assert sum(told) > 0
+    reported = [int(match[1]) for message in seen if (match := re.match(r"(\d+) log lines are missing here", message))]
+    assert seen.count("x" * 100) + sum(reported) == LOTS
+    assert sum(reported) > 0
 
 
 def test_full_disk_or_closed_pipe_does_not_end_logging(make):

@@ -111,5 +111,5 @@ def test_ranks_change_together_or_not_at_all(failing):
     (served, message, turns), (other_served, _, other_turns) = on_ranks(2, work)
     assert served == other_served == ([] if failing is not None else ["/new"])
     assert turns == other_turns >= 20
-    told = {None: "", 0: "tensor norm holds NaN", 1: "rank 1 cannot load its part of /new"}
-    assert message.startswith(told[failing]) if message else failing is None
+    reported = {None: "", 0: "tensor norm holds NaN", 1: "rank 1 cannot load its part of /new"}
+    assert message.startswith(reported[failing]) if message else failing is None

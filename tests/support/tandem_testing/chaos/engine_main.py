@@ -101,15 +101,15 @@ class FaultyPeers(PeerChannels):
         self._knobs = knobs
 
     def receive(self) -> Iterator[PeerEvent]:
-        told: list[PeerEvent] = []
+        reported: list[PeerEvent] = []
         for event in super().receive():
             if not isinstance(event, HandoffRecord):
-                told.append(event)
+                reported.append(event)
             elif not self._knobs.take("lose_records"):
-                told += [event] * (3 if self._knobs.take("repeat_records") else 1)
-        if len(told) > 1 and self._knobs.take("reverse_messages"):
-            told.reverse()
-        yield from told
+                reported += [event] * (3 if self._knobs.take("repeat_records") else 1)
+        if len(reported) > 1 and self._knobs.take("reverse_messages"):
+            reported.reverse()
+        yield from reported
 
 
 @dataclass(kw_only=True, slots=True)

@@ -17,10 +17,10 @@ PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99, "max": 1.0}
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
     """One line, and a line for each reason why a promise is broken."""
-    colour = COLOURS[outcome.result]
+    color = COLOURS[outcome.result]
     line = outcome.promise
     console.print(
-        f"[{colour}]{outcome.result.value:7}[/] {line.number:>3}  {line.title:42} {_recovery(outcome):>9}"
+        f"[{color}]{outcome.result.value:7}[/] {line.number:>3}  {line.title:42} {_recovery(outcome):>9}"
         f"   {outcome.requests:4d} requests   {outcome.seconds:5.0f} s",
         highlight=False,
     )

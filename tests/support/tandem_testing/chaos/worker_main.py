@@ -80,12 +80,12 @@ def advertise_proxies(settings: WorkerSettings) -> None:
     def through_proxies(
         config: WorkerConfig, ready: EngineReady, monitor: LoadMonitor, *, health_endpoint: str
     ) -> WorkerRecord:
-        told = msgspec.structs.replace(
+        reported = msgspec.structs.replace(
             ready,
             request_endpoint=Address(settings.host, settings.request_proxy).endpoint,
             peer_endpoint=Address(settings.host, settings.peer_proxy).endpoint,
         )
-        return describe(config, told, monitor, health_endpoint=health_endpoint)
+        return describe(config, reported, monitor, health_endpoint=health_endpoint)
 
     vars(service)["describe"] = through_proxies
 

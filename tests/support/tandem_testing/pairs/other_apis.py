@@ -46,10 +46,10 @@ def streamed_response(response: httpx.Response) -> Answer:
     if last.get("type") == "error":
         return {"error": last.get("error", last)}
     assert last.get("type") in ENDS, f"the stream ends with {last}"
-    said = _response(last["response"])
-    texts = {number: _text(item) for number, item in enumerate(said["output"])}
+    output = _response(last["response"])
+    texts = {number: _text(item) for number, item in enumerate(output["output"])}
     assert {**dict.fromkeys(texts, ""), **pieces} == texts, f"{pieces} are not {texts}"
-    return said
+    return output
 
 
 def whole_message(response: httpx.Response) -> Answer:

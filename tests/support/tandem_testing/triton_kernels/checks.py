@@ -73,8 +73,8 @@ class KernelChecks:
     def passes(self, check: str) -> None:
         """Fail as `check` has failed in its process."""
         prefix = INTERPRETED if check.startswith(INTERPRETED) else COMPILED
-        outcomes, said = _outcomes(self.module, prefix, long=check in self.names(prefix, long=True))
-        assert check in outcomes, f"the process ended before {check}:\n{said}"
+        outcomes, output = _outcomes(self.module, prefix, long=check in self.names(prefix, long=True))
+        assert check in outcomes, f"the process ended before {check}:\n{output}"
         assert outcomes[check] is None, outcomes[check]
 
     def run(self, check: str) -> None:
@@ -98,16 +98,16 @@ class KernelChecks:
 @functools.cache
 def _outcomes(module: str, prefix: str, *, long: bool) -> tuple[dict[str, str | None], str]:
     """How each check ended, None if well, and what the process said besides."""
-    with NamedTemporaryFile("r") as out, NamedTemporaryFile("r", errors="replace") as said:
+    with NamedTemporaryFile("r") as out, NamedTemporaryFile("r", errors="replace") as output:
         try:
-            _server(prefix).do(module, prefix, long, out.name, said.name)
+            _server(prefix).do(module, prefix, long, out.name, output.name)
         except BaseException:
             # It may still be at work, and would answer the next order with this one's end.
             _server(prefix).kill()
             _server.cache_clear()
             raise
         lines = [json.loads(line) for line in out if line.startswith("{")]
-        return {line["check"]: line["failure"] for line in lines}, said.read()
+        return {line["check"]: line["failure"] for line in lines}, output.read()
 
 
 @functools.cache

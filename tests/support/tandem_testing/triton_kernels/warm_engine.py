@@ -214,8 +214,8 @@ def compile_once_for_each_size_of_list() -> None:
 
 def compile_a_kernel_while_serving_and_it_is_counted_and_named() -> None:
     """By Triton itself, for a device that is not there."""
-    counter, said = CompileCounter(), StringIO()
-    handler = logging.StreamHandler(said)
+    counter, output = CompileCounter(), StringIO()
+    handler = logging.StreamHandler(output)
     pages, ids = torch.zeros(2, 64, dtype=torch.uint8), torch.zeros(1, dtype=torch.int64)
     with launches_that_only_compile(HOPPER) as compiled:
         counter.watch()
@@ -230,7 +230,7 @@ def compile_a_kernel_while_serving_and_it_is_counted_and_named() -> None:
         compiles.logger.removeHandler(handler)
     assert counter.counts == Compiles(starting=1, serving=1)
     assert compiled == ["copy_pages_kernel"] * 2, "the listener that was set before is still called"
-    line = said.getvalue()
+    line = output.getvalue()
     assert "kernel copy_pages_kernel was" in line
     assert "while serving" in line
     assert "(pool: *u8/16, sources: *i64, targets: *i64, page_stride: i32/16, page_words: i32, BLOCK=4096), 8" in line

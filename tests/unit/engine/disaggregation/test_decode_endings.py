@@ -167,14 +167,14 @@ def test_output_that_ended_with_its_first_token_ends_silently(granted):
 
 def test_abort_from_other_peer_or_generation_is_ignored(receiver):
     receiver.granted()
-    stranger = make_scripted_peer(
+    foreign = make_scripted_peer(
         make_peer("q"),
         receiver.side.peer,
         fabric=receiver.fabric,
         network=receiver.network,
         clock=receiver.side.engine.clock,
     )
-    stranger.abort(HandoffSide.SEND, ROOM)
+    foreign.abort(HandoffSide.SEND, ROOM)
     receiver.writer.abort(HandoffSide.SEND, ROOM, generation=2)
     receiver.turn()
     assert receiver.side.finish() is None

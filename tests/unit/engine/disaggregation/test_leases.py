@@ -196,14 +196,14 @@ def test_grant_is_not_repeated_for_keepalive_of_other_peer():
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(PERIOD)
-    stranger = make_scripted_peer(
+    foreign = make_scripted_peer(
         make_peer("q"),
         receiver.side.peer,
         fabric=receiver.fabric,
         network=receiver.network,
         clock=receiver.side.engine.clock,
     )
-    stranger.goes_on(HandoffSide.SEND, waiting(), said_at=0.0)
+    foreign.goes_on(HandoffSide.SEND, waiting(), said_at=0.0)
     receiver.turn()
     assert len(receiver.side.link.messages(WriteGrant)) == 1
 
@@ -245,16 +245,16 @@ def test_keepalives_of_closed_room_do_not_delay_quarantine():  # [ack-per-grant]
 
 def test_signs_of_life_of_another_worker_renew_nothing():
     receiver = crowded_receiver()
-    stranger = make_scripted_peer(
+    foreign = make_scripted_peer(
         make_peer("q"),
         receiver.side.peer,
         fabric=receiver.fabric,
         network=receiver.network,
         clock=receiver.side.engine.clock,
     )
-    stranger.goes_on(HandoffSide.SEND, granted("first"), waiting())
+    foreign.goes_on(HandoffSide.SEND, granted("first"), waiting())
     receiver.turn()
-    assert stranger.got(GrantsRenewed) == []
+    assert foreign.got(GrantsRenewed) == []
     receiver.pass_time(GRANT_TIMEOUT)
     assert receiver.side.finish().retryable
     assert receiver.side.finish("first").retryable
@@ -361,12 +361,12 @@ def test_prompt_is_not_kept_for_another_room(named):
 
 def test_keepalive_of_other_peer_does_not_extend_prompt_hold():
     sender = make_sender()
-    stranger = make_scripted_peer(
+    foreign = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )
     sender.submit()
     sender.pass_time(HOLD_TIMEOUT - 1.0)
-    stranger.goes_on(HandoffSide.RECEIVE, waiting())
+    foreign.goes_on(HandoffSide.RECEIVE, waiting())
     sender.pass_time(1.0)
     assert sender.gave_up() == ["room-r"]
 
@@ -430,10 +430,10 @@ def test_no_push_starts_after_grant_expiry():  # [grant-expiry]
 
 def test_renewals_of_closed_unknown_or_other_rooms_are_ignored():  # [late-signal-ignored]
     sender = slow_sender()
-    stranger = make_scripted_peer(
+    foreign = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )
-    stranger.renew("room-r", said_at=0.0, valid_s=100.0)
+    foreign.renew("room-r", said_at=0.0, valid_s=100.0)
     sender.other.renew("room-x", said_at=0.0, valid_s=100.0)
     sender.other.renew("room-r", said_at=0.0, valid_s=100.0, generation=2)
     sender.turn()

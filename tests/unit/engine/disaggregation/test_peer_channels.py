@@ -209,8 +209,8 @@ def test_sender_with_overlong_incarnation_is_rejected(prefill, decode):  # [wire
 def test_oldest_of_too_many_channels_makes_room(monkeypatch, prefill, decode):
     monkeypatch.setattr(peers, "MAX_CHANNELS", 2)
     for number in range(5):
-        stranger = msgspec.structs.replace(decode.me, worker_id=f"s{number}", incarnation=f"s{number}@1")
-        assert prefill.send(stranger, ack(prefill, f"room-{number}"))
+        foreign = msgspec.structs.replace(decode.me, worker_id=f"s{number}", incarnation=f"s{number}@1")
+        assert prefill.send(foreign, ack(prefill, f"room-{number}"))
         receive(decode)
     assert len(prefill.open_channels) == 2
 

@@ -450,11 +450,11 @@ def test_grant_that_does_not_fit_is_refused_with_the_reason(sender):
 
 
 def test_grant_by_another_receiver_is_refused(sender):
-    stranger = make_scripted_peer(
+    foreign = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )
     sender.submit()
-    stranger.allow(ROOM, PAGES)
+    foreign.allow(ROOM, PAGES)
     sender.turn(3)
     sender.assert_gave_up("grant by q@1")
 
@@ -572,14 +572,14 @@ def test_abort_after_the_handover_is_acked(sender):
 
 
 def test_abort_from_other_peer_does_not_stop_sender(sender):
-    stranger = make_scripted_peer(
+    foreign = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )
     sender.submit()
-    stranger.abort(HandoffSide.RECEIVE, ROOM)
+    foreign.abort(HandoffSide.RECEIVE, ROOM)
     sender.allow()
     sender.turn(4)
-    assert len(stranger.got(DrainAck)) == 1
+    assert len(foreign.got(DrainAck)) == 1
     assert len(sender.records()) == 1
 
 

@@ -588,11 +588,11 @@ def test_messages_of_other_peers_do_not_end_a_fetch():
     pair.fabric.fates = lambda _push: Fate(delay=5)
     ask(pair)
     pair.turn(2)
-    stranger = pair.network.join(make_peer("x"))
+    foreign = pair.network.join(make_peer("x"))
     (asked,) = pair.prefill.link.messages(PrefixAsk)
-    name = {"room": asked.grant.room, "generation": asked.grant.generation, "sender": stranger.me}
-    stranger.send(pair.prefill.peer, PrefixRecord(**name, pages=0, digests=()))
-    stranger.send(pair.prefill.peer, DrainAck(**name))
+    name = {"room": asked.grant.room, "generation": asked.grant.generation, "sender": foreign.me}
+    foreign.send(pair.prefill.peer, PrefixRecord(**name, pages=0, digests=()))
+    foreign.send(pair.prefill.peer, DrainAck(**name))
     finish(pair)
     assert cached_tokens(pair) == len(PREFIX)
 

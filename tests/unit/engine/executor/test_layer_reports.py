@@ -46,11 +46,11 @@ def test_plan_without_head_turn_is_not_called_for_one():
 
 
 def test_failing_layer_is_not_reported():
-    told = []
+    reported = []
 
     def attend(layer, q, k, v):
         raise ValueError("no such layer")
 
     with pytest.raises(ValueError, match="no such layer"):
-        notifying(attend, told.append)(3, *QKV)
-    assert told == []
+        notifying(attend, reported.append)(3, *QKV)
+    assert reported == []

@@ -187,12 +187,12 @@ def _penalised_by_hand(runner: ModelRunner, params: SamplingParams) -> list[int]
 
 @torch.inference_mode()
 def test_kv_progress_reports_each_layer_after_its_kv_is_written(runner):  # [settled-only-sent]
-    told: list[tuple[int, bool]] = []
+    reported: list[tuple[int, bool]] = []
 
     class Listener(KvProgress):
         def wrote(self, layer: int) -> None:
-            told.append((layer, bool(runner.pool.data[PAGES, layer].any(dim=-1)[0].all())))
+            reported.append((layer, bool(runner.pool.data[PAGES, layer].any(dim=-1)[0].all())))
 
     batch = make_batch([extend(0, len(PROMPT))])
     runner.forward(replace(batch, kv_progress=Listener(MonotonicClock())))
-    assert told == [(layer, True) for layer in range(runner.pool.layout.layers)]
+    assert reported == [(layer, True) for layer in range(runner.pool.layout.layers)]

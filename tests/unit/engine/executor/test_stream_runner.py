@@ -88,10 +88,10 @@ def test_mixed_step_with_all_sampling_options_equals_host():
 @pytest.mark.parametrize("graph_sizes", [(), (8,)])
 def test_draft_runs_record_their_inputs(graph_sizes):
     both = Beside(graph_sizes=graph_sizes)
-    penalised = make_request(
+    penalized = make_request(
         3, SamplingParams(max_tokens=9, presence_penalty=1.5, repetition_penalty=2.0), prompt=PROMPT
     )
-    edits = make_edits([penalised])
+    edits = make_edits([penalized])
     on_both(both, make_batch([prompt()], sampling=make_sampling(temperature=[0.0], all_greedy=True, edits=edits)))
     sampling = make_sampling(temperature=[0.0] * 3, all_greedy=True, edits=replace(edits, histories=()))
     run = Seq(seq_len=22, extend_len=3, pages=PAGES, row=3, input_ids=[41, 5, 17])

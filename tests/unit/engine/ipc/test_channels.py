@@ -116,18 +116,18 @@ async def test_unread_messages_do_not_spin_the_event_loop(context, monkeypatch) 
     waiting = asyncio.create_task(dealer.receive())
     await asyncio.sleep(0)
     waiting.cancel()
-    told: list[SocketReadable] = []
+    reported: list[SocketReadable] = []
 
     def note(readable: SocketReadable) -> None:
-        told.append(readable)
+        reported.append(readable)
 
     monkeypatch.setattr(SocketReadable, "_wake", note)
     assert router.send(client, Pong(nonce=1, incarnation="w@1"))
-    await until(lambda: bool(told), WAIT, "the loop is told")
-    before = len(told)
+    await until(lambda: bool(reported), WAIT, "the loop is told")
+    before = len(reported)
     for _ in range(1000):
         await asyncio.sleep(0)
-    assert len(told) <= before + 1
+    assert len(reported) <= before + 1
     assert await asyncio.wait_for(dealer.receive(), WAIT) == Pong(nonce=1, incarnation="w@1")
     dealer.close()
     router.close()
@@ -167,14 +167,14 @@ async def test_closing_a_channel_cancels_pending_receives(context) -> None:
 async def test_client_with_other_keys_is_rejected(context) -> None:
     router = open_router(context)
     stranger_context = IpcContext(KeyPair.generate())
-    stranger = open_dealer(stranger_context, router.endpoint)
+    foreign = open_dealer(stranger_context, router.endpoint)
     friend = open_dealer(context, router.endpoint)
-    stranger.send(Ping(nonce=666))
-    await asyncio.wait_for(stranger.disconnected(), WAIT)
+    foreign.send(Ping(nonce=666))
+    await asyncio.wait_for(foreign.disconnected(), WAIT)
     friend.send(Ping(nonce=1))
     messages = await asyncio.to_thread(received, router)
     assert [message for _, message in messages] == [Ping(nonce=1)]
-    stranger.close()
+    foreign.close()
     stranger_context.close()
     friend.close()
     router.close()

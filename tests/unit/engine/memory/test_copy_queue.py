@@ -37,14 +37,14 @@ def launch(copies, kind=CopyKind.DEVICE_TO_HOST, acked=None) -> int:
 
 
 def test_copies_are_acked_in_order_and_from_poll_alone(copies, executor):
-    told = []
-    first, second = (launch(copies, acked=lambda name=name: told.append(name)) for name in ("first", "second"))
+    reported = []
+    first, second = (launch(copies, acked=lambda name=name: reported.append(name)) for name in ("first", "second"))
     executor.end(1)
     assert not copies.poll()
     executor.end(0)
-    assert told == []
+    assert reported == []
     assert copies.poll()
-    assert told == ["first", "second"]
+    assert reported == ["first", "second"]
     assert copies.passed(first)
     assert copies.passed(second)
     assert copies.idle

@@ -312,16 +312,16 @@ def test_fused_stack_reports_each_layer_once_kv_is_written():
     dealer, pool = dealer_of(model), filled_pool(model.config)
     before = pool.data.clone()
     batch = make_batch(with_ids([dealer.seq(20, 20)]))
-    told: list[tuple[int, list[bool]]] = []
+    reported: list[tuple[int, list[bool]]] = []
 
     def wrote(layer: int) -> None:
-        told.append((layer, [bool((pool.data[:, each] != before[:, each]).any()) for each in range(3)]))
+        reported.append((layer, [bool((pool.data[:, each] != before[:, each]).any()) for each in range(3)]))
 
     attention = CpuAttention(pool, num_heads=model.config.num_heads, specs=model.attention)
     with torch.inference_mode():
         plan = NotifyingPlan(plan=attention.plan(batch), wrote=wrote)
         model.forward(batch.input_ids, batch.positions, plan, torch.tensor([19]))
-    assert told == [(0, [True, False, False]), (1, [True, True, False]), (2, [True, True, True])]
+    assert reported == [(0, [True, False, False]), (1, [True, True, False]), (2, [True, True, True])]
 
 
 def test_fused_stack_requires_cpu_attention_plan():

@@ -84,13 +84,13 @@ def test_step_that_samples_nothing_agrees_on_its_time():
 
 
 def test_gather_returns_values_of_all_ranks():
-    said = {0: "a", 1: "", 2: "b" * 3 * GATHERED_BYTES}
+    output = {0: "a", 1: "", 2: "b" * 3 * GATHERED_BYTES}
 
     def work(parallel: Parallel) -> list[list[str]]:
         agreement = Agreement(parallel.schedule)
-        return [agreement.gather(said[parallel.rank], str), agreement.gather(str(parallel.rank), str)]
+        return [agreement.gather(output[parallel.rank], str), agreement.gather(str(parallel.rank), str)]
 
-    assert on_ranks(3, work) == [[[*said.values()], ["0", "1", "2"]]] * 3
+    assert on_ranks(3, work) == [[[*output.values()], ["0", "1", "2"]]] * 3
 
 
 def test_gather_on_single_rank_returns_own_value():

@@ -38,9 +38,9 @@ def loaded(*histories: tuple[tuple[int, ...], tuple[int, ...]]) -> PenaltyRows:
 
 
 def applied(rows: PenaltyRows, slot: int = 0, params: SamplingParams = STRONG, raw: torch.Tensor | None = None):
-    penalised = (logits() if raw is None else raw).clone()
-    rows.apply(penalised, penalties(slot, params=params))
-    return penalised[0]
+    penalized = (logits() if raw is None else raw).clone()
+    rows.apply(penalized, penalties(slot, params=params))
+    return penalized[0]
 
 
 def expected(outputs: tuple[int, ...], prompt: tuple[int, ...] = PROMPT, params: SamplingParams = STRONG):
@@ -121,7 +121,7 @@ def test_penalty_tables_grow_with_slots_and_keep_counts():
 
 def test_only_the_named_rows_are_touched():
     rows, raw = loaded((PROMPT, OUTPUTS)), logits(3)
-    penalised = raw.clone()
+    penalized = raw.clone()
     only_middle = Penalties(
         index=torch.tensor([1]),
         slots=torch.tensor([0]),
@@ -129,9 +129,9 @@ def test_only_the_named_rows_are_touched():
         frequency=torch.tensor([1.0]),
         presence=torch.tensor([0.0]),
     )
-    rows.apply(penalised, only_middle)
-    assert torch.equal(penalised[[0, 2]], raw[[0, 2]])
-    assert not torch.equal(penalised[1], raw[1])
+    rows.apply(penalized, only_middle)
+    assert torch.equal(penalized[[0, 2]], raw[[0, 2]])
+    assert not torch.equal(penalized[1], raw[1])
 
 
 @pytest.mark.parametrize("block", [1, VOCAB, 3 * VOCAB])

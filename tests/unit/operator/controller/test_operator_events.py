@@ -31,22 +31,22 @@ def test_ready_transitions_become_events():
 
 def test_initial_state_becomes_an_event_only_if_bad():
     assert events_for_transition(status(), status(UNREADY, condition("Valid", True, "SpecAccepted"))) == []
-    (told,) = events_for_transition(status(), status(condition("Valid", False, "InvalidSpec", "spec.prefill: …")))
-    assert (told.kind, told.reason) == ("Warning", "InvalidSpec")
+    (reported,) = events_for_transition(status(), status(condition("Valid", False, "InvalidSpec", "spec.prefill: …")))
+    assert (reported.kind, reported.reason) == ("Warning", "InvalidSpec")
 
 
 def test_end_of_degraded_emits_a_normal_event():
     bad, good = condition("Degraded", True, "PodsFailing", "worker: OOM"), condition("Degraded", False, "AllWell")
-    assert [told.kind for told in events_for_transition(status(good), status(bad))] == ["Warning"]
-    assert [told.kind for told in events_for_transition(status(bad), status(good))] == ["Normal"]
+    assert [reported.kind for reported in events_for_transition(status(good), status(bad))] == ["Warning"]
+    assert [reported.kind for reported in events_for_transition(status(bad), status(good))] == ["Normal"]
 
 
 def test_changed_failure_reason_becomes_an_event():
     """A second mistake in a spec had no event, for the service was degraded already."""
     first, second = condition("Degraded", True, "PodsFailing"), condition("Degraded", True, "ApplyRefused")
-    assert [told.reason for told in events_for_transition(status(first), status(second))] == ["ApplyRefused"]
+    assert [reported.reason for reported in events_for_transition(status(first), status(second))] == ["ApplyRefused"]
     later = msgspec.structs.replace(first, observed_generation=2)
-    assert [told.reason for told in events_for_transition(status(first), status(later))] == ["PodsFailing"]
+    assert [reported.reason for reported in events_for_transition(status(first), status(later))] == ["PodsFailing"]
     assert events_for_transition(status(first), status(first)) == []
 
 

@@ -309,20 +309,20 @@ def test_status_has_decisions_and_hold_reason_of_autoscaler():
 def test_rejected_object_is_reported_without_ending_readiness():
     cluster, service = KubeCluster(), service_of()
     cluster.settle(service)
-    told = ("ApplyRefused", "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
-    status = not_applied(cluster.status, cluster.status, *told)
+    reported = ("ApplyRefused", "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
+    status = not_applied(cluster.status, cluster.status, *reported)
     found = {one.type: (one.status, one.reason) for one in status.conditions}
     assert found["Degraded"] == ("True", "ApplyRefused")
     assert found["Ready"][0] == "True"
 
 
 def test_service_that_never_came_up_is_unready_for_the_refusal():
-    told = ("ApplyRefused", "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
+    reported = ("ApplyRefused", "403 Forbidden: exceeded quota", "2026-01-01T00:00:00Z")
     for planned in (ModelServiceStatus(), KubeCluster().plan(service_of()).status):
-        status = not_applied(planned, ModelServiceStatus(), *told)
+        status = not_applied(planned, ModelServiceStatus(), *reported)
         found = {one.type: (one.status, one.reason, one.message) for one in status.conditions}
-        assert found["Ready"] == ("False", *told[:2])
-        assert found["Degraded"] == ("True", *told[:2])
+        assert found["Ready"] == ("False", *reported[:2])
+        assert found["Degraded"] == ("True", *reported[:2])
 
 
 def test_counts_and_columns_are_those_of_the_serving_revision():

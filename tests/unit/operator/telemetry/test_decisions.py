@@ -13,17 +13,17 @@ def scale(after: int, before: int = 1) -> Decision:
 
 
 def test_last_ten_newest_first():
-    told = []
+    reported = []
     for number in range(12):
-        told = merge_history(told, [scale(number)], f"t{number}")
-    assert [one.after for one in told] == list(range(11, 1, -1))
-    assert told[0].time == "t11"
+        reported = merge_history(reported, [scale(number)], f"t{number}")
+    assert [one.after for one in reported] == list(range(11, 1, -1))
+    assert reported[0].time == "t11"
 
 
 def test_lasting_hold_is_reported_once():
-    told = merge_history([], [hold(16)], "t0")
-    assert merge_history(told, [hold(21)], "t1") == told
-    assert [one.action for one in merge_history(merge_history(told, [scale(2)], "t2"), [hold(17)], "t3")] == [
+    reported = merge_history([], [hold(16)], "t0")
+    assert merge_history(reported, [hold(21)], "t1") == reported
+    assert [one.action for one in merge_history(merge_history(reported, [scale(2)], "t2"), [hold(17)], "t3")] == [
         "hold",
         "scale",
         "hold",
@@ -31,9 +31,9 @@ def test_lasting_hold_is_reported_once():
 
 
 def test_new_reason_to_hold_is_reported():
-    told = merge_history([], [hold(16)], "t0")
+    reported = merge_history([], [hold(16)], "t0")
     other = Decision(role="both", action="hold", before=3, after=3, reason="no gateway reports its queue")
-    assert new_events(told, [other]) == [other]
+    assert new_events(reported, [other]) == [other]
 
 
 def test_scaling_decisions_become_named_events():

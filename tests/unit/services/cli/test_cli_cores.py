@@ -128,5 +128,7 @@ def test_every_worker_is_started_with_its_cores(tmp_path, monkeypatch):
     supervisor = Supervisor()
     up.start(args, up.plan(args), supervisor, machine_shares.Cores(of_worker=("4,5", "6,7")))
     flag = "--cpu-affinity"
-    told = {child.name: child.argv[child.argv.index(flag) + 1] for child in supervisor.children if flag in child.argv}
-    assert told == {"prefill-0": "4,5", "decode-0": "6,7"}
+    reported = {
+        child.name: child.argv[child.argv.index(flag) + 1] for child in supervisor.children if flag in child.argv
+    }
+    assert reported == {"prefill-0": "4,5", "decode-0": "6,7"}

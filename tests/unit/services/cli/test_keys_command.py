@@ -25,10 +25,10 @@ def test_keys_are_added_to_a_file_that_a_gateway_takes(tmp_path, capsys) -> None
     path = tmp_path / "keys.json"
     assert create("search", "--requests-per-minute", "600", "--file", str(path)) == 0
     assert create("ops", "--admin", "--file", str(path)) == 0
-    told = capsys.readouterr()
-    keys = {line.split()[2].rstrip(","): line.rpartition(": ")[2] for line in told.err.splitlines()}
+    reported = capsys.readouterr()
+    keys = {line.split()[2].rstrip(","): line.rpartition(": ")[2] for line in reported.err.splitlines()}
     ring = read_keys(path)
-    assert told.out == ""
+    assert reported.out == ""
     assert [tenant.name for tenant in ring.tenants] == ["search", "ops"]
     assert {name: ring.find(key).name for name, key in keys.items()} == {"search": "search", "ops": "ops"}
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
@@ -104,9 +104,9 @@ def test_key_file_is_unchanged_if_owner_cannot_be_kept(tmp_path, monkeypatch, ca
     monkeypatch.setattr(os, "fchown", refused)
     capsys.readouterr()
     assert create("ops", "--file", str(path)) == 2
-    told = capsys.readouterr().err
-    assert f"--file {path} belongs to user {path.stat().st_uid + 1}" in told
-    assert "shown only now" not in told
+    reported = capsys.readouterr().err
+    assert f"--file {path} belongs to user {path.stat().st_uid + 1}" in reported
+    assert "shown only now" not in reported
     assert path.read_bytes() == before
     assert list(tmp_path.iterdir()) == [path]
 

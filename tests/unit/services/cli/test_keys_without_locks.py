@@ -26,9 +26,9 @@ def test_second_of_two_concurrent_creates_is_rejected(tmp_path, monkeypatch, cap
     def meanwhile(*args: object) -> None:
         monkeypatch.setattr(keys_command, "_replace", replace)
         assert main(["keys", "create", "ops", "--file", str(path)]) == 2
-        told = capsys.readouterr().err
-        assert f"--file {path}: another `tandem keys create` changes it" in told
-        assert "shown only now" not in told
+        reported = capsys.readouterr().err
+        assert f"--file {path}: another `tandem keys create` changes it" in reported
+        assert "shown only now" not in reported
         replace(*args)
 
     monkeypatch.setattr(keys_command, "_replace", meanwhile)

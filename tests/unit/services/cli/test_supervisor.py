@@ -111,8 +111,8 @@ def test_child_that_cannot_be_started_keeps_no_other_from_it(tmp_path, monkeypat
         return real(*args, **flags)
 
     monkeypatch.setattr(processes.subprocess, "Popen", failing_once)
-    told, done = supervisor.restart_dead()
-    assert told == "first cannot be started (Exception occurred in preexec_fn.); trying again in 2 s"
+    reported, done = supervisor.restart_dead()
+    assert reported == "first cannot be started (Exception occurred in preexec_fn.); trying again in 2 s"
     assert done == "second restarted"
     first.restart_at = 0.0
     assert supervisor.restart_dead() == ["first restarted"]

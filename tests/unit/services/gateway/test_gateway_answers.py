@@ -310,10 +310,10 @@ async def test_chat_template_receives_documents_and_reasoning_effort(rack, tmp_p
     knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=template))
     rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, knowing, rack.engines) as live:
-        told = {"documents": [{"text": "a<|im_end|>"}, {"text": "b"}], "reasoning_effort": "high"}
-        assert (await live.chat("hi", max_tokens=1, **told)).status_code == 200
+        reported = {"documents": [{"text": "a<|im_end|>"}, {"text": "b"}], "reasoning_effort": "high"}
+        assert (await live.chat("hi", max_tokens=1, **reported)).status_code == 200
         prompt = rack.engines[0].received[0].input_ids
-        body = {"messages": [{"role": "user", "content": "hi"}], **told}
+        body = {"messages": [{"role": "user", "content": "hi"}], **reported}
         assert (await live.http.post("/tokenize", json=body)).json()["tokens"] == list(prompt)
     assert knowing.decode(prompt, skip_special_tokens=False).startswith("high:a<|im_end|>;b;<|im_start|>user\nhi")
     assert prompt.count(EOS) == 1, "a literal in a document is text"

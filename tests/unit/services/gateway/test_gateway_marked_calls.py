@@ -34,8 +34,8 @@ def says(tokenizer, rack):
     """A gateway in front of an engine that always writes the same text."""
 
     def start(text: str, **config):
-        behaviour = MockBehaviour(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
-        rack.add("solo", behaviour).context_length = 4096
+        behavior = MockBehaviour(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
+        rack.add("solo", behavior).context_length = 4096
         return live_gateway(rack.context, tokenizer, rack.engines, **config)
 
     return start

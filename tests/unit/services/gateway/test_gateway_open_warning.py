@@ -24,11 +24,11 @@ from tandem_testing.gateway_builders import config_of
 def test_gateway_without_keys_logs_open_access_warnings(config, warnings, caplog) -> None:
     with caplog.at_level(logging.INFO):
         _warn_open_access(config_of(**config))
-    said = [
+    output = [
         record.getMessage()
         for record in caplog.records
         if record.name.startswith("tandem") and record.levelno == logging.WARNING
     ]
-    assert len(said) == len(warnings)
-    assert all(part in message for part, message in zip(warnings, said, strict=True))
-    assert all("--api-keys" in message for message in said)
+    assert len(output) == len(warnings)
+    assert all(part in message for part, message in zip(warnings, output, strict=True))
+    assert all("--api-keys" in message for message in output)

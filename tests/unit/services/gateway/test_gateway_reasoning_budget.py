@@ -25,8 +25,8 @@ def says(thinking, rack):
     """A gateway whose engine writes a text."""
 
     def start(text: str, **config):
-        behaviour = MockBehaviour(token=scripted_tokens(script(thinking, text, eos=EOS)), eos=EOS)
-        rack.add("solo", behaviour).context_length = 4096
+        behavior = MockBehaviour(token=scripted_tokens(script(thinking, text, eos=EOS)), eos=EOS)
+        rack.add("solo", behavior).context_length = 4096
         return live_gateway(rack.context, thinking, rack.engines, recovery_s=0.1, **config)
 
     return start

@@ -162,9 +162,9 @@ async def test_grammar_reaches_every_worker_of_every_choice(rack, tokenizer):
 )
 async def test_engine_rejection_is_a_400_with_the_client_field(tokenizer, fields, param, stream):
     refusal = Finish(reason=FinishReason.ERROR, error="this grammar is wrong", code="invalid_request", param="grammar")
-    behaviour = MockBehaviour(token=hash_tokens(3, 250), refuse=refusal)
+    behavior = MockBehaviour(token=hash_tokens(3, 250), refuse=refusal)
     with EngineRack() as engines:
-        engines.add("solo", behaviour)
+        engines.add("solo", behavior)
         async with live_gateway(engines.context, tokenizer, engines.engines) as gateway:
             answer = await gateway.chat(max_tokens=2, stream=stream, **fields)
     assert answer.status_code == 400

@@ -296,9 +296,9 @@ async def test_no_text_of_a_request_is_in_its_spans(rack, tokenizer, collector, 
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         answer = await gateway.chat("zanzibar", user="quagga", max_tokens=8, stop=["xylophone"])
         text = answer.json()["choices"][0]["message"]["content"]
-    said = str(await received(collector, spans))
+    output = str(await received(collector, spans))
     assert text
-    assert not [word for word in ("zanzibar", "quagga", "xylophone", text) if word in said]
+    assert not [word for word in ("zanzibar", "quagga", "xylophone", text) if word in output]
 
 
 async def test_hanging_collector_drops_and_counts_spans(rack, tokenizer, collector):
@@ -333,9 +333,9 @@ async def test_without_tracing_a_clients_trace_is_handed_on_as_it_came(rack, tok
         answer = await gateway.complete(max_tokens=2)
         explained = await gateway.http.get(f"/v1/requests/{answer.headers['x-request-id']}/explain")
         assert "trace_spans" not in (await gateway.http.get("/metrics")).text
-    silent, told = (request.trace for request in rack.engines[0].received)
+    silent, reported = (request.trace for request in rack.engines[0].received)
     assert silent is None
-    assert (told.traceparent, told.tracestate) == (PARENT, "vendor=a")
+    assert (reported.traceparent, reported.tracestate) == (PARENT, "vendor=a")
     assert explained.json()["trace_id"] == CLIENT_TRACE
 
 

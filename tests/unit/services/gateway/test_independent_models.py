@@ -47,13 +47,13 @@ class Front:
 
     async def answers(self, *names: str) -> dict[str, str | int]:
         """What each model says, or the status."""
-        said: dict[str, str | int] = {}
+        output: dict[str, str | int] = {}
         for name in names:
             body = {"model": name, "messages": [{"role": "user", "content": "hi"}]}
             answer = await self.http.post("/v1/chat/completions", json=body)
             good = answer.status_code == 200
-            said[name] = answer.json()["choices"][0]["message"]["content"] if good else answer.status_code
-        return said
+            output[name] = answer.json()["choices"][0]["message"]["content"] if good else answer.status_code
+        return output
 
     async def metric(self, name: str) -> float:
         return metric_sum((await self.http.get("/metrics")).text, name)

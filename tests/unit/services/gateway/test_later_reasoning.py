@@ -62,8 +62,8 @@ def written(request, tmp_path_factory) -> tuple[Format, TextTokenizer]:
 def gateway(written, rack):
     """In front of an engine that always writes the text of the family, then the call."""
     each, tokenizer = written
-    behaviour = MockBehaviour(token=scripted_tokens(script(tokenizer, each.text + each.call, eos=EOS)), eos=EOS)
-    rack.add("solo", behaviour).context_length = 4096
+    behavior = MockBehaviour(token=scripted_tokens(script(tokenizer, each.text + each.call, eos=EOS)), eos=EOS)
+    rack.add("solo", behavior).context_length = 4096
     return live_gateway(rack.context, tokenizer, rack.engines)
 
 
@@ -89,8 +89,8 @@ async def test_chat_joins_later_reasoning_and_content(gateway):
 async def test_reasoning_tokens_leave_out_content_between(written, rack):
     each, tokenizer = written
     text, fields = each.text.replace("Wait.", "Wait. " * 40), {"max_tokens": 2000}
-    behaviour = MockBehaviour(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
-    rack.add("solo", behaviour).context_length = 4096
+    behavior = MockBehaviour(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
+    rack.add("solo", behavior).context_length = 4096
     async with live_gateway(rack.context, tokenizer, rack.engines) as door:
         usage = (await door.chat(**fields)).json()["usage"]
     between = len(tokenizer.encode("Wait. " * 40, add_special_tokens=False))

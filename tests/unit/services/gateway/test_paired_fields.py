@@ -39,8 +39,8 @@ def test_each_row_is_a_body_without_a_refused_pair(route) -> None:
 
 
 def whole(**choice: object) -> httpx.Response:
-    said = {"index": 0, "text": "ab", "token_ids": [5, 6], "finish_reason": "length", "logprobs": None, **choice}
-    return httpx.Response(200, json={"id": "x", "choices": [said], "usage": {"completion_tokens": 2}})
+    output = {"index": 0, "text": "ab", "token_ids": [5, 6], "finish_reason": "length", "logprobs": None, **choice}
+    return httpx.Response(200, json={"id": "x", "choices": [output], "usage": {"completion_tokens": 2}})
 
 
 def stream(*pieces: dict[str, object], end: str = "[DONE]") -> httpx.Response:

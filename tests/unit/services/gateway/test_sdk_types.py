@@ -101,16 +101,16 @@ BESIDE = ("ping",)
 async def test_every_event_of_a_stream_is_of_the_clients_type(serving, path, kind, fields):
     async with serving() as gateway:
         answer = await gateway.http.post(path, json={"model": "mock", "stream": True, **fields})
-    told = [document for document in documents(answer.text) if document.get("type") not in BESIDE]
-    assert len(told) > 1
-    for document in told:
+    reported = [document for document in documents(answer.text) if document.get("type") not in BESIDE]
+    assert len(reported) > 1
+    for document in reported:
         reader(kind).validate_python(document)
 
 
 async def test_end_of_a_response_that_failed_is_of_the_clients_type(serving):
     async with serving(die_after=40, step_s=0.005) as gateway:
         answer = await gateway.http.post("/v1/responses", json={"model": "mock", "stream": True, **RESPONSE})
-    told = documents(answer.text)
-    assert told[-1]["type"] == "response.failed"
-    for document in told:
+    reported = documents(answer.text)
+    assert reported[-1]["type"] == "response.failed"
+    for document in reported:
         reader(ResponseStreamEvent).validate_python(document)

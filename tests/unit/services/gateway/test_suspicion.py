@@ -96,9 +96,9 @@ async def test_shared_first_loss_delays_quarantine_of_request():
 
 @pytest.mark.parametrize("end", ["cleared", "lost"])
 async def test_trials_follow_one_another(end):
-    suspects, guilty = Suspects(), lost("a@1", "b@1", alone=False)
-    first = await suspects.enter(guilty, "x", ["c@1"])
-    second = asyncio.ensure_future(suspects.enter(guilty, "y", ["c@1"]))
+    suspects, faulty = Suspects(), lost("a@1", "b@1", alone=False)
+    first = await suspects.enter(faulty, "x", ["c@1"])
+    second = asyncio.ensure_future(suspects.enter(faulty, "y", ["c@1"]))
     await asyncio.sleep(0)
     assert not second.done()
     {"cleared": first.cleared, "lost": lambda: first.lost("c@1")}[end]()
@@ -107,13 +107,13 @@ async def test_trials_follow_one_another(end):
 
 
 async def test_cancelled_waiting_trial_does_not_block_others():
-    suspects, guilty = Suspects(), lost("a@1", "b@1", alone=False)
-    first = await suspects.enter(guilty, "x", ["c@1"])
-    leaving = asyncio.ensure_future(suspects.enter(guilty, "y", ["c@1"]))
+    suspects, faulty = Suspects(), lost("a@1", "b@1", alone=False)
+    first = await suspects.enter(faulty, "x", ["c@1"])
+    leaving = asyncio.ensure_future(suspects.enter(faulty, "y", ["c@1"]))
     await asyncio.sleep(0)
     leaving.cancel()
     first.cleared()
-    (await suspects.enter(guilty, "z", ["c@1"])).cleared()
+    (await suspects.enter(faulty, "z", ["c@1"])).cleared()
 
 
 async def test_memory_is_bounded():

@@ -80,9 +80,9 @@ async def test_token_ids_include_stop_id_and_end_at_stop_string(rack, tokenizer,
         whole = choices_of(await live.complete(max_tokens=60, return_token_ids=True, stream=stream))
         cut = choices_of(await live.complete(max_tokens=60, return_token_ids=True, stream=stream, stop=["STOP"]))
     assert flat(choice["token_ids"] for choice in whole) == [*ids, EOS]
-    told = flat(choice["token_ids"] for choice in cut)
-    assert told == ids[: len(told)]
-    assert tokenizer.decode(told).endswith("STOP")
+    reported = flat(choice["token_ids"] for choice in cut)
+    assert reported == ids[: len(reported)]
+    assert tokenizer.decode(reported).endswith("STOP")
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -50,8 +50,8 @@ async def test_wiped_redis_gets_the_announcement_again(gateway, board):
 
 
 async def test_announcement_of_another_deployment_is_replaced(gateway, board):
-    stranger, first = gateway(of=Deployment.of(KeyPair.generate())), gateway()
-    await stranger.announce(["evil"])
+    foreign, first = gateway(of=Deployment.of(KeyPair.generate())), gateway()
+    await foreign.announce(["evil"])
     await first.sync()
     assert first.announced.names == ()
     await first.announce(["sql"])

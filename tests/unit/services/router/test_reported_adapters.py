@@ -75,8 +75,8 @@ async def test_names_of_another_deployment_or_model_are_not_taken(gateway, board
     first = gateway()
     first.note(adapters("sql"))
     await first.sync()
-    stranger, other = gateway(of=Deployment.of(KeyPair.generate())), gateway(model="other")
-    for each in (stranger, other):
+    foreign, other = gateway(of=Deployment.of(KeyPair.generate())), gateway(model="other")
+    for each in (foreign, other):
         await each.sync()
         assert each.reported.all() == {}
     [(field, text)] = board.texts.items()

@@ -43,8 +43,8 @@ def test_decode_worker_computes_short_rest_of_cached_prompt(matched, prompt, may
 
 
 def test_decode_worker_without_compatible_prefill_serves_alone() -> None:
-    stranger = candidate("p", Role.PREFILL, compat="other")
-    assert alone(stranger, candidate("d", Role.DECODE), prompt=1000) == ["d"]
+    foreign = candidate("p", Role.PREFILL, compat="other")
+    assert alone(foreign, candidate("d", Role.DECODE), prompt=1000) == ["d"]
 
 
 @pytest.mark.parametrize("prompt", [10, 1000])

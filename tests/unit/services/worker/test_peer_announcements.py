@@ -83,10 +83,10 @@ async def test_engine_is_notified_only_of_changed_peers():
 
 async def test_fleet_change_sends_peers_immediately(monkeypatch):
     monkeypatch.setattr("tandem_services.worker.peers.WITHIN_S", 0.0)
-    told = asyncio.Event()
+    reported = asyncio.Event()
 
     async def order(_message: MeetPeers) -> None:
-        told.set()
+        reported.set()
 
     own = make_view("d", Role.DECODE)
     registry = ScriptedRegistry([], [make_record("p1", Role.PREFILL)])
@@ -95,7 +95,7 @@ async def test_fleet_change_sends_peers_immediately(monkeypatch):
     await asyncio.sleep(0)
     peer_announcements.fleet_changed()
     async with asyncio.timeout(60.0):
-        await told.wait()
+        await reported.wait()
     task.cancel()
     await asyncio.gather(task, return_exceptions=True)
 

@@ -146,8 +146,8 @@ async def equals_merged_weights(run: Run, folders: dict[str, Path]) -> None:
         merged = await asyncio.to_thread(
             merged_text, run.fleet.checkpoint, folders[ask.adapter], ask.prompt, ask.max_tokens
         )
-        heard = answer.choices[0].text
-        run.expect(heard == merged, f"{ask.adapter}: the reference says {heard!r}, merged weights {merged!r}")
+        received = answer.choices[0].text
+        run.expect(received == merged, f"{ask.adapter}: the reference says {received!r}, merged weights {merged!r}")
 
 
 def merged_text(base: Path, folder: Path, prompt: str, tokens: int) -> str:
@@ -160,5 +160,5 @@ def merged_text(base: Path, folder: Path, prompt: str, tokens: int) -> str:
     merge_adapter(model, folder)
     ids = tokenizer(prompt, return_tensors="pt").input_ids
     with torch.inference_mode():
-        said = model.generate(ids, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens)
-    return str(tokenizer.decode(said[0, ids.shape[1] :], skip_special_tokens=True))
+        output = model.generate(ids, do_sample=False, max_new_tokens=tokens, min_new_tokens=tokens)
+    return str(tokenizer.decode(output[0, ids.shape[1] :], skip_special_tokens=True))

@@ -25,13 +25,13 @@ async def busiest_prefill(run: Run) -> Worker:
 async def workers_are_told_to_leave_under_load(run: Run) -> None:
     for role in ("decode", "prefill"):
         victims: list[Worker] = []
-        told = 0.0
+        reported = 0.0
 
         async def fault(load: Load, role: str = role, victims: list[Worker] = victims) -> None:
-            nonlocal told
+            nonlocal reported
             victims.append(await run.busiest_decode(load) if role == "decode" else await busiest_prefill(run))
             victims[0].part.send(signal.SIGTERM)
-            told = run.now()
+            reported = run.now()
 
         run.salt += f"-{role}"
         # Streams have begun when they are to move, and prompts have not been computed when their worker is to leave.
@@ -42,12 +42,12 @@ async def workers_are_told_to_leave_under_load(run: Run) -> None:
         with run.fleet.no_restarts():
             answers = await run.under_fault(wanted, fault, speaking=max(2, speaking))
         if role == "decode":
-            begun = [answer for answer in answers if answer.heard and answer.heard[0] < told]
-            await run.sample("drain, moved", begun, after=told, of=lambda outcomes: "moved" in outcomes)
-            await run.sample("drain, not moved", begun, after=told, of=lambda outcomes: outcomes == {"finished"})
+            begun = [answer for answer in answers if answer.heard and answer.heard[0] < reported]
+            await run.sample("drain, moved", begun, after=reported, of=lambda outcomes: "moved" in outcomes)
+            await run.sample("drain, not moved", begun, after=reported, of=lambda outcomes: outcomes == {"finished"})
         (victim,) = victims
         await until(lambda: victim.part.starts > starts[victim.id], READY_TIMEOUT_S, f"{victim.id} has left")  # noqa: B023
-        left = victim.part.ended_at - told
+        left = victim.part.ended_at - reported
         run.expect(victim.part.last_status == 0, f"{victim.id} exited with status {victim.part.last_status}")
         run.expect(left <= run.allowed(GRACE_S), f"{victim.id} was gone only after {left:.0f} s")
         run.notes.append(f"{victim.id} had left {left:.1f} s after SIGTERM")

@@ -155,18 +155,16 @@ async def with_a_second_deployment(run: Run, then: Callable[[Load], Awaitable[No
     """Another deployment's worker, with the same cluster name and the name of one of ours, while `then` happens."""
     other_keys = run.fleet.folder / "other-keys.json"
     KeyPair.generate().save(other_keys)
-    stranger = await run.fleet.add_worker("decode-0", "decode", kept=False, curve_keys=str(other_keys))
+    foreign = await run.fleet.add_worker("decode-0", "decode", kept=False, curve_keys=str(other_keys))
     try:
-        await until(
-            lambda: run.fleet.is_ready(stranger.url), START_TIMEOUT_S, "the other one serves", stranger.part.said
-        )
-        computed = await run.fleet.metric(stranger.url, "tandem_worker_prompt_tokens_total")
+        await until(lambda: run.fleet.is_ready(foreign.url), START_TIMEOUT_S, "the other one serves", foreign.part.said)
+        computed = await run.fleet.metric(foreign.url, "tandem_worker_prompt_tokens_total")
         await run.under_fault(endless(run), then)
-        run.expect(stranger.part.alive, "the second deployment was ended")
-        more = await run.fleet.metric(stranger.url, "tandem_worker_prompt_tokens_total") - computed
+        run.expect(foreign.part.alive, "the second deployment was ended")
+        more = await run.fleet.metric(foreign.url, "tandem_worker_prompt_tokens_total") - computed
         run.expect(more == 0, f"the other deployment's worker computed {more:g} tokens of prompts of this one")
     finally:
-        await run.fleet.remove_worker(stranger)
+        await run.fleet.remove_worker(foreign)
 
 
 @scenario(65)

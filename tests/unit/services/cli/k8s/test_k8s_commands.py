@@ -299,11 +299,11 @@ class Worker(BaseHTTPRequestHandler):
         body = json.loads(self.rfile.read(int(self.headers["content-length"])))
         self.orders.append((self.path, body))
         self.brought.append(self.headers["authorization"])
-        said = json.dumps({"detail": "it has one role for good"} if self.answer != 200 else {"role": body["role"]})
+        output = json.dumps({"detail": "it has one role for good"} if self.answer != 200 else {"role": body["role"]})
         self.send_response(self.answer)
-        self.send_header("content-length", str(len(said)))
+        self.send_header("content-length", str(len(output)))
         self.end_headers()
-        self.wfile.write(said.encode())
+        self.wfile.write(output.encode())
 
 
 @pytest.fixture

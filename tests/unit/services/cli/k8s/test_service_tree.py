@@ -282,8 +282,8 @@ def test_decisions_are_listed_with_their_reasons():
             "reason": "as wanted",
         },
     ]
-    told = model_service(status=service_status(decisions=decisions))
-    rows = decisions_text([told]).splitlines()
+    reported = model_service(status=service_status(decisions=decisions))
+    rows = decisions_text([reported]).splitlines()
     assert rows[1].split(maxsplit=6) == ["2026-01-01T10:00:05Z", "decode", "scale", "1", "→", "2", "queue of 4.2 s"]
     assert rows[2].split()[:4] == ["2026-01-01T10:00:00Z", "both", "hold", "2"]
 

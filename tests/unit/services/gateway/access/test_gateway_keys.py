@@ -140,9 +140,9 @@ async def test_keys_are_in_no_log_no_metric_and_no_answer(guarded, caplog):
     answers = [(await ask(guarded, "ann")).text]
     answers += [(await guarded.http.post("/v1/x", headers={"Authorization": f"Bearer {secrets[1]}"})).text]
     answers += [(await guarded.http.get("/metrics", headers=bearer("root"))).text]
-    said = " ".join([*answers, *(f"{record.getMessage()} {vars(record)}" for record in caplog.records)])
-    assert not [secret for secret in secrets if secret in said]
-    assert "'tenant': 'ann'" in said
+    output = " ".join([*answers, *(f"{record.getMessage()} {vars(record)}" for record in caplog.records)])
+    assert not [secret for secret in secrets if secret in output]
+    assert "'tenant': 'ann'" in output
 
 
 # What they see

@@ -276,9 +276,9 @@ async def test_refused_requests_are_listed_without_their_words(tokenizer):
 async def test_refused_requests_have_their_readers(tokenizer, keys):
     bad = {"messages": "x"}
     async with consoles(tokenizer, keys) as both:
-        stranger = await refused(both, bad)
+        foreign = await refused(both, bad)
         anns = await refused(both, bad, **bearer("ann"), **{"x-request-id": "anns-own"})
-        assert (stranger.status_code, anns.status_code) == (401, 400)
+        assert (foreign.status_code, anns.status_code) == (401, 400)
         assert (await both.api.get("/console/data/requests", headers=bearer("ann"))).status_code == 403
         rows = await listed(both, **bearer("root"))
         assert [(row["status"], row["tenant"]) for row in rows] == [(400, "ann"), (401, "")]

@@ -93,9 +93,9 @@ def test_fleet_document_lists_starting_workers_with_phase():
 
 
 def test_fleet_document_has_no_worker_addresses():
-    told = encode_json(described(member("w1", links=(link("w2"),))))
-    assert b"tcp://" not in told
-    assert b"5600" not in told
+    reported = encode_json(described(member("w1", links=(link("w2"),))))
+    assert b"tcp://" not in reported
+    assert b"5600" not in reported
 
 
 def test_large_fleet_is_cut_off_and_counted():

@@ -82,8 +82,8 @@ def test_unplaceable_request_is_skipped_for_a_while():
 def test_full_queue_rejects_request_of_tenant_filling_it():
     queue = queue_of(seats=4)
     fill(queue, *"aaaa")
-    newcomer = waiting("a")
-    assert queue.add(newcomer) is newcomer
+    new_request = waiting("a")
+    assert queue.add(new_request) is new_request
     assert len(queue) == 4
 
 
@@ -94,8 +94,8 @@ def test_full_queue_evicts_last_request_of_largest_tenant():
     assert queue.lengths == {"b": 2, "a": 2}
     # Now both hold as much: who comes is who gives way.
     for tenant in ("a", "b"):
-        newcomer = waiting(tenant)
-        assert queue.add(newcomer) is newcomer
+        new_request = waiting(tenant)
+        assert queue.add(new_request) is new_request
 
 
 def test_more_important_request_takes_a_seat_of_its_own_tenant():

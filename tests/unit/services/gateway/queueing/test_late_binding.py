@@ -807,15 +807,15 @@ async def test_turns_and_arrivals_look_at_few_of_a_long_queue(monkeypatch, waiti
     counted(QueueTimeouts, "until_capacity")
     for _ in range(10):
         await harness.binding.turn()
-    newcomer = harness.come("newcomer", "flood")
+    new_request = harness.come("newcomer", "flood")
     await harness.waiting(waiting + 1)
     assert looked["hold"] <= 20
     assert looked["until_capacity"] == 0
     harness.clock.advance(harness.binding.policy.poll_s)
     await harness.binding.turn()
     assert looked["until_capacity"] == waiting + 1, "timeouts are looked at after a while"
-    for task in (newcomer, *tasks):
+    for task in (new_request, *tasks):
         task.cancel()
-    await asyncio.gather(newcomer, *tasks, return_exceptions=True)
+    await asyncio.gather(new_request, *tasks, return_exceptions=True)
     await harness.done(first)
     await harness.admission.close()

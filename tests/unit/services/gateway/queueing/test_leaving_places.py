@@ -111,8 +111,8 @@ async def test_slots_are_left_to_gateway_with_lower_counter():
     gateway.binding.freed()
     assert not await gateway.binding.turn()
     assert gateway.fleet.asked == asked
-    told = await gateway.report()
-    assert (told.left, told.wanted) == (1, 0)
+    reported = await gateway.report()
+    assert (reported.left, reported.wanted) == (1, 0)
     gateway.clock.advance(YIELD_S + 0.01)
     # What nobody has taken comes back, and is used.
     gateway.board.places = 1
