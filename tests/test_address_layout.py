@@ -36,6 +36,7 @@ OTHER_COLONS = {
     "services/tandem_services/cli/chat/conversation.py": {"line.partition(':')"},
     # An adapter and its base: base:adapter.
     "services/tandem_services/gateway/models/model.py": {"f'{self.name}:{name}'", "name.rpartition(':')"},
+    "services/tandem_services/gateway/api/adapter_list.py": {"named.rpartition(':')"},
     "services/tandem_services/gateway/models/catalog.py": {
         "name.rpartition(':')",
         "f'{service.model.name}:{name}'",

@@ -26,7 +26,7 @@ async def exposition() -> Exposition:
     for model, choices in (("a", 2), ("b", 1)):
         metrics = GatewayMetrics(families, model=model)
         metrics.choices.inc(choices)
-        metrics.running.set(choices)
+        metrics.running.value = choices
         metrics.ttft.observe(float(choices))
         metrics.e2e.observe(float(choices))
         QueueMetrics(families, model=model)

@@ -58,7 +58,7 @@ def exposition(role: Role = Role.DECODE, draining_s: float | None = None, offere
 def gateway_exposition() -> str:
     registry = CollectorRegistry()
     families = MetricFamilies(registry)
-    GatewayMetrics(families, model="m").running.inc(4)
+    GatewayMetrics(families, model="m").running.value = 4
     QueueMetrics(families, model="m").waiting({"tenant": 3})
     return generate_latest(registry).decode()
 
