@@ -12,7 +12,7 @@ from tandem_engine.messages.control import ServedAdapter
 from tandem_services.router import probing
 from tandem_services.router.decision import NoWorkersError, Placement, Source
 from tandem_services.router.redis_functions import FunctionLibrary
-from tandem_services.router.registry import ROW
+from tandem_services.router.registry import ROW, WorkerState
 from tandem_testing.router_builders import (
     PAGE,
     chain_of,
@@ -188,6 +188,27 @@ async def test_worker_that_measured_itself_too_slow_is_probed(fleet, router, mon
     monkeypatch.setattr(probing, "SHARE", 1.0)
     choices = [await router.choose(query()) for _ in range(3)]
     assert [slow.view in (choice.decode, choice.prefill) for choice in choices] == [True, False, False]
+
+
+async def test_probed_worker_has_one_prompt_at_a_time(fleet, router, monkeypatch):
+    """Those of other gateways count: it may be as slow as it reports."""
+    slow = make_record("slow", load=make_load(prefill_rate=1.0, queue_tokens=8))
+    await fleet.join(router, slow, *(make_record(f"w{number}") for number in range(3)))
+    monkeypatch.setattr(probing, "SHARE", 1.0)
+    choice = await router.choose(query())
+    assert choice.decode != slow.view
+
+
+async def test_probe_of_a_worker_that_drains_keeps_the_pair(fleet, router, monkeypatch):
+    """The decode workers that it was to be paired with compute no prompt instead of it."""
+    slow = make_record("slow", PREFILL, load=make_load(prefill_rate=1.0))
+    others = [make_record(f"w{number}", PREFILL) for number in range(3)]
+    await fleet.join(router, slow, *others, make_record("mate", DECODE))
+    monkeypatch.setattr(probing, "SHARE", 1.0)
+    await fleet.join(router, make_record("slow", PREFILL, state=WorkerState.DRAINING))
+    choice = await router.choose(query())
+    assert choice.placement is Placement.PAIR
+    assert choice.prefill in [record.view for record in others]
 
 
 async def test_unknown_model_or_too_long_prompt_raises_no_workers(fleet, router):

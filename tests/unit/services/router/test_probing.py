@@ -5,8 +5,10 @@ from random import Random
 import pytest
 
 from tandem_engine.config import Role
+from tandem_services.router.decision import ScoreTerm
 from tandem_services.router.membership import Membership
 from tandem_services.router.probing import LOOK_S, MOST_TOKENS, SHARE, UNUSED_S, Probing
+from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
 from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_testing.router_builders import make_choice, make_load, make_query, make_record
 from tandem_testing.service_clock import ServiceClock
@@ -59,6 +61,15 @@ def test_worker_that_had_a_request_is_not_probed_for_a_while(clock):
     assert probed(probing, 1000)
 
 
+def test_probe_is_a_prompt_that_a_suspect_computes_at_once(clock):
+    slow = make_record("slow", load=SLOW)
+    probing = probing_of(clock, *OTHERS, slow)
+    assert probing.is_probe(make_choice("r", slow.view))
+    assert not probing.is_probe(make_choice("r", OTHERS[0].view))
+    for name in (PREFILL_QUEUE, DECODE_ROOM):
+        assert not probing.is_probe(make_choice("r", slow.view, terms=(ScoreTerm(name, 0.1),)))
+
+
 def test_worker_that_has_measured_itself_is_no_longer_probed(clock):
     probing = probing_of(clock, *OTHERS, make_record("slow", load=SLOW))
     fast = make_record("slow", load=make_load(prefill_rate=500.0))
@@ -76,8 +87,9 @@ def test_worker_that_has_measured_itself_is_no_longer_probed(clock):
         {"only": frozenset({"w1@1"})},
         {"compat_hash": "same"},
         {"adapter": b"a" * 16},
+        {"may_probe": False},
     ],
-    ids=["long", "retried", "beside", "resumed", "adapter"],
+    ids=["long", "retried", "beside", "resumed", "adapter", "objectives"],
 )
 def test_request_that_needs_certain_workers_is_no_probe(clock, fields):
     assert probed(probing_of(clock, *OTHERS, make_record("slow", load=SLOW)), 1000, **fields) == []

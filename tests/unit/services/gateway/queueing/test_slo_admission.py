@@ -101,6 +101,20 @@ def test_strict_gateway_rejects_what_takes_twice_its_objective(request_, rejecte
 
 
 @pytest.mark.parametrize(
+    ("mode", "priority", "objectives", "may"),
+    [
+        (SloMode.STRICT, 5, OBJECTIVES, True),
+        (SloMode.SHED, -1, OBJECTIVES, True),
+        (SloMode.SHED, 0, OBJECTIVES, False),
+        (SloMode.OBSERVE, -1, OBJECTIVES, False),
+        (SloMode.STRICT, 5, None, False),
+    ],
+)
+def test_request_that_may_be_rejected_is_known_before(mode, priority, objectives, may):
+    assert Gate(mode).admission.may_reject(objectives, priority) is may
+
+
+@pytest.mark.parametrize(
     ("mode", "priority", "wait_s", "rejected"),
     [
         (SloMode.STRICT, 5, 2.1, True),
