@@ -322,6 +322,16 @@ async def test_session_is_kept_in_the_cell_where_it_began(servers):
             await router.stay(query(), "gone-0@1")
 
 
+async def test_session_of_a_lost_worker_opens_no_other_cell(servers):
+    async with cells(servers) as (router, fleets):
+        await populate(fleets)
+        await router.start()
+        router.mark_dead("home-0@1")
+        with pytest.raises(NoWorkersError):
+            await router.stay(query(), "home-0@1")
+        assert not router.figures()[0].awake
+
+
 async def test_sequence_moves_within_its_cell_alone(servers):
     async with cells(servers) as (router, fleets):
         await populate(fleets, home=None)

@@ -40,7 +40,7 @@ MAKE = {
 }
 ADAPTER = {"name": "sql", "source": {"claim": {"claimName": "adapters"}}}
 ROUTE = {"parentRefs": [{"name": "public"}]}
-AROUND = {".spec.adapters[0]": ADAPTER}
+AROUND = {".spec.adapters[0]": ADAPTER, ".spec.cells[0]": {"service": "west"}}
 """What entries of a list have to have, without which rules within them would not be looked at."""
 
 

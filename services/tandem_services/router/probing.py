@@ -5,10 +5,9 @@ is too dear for any prompt, and without prompts it measures nothing. Decode work
 price, whatever its steps take.
 
     suspect   it computes prompts, and reports a third of the median rate of its role and compat hash
-    probed    of the requests with short prompts, `SHARE` go to a suspect that has had none for `UNUSED_S`, and has
-              none now, of any gateway
+    probed    of the requests with short prompts, `SHARE` go to a suspect that has had none for `UNUSED_S` and is idle
 
-A report may be true, so a suspect has one prompt at a time. Nothing is probed where no worker stands out.
+Nothing is probed where no worker stands out.
 """
 
 from collections import defaultdict
@@ -93,9 +92,10 @@ class Probing:
         # The prompt for a slow prefill worker would be computed where it is decoded.
         return replace(query, only=frozenset((view.incarnation, *some)), paired=True)
 
-    def is_probe(self, choice: Choice) -> bool:
-        """Whether a suspect computes its prompt at once: those that are slow in fact keep no second one waiting."""
-        computing = choice.decode if choice.prefill is None else choice.prefill
+    def is_measured(self, choice: Choice) -> bool:
+        """Whether this choice for a probe makes the suspect compute a prompt at once. Where others already wait there,
+        it measures itself without it."""
+        computing = choice.prefill or choice.decode
         waits = has_to_wait(choice.terms) or prefill_wait_s(choice.terms) > 0.0
         return computing.incarnation in self._chosen_at and not waits
 

@@ -190,25 +190,23 @@ async def test_worker_that_measured_itself_too_slow_is_probed(fleet, router, mon
     assert [slow.view in (choice.decode, choice.prefill) for choice in choices] == [True, False, False]
 
 
-async def test_probed_worker_has_one_prompt_at_a_time(fleet, router, monkeypatch):
-    """Those of other gateways count: it may be as slow as it reports."""
-    slow = make_record("slow", load=make_load(prefill_rate=1.0, queue_tokens=8))
+async def test_busy_suspect_gets_no_probe(fleet, router, monkeypatch):
+    monkeypatch.setattr(probing, "SHARE", 1.0)
+    slow = make_record("slow", load=make_load(prefill_rate=1.0, queue_tokens=100))
     await fleet.join(router, slow, *(make_record(f"w{number}") for number in range(3)))
+    assert (await router.choose(query())).decode.worker_id != "slow"
+
+
+async def test_probe_of_a_worker_that_has_left_degrades_no_request(fleet, router, monkeypatch):
+    """The view still has it."""
     monkeypatch.setattr(probing, "SHARE", 1.0)
-    choice = await router.choose(query())
-    assert choice.decode != slow.view
-
-
-async def test_probe_of_a_worker_that_drains_keeps_the_pair(fleet, router, monkeypatch):
-    """The decode workers that it was to be paired with compute no prompt instead of it."""
     slow = make_record("slow", PREFILL, load=make_load(prefill_rate=1.0))
-    others = [make_record(f"w{number}", PREFILL) for number in range(3)]
+    others = [make_record(f"p{number}", PREFILL) for number in range(3)]
     await fleet.join(router, slow, *others, make_record("mate", DECODE))
-    monkeypatch.setattr(probing, "SHARE", 1.0)
-    await fleet.join(router, make_record("slow", PREFILL, state=WorkerState.DRAINING))
+    await fleet.beat(make_record("slow", PREFILL, state=WorkerState.DRAINING, load=make_load(prefill_rate=1.0)))
     choice = await router.choose(query())
-    assert choice.placement is Placement.PAIR
-    assert choice.prefill in [record.view for record in others]
+    assert choice.prefill is not None
+    assert (choice.prefill.worker_id[0], choice.placement) == ("p", Placement.PAIR)
 
 
 async def test_unknown_model_or_too_long_prompt_raises_no_workers(fleet, router):

@@ -12,11 +12,12 @@ from pathlib import Path
 from unittest import mock
 
 from tandem_services.common.redis_client import Argument, RedisClient, Reply
+from tandem_services.router.cells.neighbour_cell import CellSummary
 from tandem_services.router.cost import Demand
 from tandem_services.router.keys import Keys
 from tandem_services.router.redis_functions import FunctionLibrary, library_source
 from tandem_services.router.registered_adapters import AdapterBoard
-from tandem_services.router.registry import LeaseStatus
+from tandem_services.router.registry import LeaseStatus, model_digest
 from tandem_services.router.shared_state import (
     Charge,
     FairBoard,
@@ -106,6 +107,9 @@ async def _registry_and_index(fleet: Fleet) -> None:
     assert routed.matched_tokens == 64
     await fleet.index.release(routed.reservation)
     assert [one.view.incarnation for one in (await fleet.snapshot()).workers] == ["w1@1"]
+    library, keys = fleet.registry.library, fleet.keys
+    summary = await library.ask("cell_summary", keys.shared, keys.prefix, model_digest(MODEL), shape=CellSummary)
+    assert summary.decode.workers == 1
     await fleet.registry.deregister("w1@1")
     assert (await fleet.registry.endings(["w1@1"])).ended == {"w1@1"}
 

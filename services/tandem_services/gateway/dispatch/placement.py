@@ -322,7 +322,8 @@ class Placing:
             compat_hash=self._kind_wanted(progress),
             session_key=request.session_key,
             # A slow worker would miss its objectives, or get all choices of its prompt.
-            may_probe=request.route is None and not self.objectives.may_reject(request.objectives, request.priority),
+            may_probe=request.route is None
+            and (request.objectives is None or not self.objectives.may_reject(request.priority)),
         )
 
     def _kind_wanted(self, progress: Progress) -> str | None:

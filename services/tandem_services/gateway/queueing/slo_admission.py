@@ -88,9 +88,9 @@ class SloAdmission:
             [MODEL, "kept"],
         )
 
-    def may_reject(self, objectives: Objectives | None, priority: int) -> bool:
-        """Whether the workers that are offered to a request may be a reason to reject it."""
-        return objectives is not None and self._allowed(priority) < inf
+    def may_reject(self, priority: int) -> bool:
+        """Whether a request with objectives may be rejected because of the workers that are offered to it."""
+        return self._allowed(priority) < inf
 
     @recording
     def judge_wait(

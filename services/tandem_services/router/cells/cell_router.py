@@ -164,6 +164,8 @@ class CellRouter:
         try:
             return await self.home.stay(query, incarnation)
         except NoWorkersError:
+            if self.home.knows(incarnation):
+                raise
             # It may be in a cell that is asleep.
             await asyncio.gather(*(each.open() for each in self._others if each.reachable))
             cell = self._cell_of(incarnation)

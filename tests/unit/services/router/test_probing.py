@@ -61,15 +61,6 @@ def test_worker_that_had_a_request_is_not_probed_for_a_while(clock):
     assert probed(probing, 1000)
 
 
-def test_probe_is_a_prompt_that_a_suspect_computes_at_once(clock):
-    slow = make_record("slow", load=SLOW)
-    probing = probing_of(clock, *OTHERS, slow)
-    assert probing.is_probe(make_choice("r", slow.view))
-    assert not probing.is_probe(make_choice("r", OTHERS[0].view))
-    for name in (PREFILL_QUEUE, DECODE_ROOM):
-        assert not probing.is_probe(make_choice("r", slow.view, terms=(ScoreTerm(name, 0.1),)))
-
-
 def test_worker_that_has_measured_itself_is_no_longer_probed(clock):
     probing = probing_of(clock, *OTHERS, make_record("slow", load=SLOW))
     fast = make_record("slow", load=make_load(prefill_rate=500.0))
@@ -89,7 +80,7 @@ def test_worker_that_has_measured_itself_is_no_longer_probed(clock):
         {"adapter": b"a" * 16},
         {"may_probe": False},
     ],
-    ids=["long", "retried", "beside", "resumed", "adapter", "objectives"],
+    ids=["long", "retried", "beside", "resumed", "adapter", "excluded"],
 )
 def test_request_that_needs_certain_workers_is_no_probe(clock, fields):
     assert probed(probing_of(clock, *OTHERS, make_record("slow", load=SLOW)), 1000, **fields) == []
@@ -102,3 +93,16 @@ def test_slow_prefill_worker_is_probed_with_decode_workers(clock):
     found = probing_of(clock, *prefills, slow, decode)
     assert set(probed(found, 1000)) == {frozenset({"slow@1", "d@1"})}
     assert probed(probing_of(clock, *prefills, slow), 1000) == [], "nothing decodes what it computes"
+
+
+@pytest.mark.parametrize("term", [PREFILL_QUEUE, DECODE_ROOM])
+def test_suspect_is_measured_only_where_nobody_waits(clock, term):
+    slow, other = make_record("slow", load=SLOW), OTHERS[0]
+    probing = probing_of(clock, *OTHERS, slow)
+
+    def is_measured(record, seconds: float) -> bool:
+        return probing.is_measured(make_choice("r", record.view, terms=(ScoreTerm(term, seconds),)))
+
+    assert is_measured(slow, 0.0)
+    assert not is_measured(slow, 0.1)
+    assert not is_measured(other, 0.0), "a decode worker computes it for want of the suspect"
