@@ -1,6 +1,7 @@
 """A gateway's router over two cells, each with a real Redis: where requests go, and when they return."""
 
 import asyncio
+import time
 from contextlib import asynccontextmanager
 from random import Random
 
@@ -16,9 +17,19 @@ from tandem_services.router.cells.places import CellPlace
 from tandem_services.router.decision import NoWorkersError, OtherCell, Source
 from tandem_services.router.redis_functions import CONSTANTS, library_source
 from tandem_services.router.registry import WorkerState, model_digest
-from tandem_services.router.router import RouterConfig
+from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
-from tandem_testing.router_builders import LASTING, MODEL, PAGE, PATIENT_S, Fleet, make_load, make_query, make_record
+from tandem_testing.router_builders import (
+    LASTING,
+    MODEL,
+    PAGE,
+    PATIENT_S,
+    Fleet,
+    make_load,
+    make_query,
+    make_record,
+    make_view,
+)
 from tandem_testing.waiting import until
 
 pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is not installed")
@@ -51,7 +62,7 @@ def place_of(name: str, server: RedisServer) -> CellPlace:
 
 
 @asynccontextmanager
-async def cells(servers, *, others=(WEST,), start_timeout_s: float = 30.0):
+async def cells(servers, *, others=(WEST,), start_timeout_s: float = 30.0, needs_prefill: bool = False):
     """The home cell on the first server and the others on the second, each with a fleet; and a router at home."""
     home, other = servers
     config = RouterConfig(
@@ -66,6 +77,7 @@ async def cells(servers, *, others=(WEST,), start_timeout_s: float = 30.0):
         [place_of(name, other) for name in others],
         model=MODEL,
         worker_wait_s=1.0,
+        needs_prefill=needs_prefill,
         clock=MonotonicClock(),
         random=Random(1),
         source=library_source({**CONSTANTS, **LASTING}),
@@ -123,8 +135,9 @@ async def test_full_cells_leave_the_request_with_their_own(servers):
         assert [cell.awake for cell in router.figures()] == [False]
 
 
-async def test_cell_that_has_no_room_after_all_is_passed_over(servers):
+async def test_cell_without_room_for_a_prompt_is_asked_for_shorter_ones(servers, monkeypatch):
     """Its summary promises room, and not enough for this prompt."""
+    monkeypatch.setattr(neighbour_cell, "PASSED_OVER_S", PATIENT_S)
     async with cells(servers) as (router, fleets):
         for name, load in ((HOME, FULL), (WEST, make_load(room_tokens=9_000))):
             await fleets[name].beat(make_record(f"{name}-0", load=load, context_length=32_768))
@@ -134,7 +147,42 @@ async def test_cell_that_has_no_room_after_all_is_passed_over(servers):
         choice = await router.choose(long)
         await router.release(choice)
         assert choice.cell is None
-        assert not router._others[0].may_take
+        assert not router._others[0].may_take(20_000)
+        assert await chosen(router, max_tokens=16) == (WEST, "full")
+
+
+async def test_request_that_a_cell_cannot_serve_says_nothing_of_others(servers, monkeypatch):
+    monkeypatch.setattr(neighbour_cell, "PASSED_OVER_S", PATIENT_S)
+    async with cells(servers) as (router, fleets):
+        await populate(fleets, home=FULL)
+        await router.start()
+        with pytest.raises(NoWorkersError):
+            await router.choose(query(compat_hash="gone"))
+        beside = await router.choose(query(only=frozenset({"home-0@1"})))
+        assert beside.cell is None, "full, and the only one that it may have"
+        await router.release(beside)
+        assert await chosen(router) == (WEST, "full")
+
+
+async def test_choices_of_one_prompt_meet_in_another_cell(servers):
+    async with cells(servers, others=(WEST, EAST)) as (router, fleets):
+        await populate(fleets, home=FULL)
+        await router.start()
+        first = await router.choose(query())
+        second = await router.choose(query(only=frozenset({first.decode.incarnation})))
+        assert (second.decode, second.cell) == (first.decode, OtherCell(first.cell.name, "kept"))
+        for choice in (first, second):
+            await router.release(choice)
+        assert all(cell.may_take(1) for cell in router._others)
+
+
+@pytest.mark.parametrize(("needs_prefill", "place"), [(True, (WEST, "no_worker")), (False, (HOME, ""))])
+async def test_cell_without_prefill_workers_serves_if_it_may(servers, needs_prefill, place):
+    async with cells(servers, needs_prefill=needs_prefill) as (router, fleets):
+        await fleets[HOME].beat(make_record("home-0", Role.DECODE))
+        await fleets[WEST].beat(make_record("west-0"))
+        await router.start()
+        assert await chosen(router) == place
 
 
 async def test_cancelled_request_leaves_nothing_reserved(servers, monkeypatch):
@@ -206,6 +254,16 @@ async def test_all_redis_lost_routes_by_the_last_view(servers, monkeypatch):
             await router.release(choice)
 
 
+async def test_workers_of_the_own_cell_decide_what_a_gateway_encodes(servers):
+    async with cells(servers) as (router, fleets):
+        await populate(fleets, home=FULL)
+        await fleets[WEST].beat(make_record("west-1"))
+        await router.start()
+        await router.release(await router.choose(query()))
+        assert {worker.worker_id for worker in router.offered()} == {"home-0", "west-0", "west-1"}
+        assert [worker.worker_id for worker in router.ready()] == ["home-0"]
+
+
 async def test_no_worker_anywhere_is_an_error(servers):
     async with cells(servers) as (router, fleets):
         await populate(fleets, home=None, west=None)
@@ -264,6 +322,16 @@ async def test_session_is_kept_in_the_cell_where_it_began(servers):
             await router.stay(query(), "gone-0@1")
 
 
+async def test_session_of_a_lost_worker_opens_no_other_cell(servers):
+    async with cells(servers) as (router, fleets):
+        await populate(fleets)
+        await router.start()
+        router.mark_dead("home-0@1")
+        with pytest.raises(NoWorkersError):
+            await router.stay(query(), "home-0@1")
+        assert not router.figures()[0].awake
+
+
 async def test_sequence_moves_within_its_cell_alone(servers):
     async with cells(servers) as (router, fleets):
         await populate(fleets, home=None)
@@ -275,6 +343,44 @@ async def test_sequence_moves_within_its_cell_alone(servers):
         assert moved.cell == OtherCell(WEST, "kept")
         for choice in (leaving, moved):
             await router.release(choice)
+
+
+async def test_sequence_of_an_unknown_worker_moves_nowhere(servers):
+    """Its cell is not known, and others cannot take its KV."""
+    async with cells(servers) as (router, fleets):
+        await populate(fleets)
+        await router.start()
+        with pytest.raises(NoWorkersError):
+            await router.relocate(query(), make_view("gone"))
+
+
+async def test_view_stays_open_while_the_own_cell_lacks_workers(servers):
+    async with cells(servers) as (router, fleets):
+        await populate(fleets, home=None)
+        await router.start()
+        await until(lambda: router.figures()[0].awake, PATIENCE_S, "the view is opened ahead")
+        router._others[0]._used_at = float("-inf")
+        await router.look()
+        assert router.figures()[0].awake
+
+
+async def test_view_that_cannot_be_opened_leaves_no_connection(servers, monkeypatch):
+    stopped, stop = [], Router.stop
+
+    async def counted(router: Router) -> None:
+        stopped.append(router)
+        await stop(router)
+
+    async def fail(_: Router) -> None:
+        raise ValueError("broken")
+
+    async with cells(servers) as (router, fleets):
+        await populate(fleets)
+        await router.start()
+        monkeypatch.setattr(Router, "stop", counted)
+        router._others[0].begin = fail
+        assert await router._others[0].open() is None
+        assert len(stopped) == 1
 
 
 async def test_view_of_another_cell_is_closed_when_unused(servers, monkeypatch):
@@ -365,6 +471,16 @@ async def test_summary_drops_ranks_that_workers_did_not_write(server):
         server.command("SET", kinds, "nonsense")
         assert (await summary_of(fleet)).decode.workers == 0
         await fleet.beat(make_record("a"))
+        assert (await summary_of(fleet)).decode.workers == 1
+
+
+async def test_summary_counts_the_kinds_that_were_described_last(server):
+    """As decisions do: those of weights that came and went are looked at no more."""
+    async with Fleet.of(server, **LASTING) as fleet:
+        await fleet.beat(make_record("a"))
+        kinds = f"{fleet.keys.prefix}kinds:{model_digest(MODEL).hex()}"
+        before = int(time.time() * 1000) - 60_000
+        server.command("ZADD", kinds, *(word for number in range(16) for word in (str(before), f"{number:016d}")))
         assert (await summary_of(fleet)).decode.workers == 1
 
 

@@ -195,7 +195,7 @@ class Gateway:
         await self._fleet.redis.follow()
         await self.chooser.release(choice)
         self.binding.charge_output(request.tenant, request.output_tokens)
-        self.binding.freed()
+        self.binding.freed(cell=choice.cell)
         if self.binding.queue:
             self._plan_turn(0.0)
 

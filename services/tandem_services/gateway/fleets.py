@@ -132,7 +132,13 @@ def _router(config: ModelConfig, keys: KeyPair | None, start_timeout_s: float) -
     )
     if not config.cells:
         return Router(settings)
-    return CellRouter(settings, config.cells, model=config.name, worker_wait_s=config.worker_wait_s)
+    return CellRouter(
+        settings,
+        config.cells,
+        model=config.name,
+        worker_wait_s=config.worker_wait_s,
+        needs_prefill=not config.prefill_fallback,
+    )
 
 
 def _parts(

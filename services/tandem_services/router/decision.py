@@ -187,6 +187,8 @@ class RouteQuery:
     """The only incarnations that it may have, few enough to be named in a call; None: all that are not excluded."""
     paired: bool = False
     """A decode worker is to compute the prompt only where no prefill worker can."""
+    may_probe: bool = True
+    """It may go to a worker that reports to be too slow, which then measures itself (`probing`)."""
     compat_hash: str | None = None
     """Compat hash of the workers whose output is continued: other weights would continue it with other tokens
     [same-kind-paired]."""
@@ -222,7 +224,7 @@ class OtherCell(msgspec.Struct, frozen=True, gc=False):
 
     name: str
     reason: str
-    """full, no_worker, or no_redis."""
+    """full, no_worker, no_redis, or kept: what it belongs to is there."""
 
 
 @dataclass(frozen=True, slots=True)

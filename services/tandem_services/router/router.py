@@ -48,14 +48,14 @@ from tandem_services.router.index import BlockIndex, LastChain
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.local_choices import FewWorkers, LocalChoices, LocalRouting, OwnLoad
 from tandem_services.router.membership import KEEPER_WAIT_S, FleetView, Membership
-from tandem_services.router.policies import Exclusions, PoliciesByRole, PolicyNames, SlowStart
+from tandem_services.router.policies import PoliciesByRole, PolicyNames, SlowStart
 from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.probing import Probing
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource, library_source
 from tandem_services.router.registered_adapters import AdapterBoard
 from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import has_to_wait
-from tandem_services.router.selection import HeldChoices, SharedChoices, TicketedChoices
+from tandem_services.router.selection import Exclusions, HeldChoices, SharedChoices, TicketedChoices
 from tandem_services.router.shared_state import FairBoard, QuarantineBoard, SessionBindings, UsageBoard
 from tandem_services.router.starting import SeenStarts, StartingBoard, StartingWorker
 from tandem_services.router.tickets import TicketBoard
@@ -405,10 +405,10 @@ class Router:
         await self.release(choice)
 
     async def _probed(self, query: RouteQuery) -> Choice | None:
-        """Workers that a request is due for, if there are any and they have room."""
+        """A suspect that a request is due for, if there is one and it begins at once."""
         probe = self._probing.probe(query)
         choice = None if probe is None else await self._find(probe)
-        if choice is None or not has_to_wait(choice.terms):
+        if choice is None or self._probing.is_measured(choice):
             return choice
         await self.release(self._noted(choice))
         return None

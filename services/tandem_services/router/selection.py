@@ -4,12 +4,14 @@ SharedChoices    Redis: hashes the prompt, calls `route_and_reserve` once, and r
                  view; one that registered since needs a new view. Redis sees only the hashes of the prompt
 LocalChoices     the view of this gateway, while Redis is unavailable (`local_choices`)
 TicketedChoices  choices of another process, redeemed by a ticket in Redis (`tickets`); none without Redis
+Exclusions       what a query may not have, before it asks for prices: what policies leave out, and workers that are
+                 unusable for it
 HeldChoices      choices in progress: this gateway's own load, released when they end. A reservation in Redis counts
                  for `RESERVATION_MS`; after that there is nothing to release
 """
 
 import logging
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, islice
 from random import Random
@@ -18,12 +20,14 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.messages.requests import about_attempt
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import BackgroundTasks
+from tandem_services.router.adapter_prices import AdapterPrices
 from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Candidate, Demand, PricedFetch
-from tandem_services.router.decision import Choice, PlannedFetch, Reservation, RouteQuery, Source
+from tandem_services.router.decision import Choice, PlannedFetch, Reservation, RouteQuery, Source, WorkerView
 from tandem_services.router.index import BlockIndex, LastChain, Routed
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS, RESERVATION_MS
 from tandem_services.router.local_choices import OwnLoad
 from tandem_services.router.membership import Membership
+from tandem_services.router.policies import PoliciesByRole
 from tandem_services.router.predicting import predicted_latency
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import placement_of, planned_fetch
@@ -259,3 +263,67 @@ class TicketedChoices:
             return self.held.reserves(choice) and await self.board.take(ticket_id) is None
         except RedisUnavailableError:
             return True  # Unknown. The reservation expires by itself.
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Exclusions:
+    """Workers that a query may not use: unusable ones, those with other weights, those that cannot have its adapter,
+    and those that policies leave out. Of the others, which have to load its adapter."""
+
+    membership: Membership
+    policies: PoliciesByRole
+    adapters: AdapterPrices
+
+    def narrowed(self, query: RouteQuery) -> RouteQuery:
+        """`query`, which excludes all of them, and has the price of its adapter elsewhere."""
+        query = query.excluding(self.membership.unusable | self._of_other_weights(query) | self._without_adapter(query))
+        if query.adapter:
+            able = (each for each in self._workers(query) if each.incarnation not in query.exclude)
+            query = replace(query, absences=self.adapters.absences(query, able))
+        return query.excluding(self.policies.passed_over(FittingWorkers(self.membership, query), query))
+
+    def _workers(self, query: RouteQuery) -> Sequence[WorkerView]:
+        """Those that it may have at most."""
+        if query.only is None:
+            return self.membership.workers()
+        found = (self.membership.find_usable(name) for name in sorted(query.only))
+        return [view for view in found if view is not None]
+
+    def _of_other_weights(self, query: RouteQuery) -> frozenset[str]:
+        """Workers whose weights differ from those that began the output."""
+        return frozenset() if query.compat_hash is None else self.membership.groups.others(query.compat_hash)
+
+    def _without_adapter(self, query: RouteQuery) -> frozenset[str]:
+        if not query.adapter:
+            return frozenset()
+        return frozenset(each.incarnation for each in self._workers(query) if not query.served_by(each))
+
+
+@dataclass(frozen=True, slots=True)
+class FittingWorkers:
+    """Those that could take `query`. Implements `Fitting`."""
+
+    membership: Membership
+    query: RouteQuery
+
+    def __iter__(self) -> Iterator[WorkerView]:
+        query = self.query
+        fitting = self.membership.each_candidate(
+            query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude, only=query.only
+        )
+        return (record.view for record in fitting)
+
+    def find(self, incarnation: str) -> WorkerView | None:
+        query = self.query
+        if query.only is not None and incarnation not in query.only:
+            return None
+        record = self.membership.candidate(
+            incarnation, query.model, prompt_tokens=len(query.token_ids), exclude=query.exclude
+        )
+        return None if record is None else record.view
+
+    def like(self, worker: WorkerView, *, first: float) -> Iterator[WorkerView]:
+        names = self.membership.groups.groups(self.query.model).get((worker.role, worker.compat_hash), ())
+        start = int(first * len(names))
+        found = (self.find(names[(start + step) % len(names)]) for step in range(len(names)))
+        return (view for view in found if view is not None)

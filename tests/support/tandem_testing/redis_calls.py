@@ -111,6 +111,9 @@ async def _registry_and_index(fleet: Fleet) -> None:
     )
     assert summary.decode.workers == 1
     assert [one.view.incarnation for one in (await fleet.snapshot()).workers] == ["w1@1"]
+    library, keys = fleet.registry.library, fleet.keys
+    summary = await library.ask("cell_summary", keys.shared, keys.prefix, model_digest(MODEL), shape=CellSummary)
+    assert summary.decode.workers == 1
     await fleet.registry.deregister("w1@1")
     assert (await fleet.registry.endings(["w1@1"])).ended == {"w1@1"}
 

@@ -195,7 +195,7 @@ class Placing:
     def release(self, choice: Choice) -> None:
         """An attempt is over: the reservation goes back."""
         self.chooser.release_soon(choice)
-        self.admission.freed(choice.decode.incarnation)
+        self.admission.freed(choice.decode.incarnation, choice.cell)
 
     async def _pay(self, progress: Progress) -> None:
         """For another attempt. A stream that has begun waits for its turn; what has not is refused with a 503."""
@@ -321,6 +321,9 @@ class Placing:
             exclude=frozenset(progress.failed),
             compat_hash=self._kind_wanted(progress),
             session_key=request.session_key,
+            # A slow worker would miss its objectives, or get all choices of its prompt.
+            may_probe=request.route is None
+            and (request.objectives is None or not self.objectives.may_reject(request.priority)),
         )
 
     def _kind_wanted(self, progress: Progress) -> str | None:

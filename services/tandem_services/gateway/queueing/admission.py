@@ -15,7 +15,7 @@ from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.gateway.queueing.lanes import Lane
 from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding, QueueFigures
 from tandem_services.gateway.queueing.queue_entry import Ask, QueueEntry
-from tandem_services.router.decision import Choice
+from tandem_services.router.decision import Choice, OtherCell
 
 
 @dataclass(slots=True)
@@ -76,9 +76,9 @@ class Admission:
                 found = await self.binding.arrive(entry)
         return await self._wait(entry, choice) if found is None else found
 
-    def freed(self, worker: str = "") -> None:
-        """A request has ended, or left its worker, whose incarnation is `worker` if it is known."""
-        self.binding.freed(worker)
+    def freed(self, worker: str = "", cell: OtherCell | None = None) -> None:
+        """As `LateBinding.freed`."""
+        self.binding.freed(worker, cell)
         if self.binding.queue:
             self._changed.set()
 

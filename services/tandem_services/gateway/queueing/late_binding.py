@@ -45,7 +45,7 @@ from tandem_services.gateway.queueing.queue_entry import Answer, Ask, QueueEntry
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy, QueueTimeouts
 from tandem_services.gateway.queueing.turnover import Pace, Turnover
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
-from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
+from tandem_services.router.decision import Choice, NoWorkersError, OtherCell, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.shared_state import QueueHead
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
@@ -239,10 +239,11 @@ class LateBinding:
         self._give_up_on_late()
         return admitted
 
-    def freed(self, worker: str = "") -> None:
-        """A request has ended, or left its worker, whose incarnation is `worker` if it is known."""
+    def freed(self, worker: str = "", cell: OtherCell | None = None) -> None:
+        """A request has ended, or left its worker, whose incarnation is `worker` if it is known, in the own cell or in
+        `cell`."""
         if not self._precedence.takes_freed_place() and self.queue:
-            self._turnover.add(1, worker=worker)
+            self._turnover.add(1, worker=worker, cell=_name_of(cell))
 
     async def run(self) -> None:
         """Report to other gateways until canceled."""
@@ -366,7 +367,7 @@ class LateBinding:
         except NoWorkersError:
             entry.verdict = Verdict.NO_WORKER
             return None
-        if self._takes_place(entry) or self._has_room(choice, entry) or self._goes_early(choice, entry):
+        if self._takes_place(entry, choice) or self._has_room(choice, entry) or self._goes_early(choice, entry):
             return choice
         await self.chooser.release(choice)
         entry.verdict = Verdict.NO_ROOM
@@ -389,16 +390,17 @@ class LateBinding:
         blocked.block(entry.lane, choice)
         return None
 
-    def _takes_place(self, entry: QueueEntry) -> bool:
-        """Whether it takes a place that no report contains yet: of an adapter, one at a worker that has it."""
-        lane = entry.lane
+    def _takes_place(self, entry: QueueEntry, choice: Choice) -> bool:
+        """Whether it takes a place that no report contains yet: of the cell of `choice`, and of an adapter, one at a
+        worker that has it."""
+        lane, cell = entry.lane, _name_of(choice.cell)
         if lane is None or not lane.adapter or not self._turnover:
-            return self._turnover.take()
+            return self._turnover.take(cell=cell)
         workers = self.chooser.workers()
         if all(map(lane.serves, workers)):
-            return self._turnover.take()
+            return self._turnover.take(cell=cell)
         serving = {worker.incarnation for worker in workers if lane.serves(worker)}
-        return self._turnover.take(serving.__contains__)
+        return self._turnover.take(serving.__contains__, cell=cell)
 
     def _has_room(self, choice: Choice, entry: QueueEntry) -> bool:
         return not has_to_wait(choice.terms) and self._waits_little(choice, entry)
@@ -472,3 +474,7 @@ class LateBinding:
         self.observer.refused(reason)
         wait_s = self._pace.wait_s(len(self.queue))
         return refusal(reason, no_workers=self._lacks_workers(), wait_s=wait_s, start_s=self._timeouts.retry_s())
+
+
+def _name_of(cell: OtherCell | None) -> str:
+    return "" if cell is None else cell.name

@@ -88,6 +88,10 @@ class SloAdmission:
             [MODEL, "kept"],
         )
 
+    def may_reject(self, priority: int) -> bool:
+        """Whether a request with objectives may be rejected because of the workers that are offered to it."""
+        return self._allowed(priority) < inf
+
     @recording
     def judge_wait(
         self,

@@ -50,6 +50,7 @@ UNREPORTED_S = RESERVATION_MS / 1000
 class _Place(NamedTuple):
     since: float
     worker: str
+    cell: str
 
 
 @dataclass(kw_only=True, slots=True)
@@ -67,23 +68,25 @@ class Turnover:
             self._places.popleft()
         return len(self._places)
 
-    def add(self, places: int, *, worker: str = "") -> None:
-        """So many are free from now on; none if less than one. `worker`: the incarnation where; "" if not known."""
-        self._places.extend([_Place(self.clock.now(), worker)] * places)
+    def add(self, places: int, *, worker: str = "", cell: str = "") -> None:
+        """So many are free from now on; none if less than one. `worker`: the incarnation where; "" if not known.
+        `cell`: the other cell that it is in; "": the gateway's own one."""
+        self._places.extend([_Place(self.clock.now(), worker, cell)] * places)
 
-    def take(self, serves: Callable[[str], bool] | None = None) -> bool:
-        """Take the oldest place of a worker, by incarnation, that `serves`; of any without. False when there is
-        none."""
+    def take(self, serves: Callable[[str], bool] | None = None, *, cell: str = "") -> bool:
+        """Take the oldest place in `cell`, of a worker, by incarnation, that `serves`; of any without. False when there
+        is none."""
         if not len(self):
             return False
-        place = next((place for place in self._places if serves is None or serves(place.worker)), None)
+        able = (each for each in self._places if each.cell == cell and (serves is None or serves(each.worker)))
+        place = next(able, None)
         if place is None:
             return False
         self._places.remove(place)
         return True
 
     def leave(self) -> int:
-        """Take all of them. Returns how many."""
-        places = len(self)
+        """Drop all of them. Returns how many were in the own cell, where other gateways may take them."""
+        places = sum(not place.cell for place in self._places) if len(self) else 0
         self._places.clear()
         return places

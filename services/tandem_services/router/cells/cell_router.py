@@ -25,15 +25,23 @@ from random import Random
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import BackgroundTasks, run_periodically
-from tandem_services.router.cells.neighbour_cell import OPEN_WAIT_S, NeighbourCell
+from tandem_services.router.cells.neighbour_cell import KEPT, OPEN_WAIT_S, NeighbourCell
 from tandem_services.router.cells.places import CellPlace
 from tandem_services.router.cells.proofs import CellProofs, SharedProofs
-from tandem_services.router.decision import Choice, MemberProofs, NoWorkersError, RouteQuery, Source, WorkerView
+from tandem_services.router.decision import (
+    Choice,
+    MemberProofs,
+    NoWorkersError,
+    Placement,
+    RouteQuery,
+    Source,
+    WorkerView,
+)
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.membership import FleetView
 from tandem_services.router.redis_functions import LibrarySource, library_source
 from tandem_services.router.registry import Endings, WorkerState
-from tandem_services.router.router import Router, RouterConfig
+from tandem_services.router.router import RETRY_AFTER_S, Router, RouterConfig
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.starting import StartingWorker
 
@@ -71,14 +79,16 @@ class CellRouter:
         *,
         model: str,
         worker_wait_s: float,
+        needs_prefill: bool = False,
         clock: Clock | None = None,
         random: Random | None = None,
         source: LibrarySource | None = None,
         begin: Callable[[Router], Awaitable[None]] = Router.start,
         open_wait_s: float = OPEN_WAIT_S,
     ) -> None:
-        """`worker_wait_s`: a prompt that would wait longer for other prompts is sent to another cell. `begin`,
-        `open_wait_s`: see `NeighbourCell`."""
+        """`worker_wait_s`: a prompt that would wait longer for other prompts is sent to another cell. `needs_prefill`:
+        so is one that a decode worker would compute for want of others. `begin`, `open_wait_s`: see
+        `NeighbourCell`."""
         clock, random = clock or MonotonicClock(), random or Random()
         source = source or library_source()
         start_timeout_s = min(config.start_timeout_s, START_WAIT_S)
@@ -88,7 +98,8 @@ class CellRouter:
         self.end_reports = self
         self.counters = self.home.counters
         """Those of the own cell."""
-        self._name, self._model, self._worker_wait_s = config.cluster, model, worker_wait_s
+        self._name, self._model = config.cluster, model
+        self._worker_wait_s, self._needs_prefill = worker_wait_s, needs_prefill
         self._proofs = SharedProofs()
         self._others = [
             NeighbourCell(
@@ -131,6 +142,8 @@ class CellRouter:
 
     async def choose(self, query: RouteQuery) -> Choice:
         """As `Router.choose`, in the own cell or in another one."""
+        if query.only is not None:
+            return await self._choose_among(query, query.only)
         reserved: list[Choice] = []
         try:
             return await self._choose(query, reserved)
@@ -151,6 +164,8 @@ class CellRouter:
         try:
             return await self.home.stay(query, incarnation)
         except NoWorkersError:
+            if self.home.knows(incarnation):
+                raise
             # It may be in a cell that is asleep.
             await asyncio.gather(*(each.open() for each in self._others if each.reachable))
             cell = self._cell_of(incarnation)
@@ -161,7 +176,11 @@ class CellRouter:
     async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
         """As `Router.relocate`: within the cell of `leaving`, because KV moves only there."""
         cell = self._cell_of(leaving.incarnation)
-        return await (self.home.relocate(query, leaving) if cell is None else cell.relocate(query, leaving))
+        if cell is not None:
+            return await cell.relocate(query, leaving)
+        if not self.home.knows(leaving.incarnation):
+            raise NoWorkersError(f"worker {leaving.incarnation} is in no view", retry_after=RETRY_AFTER_S)
+        return await self.home.relocate(query, leaving)
 
     async def release(self, choice: Choice) -> None:
         """As `Router.release`."""
@@ -218,8 +237,9 @@ class CellRouter:
         return self._offered.of([router.offered() for router in self.in_use()])
 
     def ready(self) -> tuple[WorkerView, ...]:
-        """As `Router.ready`, of all cells that are in use."""
-        return tuple(view for router in self.in_use() for view in router.ready())
+        """As `Router.ready`: of the own cell, or of others while it has none. A model changes in one cell at a time,
+        and the tokenizer of a gateway is that of its own."""
+        return self.home.ready() or tuple(view for router in self.in_use() for view in router.ready())
 
     def starting(self) -> tuple[StartingWorker, ...]:
         """As `Router.starting`, of the own cell."""
@@ -271,7 +291,7 @@ class CellRouter:
         await asyncio.gather(*(cell.look(self._model) for cell in self._others))
         if not self.home.redis_answers or not self.home.offered():
             # The next request need not wait for a view.
-            for cell in [cell for cell in self._others if cell.may_take][:MAX_ASKED]:
+            for cell in [cell for cell in self._others if cell.summary.has_room][:MAX_ASKED]:
                 cell.wake()
         for cell in self._others:
             await cell.sleep_when_idle()
@@ -292,15 +312,25 @@ class CellRouter:
             if other is None:
                 continue
             reserved.append(other)
-            if self._has_capacity(other):
+            if not self._fault(other):
                 await self._release_all_but(other, reserved)
                 return other
-            cell.pass_over()
+            cell.pass_over(len(query.token_ids))
             await self._release_all_but(reserved[0], reserved)
         if not reserved:
             assert lacking is not None
             raise lacking
         return reserved[0]
+
+    async def _choose_among(self, query: RouteQuery, names: frozenset[str]) -> Choice:
+        """One of these, which are of one cell: no other one has them."""
+        cell = next((found for name in sorted(names) if (found := self._cell_of(name)) is not None), None)
+        if cell is None:
+            return await self.home.choose(query)
+        choice = await cell.choose(query, reason=KEPT)
+        if choice is None:
+            raise NoWorkersError(f"cell {cell.name} has lost these workers", retry_after=RETRY_AFTER_S)
+        return choice
 
     async def _release_all_but(self, kept: Choice, reserved: list[Choice]) -> None:
         for choice in [each for each in reserved if each is not kept]:
@@ -308,16 +338,16 @@ class CellRouter:
             reserved.remove(choice)
 
     def _fault(self, choice: Choice) -> str:
-        """Why another cell is asked although the own one has made this choice; "" if none is."""
-        if choice.source is Source.LOCAL and not self.home.redis_answers:
+        """Why another cell is asked although one has made this choice; "" if none is."""
+        if choice.cell is None and choice.source is Source.LOCAL and not self.home.redis_answers:
             return "no_redis"
-        return "" if self._has_capacity(choice) else "full"
-
-    def _has_capacity(self, choice: Choice) -> bool:
-        return not has_to_wait(choice.terms) and prefill_wait_s(choice.terms) <= self._worker_wait_s
+        if self._needs_prefill and choice.placement is Placement.DEGRADED:
+            return "no_worker"
+        waits = has_to_wait(choice.terms) or prefill_wait_s(choice.terms) > self._worker_wait_s
+        return "full" if waits else ""
 
     def _in_order(self, query: RouteQuery) -> list[NeighbourCell]:
-        able = [cell for cell in self._others if cell.may_take]
+        able = [cell for cell in self._others if cell.may_take(len(query.token_ids)) and self._suits(cell)]
         if len(able) < 2:
             return able
         beginning = blake2b(array("q", query.token_ids[:ORDER_TOKENS]).tobytes(), digest_size=8)
@@ -325,6 +355,9 @@ class CellRouter:
         prompt = beginning.digest()
         able.sort(key=lambda cell: blake2b(cell.name.encode(), key=prompt, digest_size=8).digest())
         return able[:MAX_ASKED]
+
+    def _suits(self, cell: NeighbourCell) -> bool:
+        return not self._needs_prefill or cell.summary.prefill.workers > 0
 
     def _cell_of(self, incarnation: str) -> NeighbourCell | None:
         """None: the own one, or one that is asleep."""

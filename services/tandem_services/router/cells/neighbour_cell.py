@@ -11,6 +11,7 @@ asked; what a request is sent to is decided by signed rows, as in the own cell.
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from dataclasses import dataclass, field, replace
 from math import inf
 from random import Random
@@ -39,13 +40,14 @@ OPEN_WAIT_S = 0.25
 """A request waits this long for the view of a cell that was asleep; the next one finds it open."""
 
 PASSED_OVER_S = 0.25
-"""A cell without capacity is not asked again for this long, whatever its summary says."""
+"""A cell without capacity is not asked again for this long, whatever its summary says, for a prompt that is no
+shorter."""
 
 IDLE_S = 60.0
 """The view of a cell is kept this long after its last request."""
 
 KEPT = "kept"
-"""Reason of a request that is in another cell because what it continues is there."""
+"""Reason of a request that is in another cell because what it continues, or another choice of its prompt, is there."""
 
 
 class RoleSummary(msgspec.Struct, frozen=True):
@@ -97,6 +99,8 @@ class NeighbourCell:
     """Serials of choices that are in use."""
     _used_at: float = -inf
     _passed_over_until: float = -inf
+    _passed_over_tokens: int = 0
+    """Of the shortest prompt that it had no capacity for."""
     _log: RarelyLogged = field(init=False)
 
     def __post_init__(self) -> None:
@@ -116,10 +120,10 @@ class NeighbourCell:
         """Whether its Redis has answered lately."""
         return self.clock.now() - self._seen_at < SUMMARY_S
 
-    @property
-    def may_take(self) -> bool:
-        """Whether it is worth asking."""
-        return self.summary.has_room and self.clock.now() >= self._passed_over_until
+    def may_take(self, prompt_tokens: int) -> bool:
+        """Whether it is worth asking for a prompt of this length."""
+        is_passed_over = prompt_tokens >= self._passed_over_tokens and self.clock.now() < self._passed_over_until
+        return self.summary.has_room and not is_passed_over
 
     async def look(self, model: str) -> None:
         """Read the summary. Called once a second."""
@@ -140,14 +144,13 @@ class NeighbourCell:
             self._seen_at = self.clock.now()
 
     async def choose(self, query: RouteQuery, *, reason: str) -> Choice | None:
-        """Reserved there; None when it has no workers for it now."""
+        """Reserved there; None when it has no workers for it now, which says nothing about other requests."""
         router = await self.open()
         if router is None:
             return None
         try:
             choice = await router.choose(query)
         except NoWorkersError:
-            self.pass_over()
             return None
         return self._taken(choice, reason)
 
@@ -175,9 +178,12 @@ class NeighbourCell:
         if self.router is not None:
             self.router.release_soon(choice)
 
-    def pass_over(self) -> None:
-        """It had no capacity just now."""
-        self._passed_over_until = self.clock.now() + PASSED_OVER_S
+    def pass_over(self, prompt_tokens: int) -> None:
+        """It had no capacity just now for a prompt of this length."""
+        now = self.clock.now()
+        shortest = self._passed_over_tokens if now < self._passed_over_until else prompt_tokens
+        self._passed_over_tokens = min(shortest, prompt_tokens)
+        self._passed_over_until = now + PASSED_OVER_S
 
     def knows(self, incarnation: str) -> bool:
         """Whether it is awake and has this worker."""
@@ -186,15 +192,15 @@ class NeighbourCell:
     async def open(self, *, within_s: float | None = None) -> Router | None:
         """Its router; None where it does not answer in this time, `open_wait_s` by default, after which it goes on
         opening."""
-        self._used_at = self.clock.now()
+        self.wake()
         if self.router is None:
-            self.wake()
             assert self._opening is not None
             await asyncio.wait({self._opening}, timeout=self.open_wait_s if within_s is None else within_s)
         return self.router
 
     def wake(self) -> None:
-        """Begin to open it, if it is asleep."""
+        """Begin to open it, if it is asleep. It is kept as after a request."""
+        self._used_at = self.clock.now()
         if self.router is None and self._opening is None:
             self._opening = asyncio.create_task(self._open(), name=f"open cell {self.name}")
             self._opening.add_done_callback(self._opened)
@@ -235,12 +241,14 @@ class NeighbourCell:
             router.require_encoding(self.encoding)
         if self.proofs.pool is not None:
             router.rely_on(CellProofs(self.proofs, self.proofs.pool, self.name))
-        try:
-            await self.begin(router)
-        except RedisUnavailableError as error:
-            await router.stop()
-            self._log.warning(f"cannot reach cell {self.name}: {error}")
-            return
+        async with AsyncExitStack() as opened:
+            opened.push_async_callback(router.stop)
+            try:
+                await self.begin(router)
+            except RedisUnavailableError as error:
+                self._log.warning(f"cannot reach cell {self.name}: {error}")
+                return
+            opened.pop_all()
         self._used_at, self.router = self.clock.now(), router
         logger.info("opened the view of a cell", extra={"fields": {"cell": self.name}})
 

@@ -8,23 +8,31 @@ from tandem_services.router.decision import MemberProofs, WorkerView
 
 
 @dataclass(slots=True)
+class _Watched:
+    workers: dict[str, WorkerView] = field(default_factory=dict)
+    """By incarnation."""
+    unlisted: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
 class SharedProofs:
     """`pool` proves membership of the workers of all cells; None: nothing does."""
 
     pool: MemberProofs | None = None
-    _watched: dict[str, tuple[tuple[WorkerView, ...], frozenset[str]]] = field(default_factory=dict)
+    _watched: dict[str, _Watched] = field(default_factory=dict)
+    """By cell."""
 
     def watch(self, cell: str, workers: Iterable[WorkerView], unlisted: frozenset[str]) -> None:
         """The workers of `cell`, instead of those of before."""
-        self._watched[cell] = (tuple(workers), unlisted)
+        self._watched[cell] = _Watched({worker.incarnation: worker for worker in workers}, set(unlisted))
         self._pass_on()
 
     def watch_again(self, cell: str, worker: WorkerView, *, unlisted: bool) -> None:
         """One more of `cell`."""
-        workers, unlisted_names = self._watched.get(cell, ((), frozenset()))
+        watched = self._watched.setdefault(cell, _Watched())
+        watched.workers[worker.incarnation] = worker
         if unlisted:
-            unlisted_names |= {worker.incarnation}
-        self._watched[cell] = ((*workers, worker), unlisted_names)
+            watched.unlisted.add(worker.incarnation)
         if self.pool is not None:
             self.pool.watch_again(worker, unlisted=unlisted)
 
@@ -35,8 +43,9 @@ class SharedProofs:
 
     def _pass_on(self) -> None:
         if self.pool is not None:
-            workers = chain.from_iterable(views for views, _ in self._watched.values())
-            self.pool.watch(workers, unlisted=frozenset().union(*(names for _, names in self._watched.values())))
+            every = self._watched.values()
+            workers = chain.from_iterable(watched.workers.values() for watched in every)
+            self.pool.watch(workers, unlisted=frozenset().union(*(watched.unlisted for watched in every)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,7 +2,7 @@
 -- them at least. Read from the ranks, so it costs the same in any fleet and may be as wrong as they are.
 
 local LOOKED_AT = 4 -- names of a rank: those of a fleet that died at once are all dead
-local MAX_KINDS = 16
+local MAX_KINDS = 16 -- compat hashes of the model that are counted, as decisions look at them: the ones described last
 
 -- Number of workers of a rank and the lowest seconds of a live one; 0 where none of the first is live.
 local function rank_summary(state, key)
@@ -21,7 +21,7 @@ local function add_rank(state, key, found)
   local workers, seconds = rank_summary(state, key)
   if workers == 0 then return end
   found.seconds = found.workers == 0 and seconds or math.min(found.seconds, seconds)
-  found.workers = found.workers + workers
+  found.workers = math.min(found.workers + workers, MAX_WORKERS)
 end
 
 -- cell_summary: workers of a model by role.
@@ -30,10 +30,12 @@ end
 local function cell_summary(keys, args)
   local state = open_to_route(keys, args)
   local prefill, decode = {workers = 0, seconds = 0}, {workers = 0, seconds = 0}
-  for _, compat in ipairs(ranked(state, 'ZRANGE', kinds_key(state.prefix, args[2]), 0, MAX_KINDS - 1)) do
-    local rank = rank_keys(state.prefix, args[2] .. compat)
-    add_rank(state, rank.prefill, prefill)
-    add_rank(state, rank.decode, decode)
+  for _, compat in ipairs(ranked(state, 'ZRANGE', kinds_key(state.prefix, args[2]), -MAX_KINDS, -1)) do
+    if #compat == 16 then
+      local rank = rank_keys(state.prefix, args[2] .. compat)
+      add_rank(state, rank.prefill, prefill)
+      add_rank(state, rank.decode, decode)
+    end
   end
   return cmsgpack.pack({prefill = prefill, decode = decode})
 end

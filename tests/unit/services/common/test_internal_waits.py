@@ -43,6 +43,7 @@ LONGER = {
     "gateway.limits.SEND_STALL_S": "a client takes what it is sent",
     "router.registered_adapters.REMOVED_S": "nothing waits: an administrator's command is remembered",
     "gateway.processes.supervisor.STABLE_S": "nothing waits: the pause before restarts of a process is reset",
+    "router.cells.neighbour_cell.IDLE_S": "nothing waits: an unused view is closed",
     "gateway.dispatch.engine_pool.IDLE_S": "nothing waits: an unused connection is closed",
     "router.cells.neighbour_cell.IDLE_S": "nothing waits: the view of a cell that no request needs is closed",
     "gateway.models.tokenizer_loads.MAX_PAUSE_S": "files that cannot be loaded are parsed again; others are at once",

@@ -80,6 +80,15 @@ async def test_choices_beside_each_other_while_there_is_room(rack, tokenizer):
         assert all(query.only == {rack.engines[0].view.incarnation} for query in further)
 
 
+async def test_choices_of_one_prompt_probe_no_slow_worker(rack, tokenizer):
+    """All of them would be computed there."""
+    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    async with live_gateway(rack.context, tokenizer, rack.engines) as live:
+        await live.complete("hi", n=2, max_tokens=1)
+        await live.complete("hi", n=1, max_tokens=1)
+        assert [query.may_probe for query in live.chooser.queries] == [False, False, True]
+
+
 @SEVERAL
 async def test_choices_count_each_against_the_limits_of_their_tenant(rack, tokenizer, tmp_path, several):
     name, value = several

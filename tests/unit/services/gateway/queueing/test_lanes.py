@@ -119,6 +119,16 @@ def test_place_at_another_worker_is_left_to_others(clock):
     assert [turnover.take(), turnover.take(), turnover.take()] == [True, True, False]
 
 
+def test_place_in_another_cell_is_taken_there_alone(clock):
+    turnover = Turnover(clock=clock)
+    for cell in ("", "west", "west"):
+        turnover.add(1, worker="w0@1", cell=cell)
+    assert not turnover.take(cell="east")
+    assert [turnover.take(cell="west"), turnover.take(), turnover.take()] == [True, True, False]
+    turnover.add(1)
+    assert (turnover.leave(), len(turnover)) == (1, 0), "other gateways of the own cell may take one"
+
+
 def test_place_expires_whatever_its_worker(clock):
     turnover = Turnover(clock=clock)
     turnover.add(2, worker="w0@1")

@@ -24,7 +24,7 @@ from tandem_services.gateway.queueing.queue_entry import Verdict
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy, QueueTimeouts
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
+from tandem_services.router.decision import Choice, NoWorkersError, OtherCell, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
 from tandem_services.router.starting import StartingWorker
 from tandem_services.router.usage_counters import VirtualCounters
@@ -160,6 +160,20 @@ async def test_long_line_of_prompts_at_a_worker_is_no_room():
     waiting = harness.come("x")
     await harness.waiting(1)
     harness.fleet.queue_s = 0.5
+    await waiting
+
+
+async def test_end_of_a_request_in_another_cell_is_no_room_in_the_own():
+    harness = QueueHarness(Fleet(places=0), poll_s=60.0)
+    waiting = harness.come("x")
+    await harness.waiting(1)
+    tried = len(harness.fleet.asked)
+    harness.admission.freed("w-west@1", OtherCell("west", "full"))
+    await until(lambda: len(harness.fleet.asked) > tried, 10.0, "the queue is tried again")
+    for _ in range(10):
+        await asyncio.sleep(0)
+    assert not waiting.done()
+    harness.admission.freed("w@1")
     await waiting
 
 

@@ -101,6 +101,14 @@ def test_strict_gateway_rejects_what_takes_twice_its_objective(request_, rejecte
 
 
 @pytest.mark.parametrize(
+    ("mode", "priority", "may"),
+    [(SloMode.STRICT, 5, True), (SloMode.SHED, -1, True), (SloMode.SHED, 0, False), (SloMode.OBSERVE, -1, False)],
+)
+def test_request_that_may_be_rejected_is_known_before(mode, priority, may):
+    assert Gate(mode).admission.may_reject(priority) is may
+
+
+@pytest.mark.parametrize(
     ("mode", "priority", "wait_s", "rejected"),
     [
         (SloMode.STRICT, 5, 2.1, True),

@@ -27,3 +27,14 @@ def test_worker_of_one_cell_that_returns_stays_watched_with_others():
     assert pool.watched[-1] == (["a@1", "b@1", "c@1"], frozenset({"b@1"}))
     shared.forget("east")
     assert pool.watched[-1] == (["c@1"], frozenset())
+
+
+def test_worker_that_returns_often_is_kept_once():
+    """Views are not renewed while Redis is away, and workers come and go all the same."""
+    pool = Pool()
+    cell = CellProofs(shared=SharedProofs(pool), pool=pool, cell="east")
+    cell.watch([], unlisted=frozenset())
+    for _ in range(3):
+        cell.watch_again(make_view("a"), unlisted=False)
+    CellProofs(shared=cell.shared, pool=pool, cell="west").watch([], unlisted=frozenset())
+    assert pool.watched[-1] == (["a@1"], frozenset())
