@@ -5,7 +5,7 @@ is too dear for any prompt, and without prompts it measures nothing. Decode work
 price, whatever its steps take.
 
     suspect   it computes prompts, and reports a third of the median rate of its role and compat hash
-    probed    of the requests with short prompts, `SHARE` go to a suspect that has had none for `UNUSED_S`
+    probed    of the requests with short prompts, `SHARE` go to a suspect that has had none for `UNUSED_S` and is idle
 
 Nothing is probed where no worker stands out.
 """
@@ -21,6 +21,7 @@ from tandem_engine.config import Role
 from tandem_services.router.decision import Choice, RouteQuery
 from tandem_services.router.membership import Membership
 from tandem_services.router.registry import WorkerRecord
+from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 
 SHARE = 0.01
 
@@ -90,6 +91,13 @@ class Probing:
         some = self.random.sample(mates, min(MATES, len(mates)))
         # The prompt for a slow prefill worker would be computed where it is decoded.
         return replace(query, only=frozenset((view.incarnation, *some)), paired=True)
+
+    def is_measured(self, choice: Choice) -> bool:
+        """Whether this choice for a probe makes the suspect compute a prompt at once. Where others already wait there,
+        it measures itself without it."""
+        computing = choice.prefill or choice.decode
+        waits = has_to_wait(choice.terms) or prefill_wait_s(choice.terms) > 0.0
+        return computing.incarnation in self._chosen_at and not waits
 
     def note(self, choice: Choice) -> None:
         """A request goes there."""

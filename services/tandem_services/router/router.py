@@ -405,10 +405,10 @@ class Router:
         await self.release(choice)
 
     async def _probed(self, query: RouteQuery) -> Choice | None:
-        """Workers that a request is due for, if there are any and they have room."""
+        """A suspect that a request is due for, if there is one and it begins at once."""
         probe = self._probing.probe(query)
         choice = None if probe is None else await self._find(probe)
-        if choice is None or not has_to_wait(choice.terms):
+        if choice is None or self._probing.is_measured(choice):
             return choice
         await self.release(self._noted(choice))
         return None

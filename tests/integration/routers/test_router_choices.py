@@ -12,7 +12,7 @@ from tandem_engine.messages.control import ServedAdapter
 from tandem_services.router import probing
 from tandem_services.router.decision import NoWorkersError, Placement, Source
 from tandem_services.router.redis_functions import FunctionLibrary
-from tandem_services.router.registry import ROW
+from tandem_services.router.registry import ROW, WorkerState
 from tandem_testing.router_builders import (
     PAGE,
     chain_of,
@@ -188,6 +188,25 @@ async def test_worker_that_measured_itself_too_slow_is_probed(fleet, router, mon
     monkeypatch.setattr(probing, "SHARE", 1.0)
     choices = [await router.choose(query()) for _ in range(3)]
     assert [slow.view in (choice.decode, choice.prefill) for choice in choices] == [True, False, False]
+
+
+async def test_busy_suspect_gets_no_probe(fleet, router, monkeypatch):
+    monkeypatch.setattr(probing, "SHARE", 1.0)
+    slow = make_record("slow", load=make_load(prefill_rate=1.0, queue_tokens=100))
+    await fleet.join(router, slow, *(make_record(f"w{number}") for number in range(3)))
+    assert (await router.choose(query())).decode.worker_id != "slow"
+
+
+async def test_probe_of_a_worker_that_has_left_degrades_no_request(fleet, router, monkeypatch):
+    """The view still has it."""
+    monkeypatch.setattr(probing, "SHARE", 1.0)
+    slow = make_record("slow", PREFILL, load=make_load(prefill_rate=1.0))
+    others = [make_record(f"p{number}", PREFILL) for number in range(3)]
+    await fleet.join(router, slow, *others, make_record("mate", DECODE))
+    await fleet.beat(make_record("slow", PREFILL, state=WorkerState.DRAINING, load=make_load(prefill_rate=1.0)))
+    choice = await router.choose(query())
+    assert choice.prefill is not None
+    assert (choice.prefill.worker_id[0], choice.placement) == ("p", Placement.PAIR)
 
 
 async def test_unknown_model_or_too_long_prompt_raises_no_workers(fleet, router):

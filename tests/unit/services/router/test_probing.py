@@ -5,8 +5,10 @@ from random import Random
 import pytest
 
 from tandem_engine.config import Role
+from tandem_services.router.decision import ScoreTerm
 from tandem_services.router.membership import Membership
 from tandem_services.router.probing import LOOK_S, MOST_TOKENS, SHARE, UNUSED_S, Probing
+from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
 from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_testing.router_builders import make_choice, make_load, make_query, make_record
 from tandem_testing.service_clock import ServiceClock
@@ -90,3 +92,16 @@ def test_slow_prefill_worker_is_probed_with_decode_workers(clock):
     found = probing_of(clock, *prefills, slow, decode)
     assert set(probed(found, 1000)) == {frozenset({"slow@1", "d@1"})}
     assert probed(probing_of(clock, *prefills, slow), 1000) == [], "nothing decodes what it computes"
+
+
+@pytest.mark.parametrize("term", [PREFILL_QUEUE, DECODE_ROOM])
+def test_suspect_is_measured_only_where_nobody_waits(clock, term):
+    slow, other = make_record("slow", load=SLOW), OTHERS[0]
+    probing = probing_of(clock, *OTHERS, slow)
+
+    def is_measured(record, seconds: float) -> bool:
+        return probing.is_measured(make_choice("r", record.view, terms=(ScoreTerm(term, seconds),)))
+
+    assert is_measured(slow, 0.0)
+    assert not is_measured(slow, 0.1)
+    assert not is_measured(other, 0.0), "a decode worker computes it for want of the suspect"
