@@ -161,7 +161,7 @@ async def test_index_takes_what_is_written_of_a_million_blocks(server, fleet):
     for number, first in enumerate(range(0, count, 2500), start=1):
         await apply(fleet, stored(*digests[first : first + 2500]), builds_on=number, revision=number + 1)
     assert (used_memory(server) - before) / count <= 1.2 * (69 + 8)
-    assert server.command("OBJECT", "ENCODING", f"{fleet.keys.prefix}holders:000") == "listpack"
+    assert server.command("OBJECT", "ENCODING", f"{fleet.keys.prefix}holders:000").split()[-1] == "listpack"
 
 
 def used_memory(server: RedisServer) -> int:
