@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -185,6 +186,51 @@ async def test_signal_drains_all_processes_and_keeps_streams(redis, tmp_path):
         running.process.send_signal(signal.SIGTERM)
         assert await asyncio.gather(*streams) == ["data: [DONE]"] * REQUESTS
         assert await asyncio.to_thread(running.process.wait, PATIENCE_S) == 0
+
+
+def served_by(pid: int, port: int) -> int:
+    """Connections of a process to `port` that are open at both ends."""
+    own = {os.readlink(descriptor) for descriptor in Path(f"/proc/{pid}/fd").iterdir()}
+    rows = [line.split() for line in Path(f"/proc/{pid}/net/tcp").read_text().splitlines()[1:]]
+    established = [row for row in rows if row[3] == "01" and row[1].endswith(f":{port:04X}")]
+    return sum(f"socket:[{row[9]}]" in own for row in established)
+
+
+async def test_killed_process_ends_its_own_streams_alone(redis, tmp_path):
+    body = {**BODY, "max_tokens": 400, "stream": True, "ignore_eos": True}
+    begun = asyncio.Semaphore(0)
+    async with (
+        gateway(tmp_path, redis) as running,
+        running.to(running.port) as api,
+        running.to(running.admin_port) as admin,
+    ):
+
+        async def stream() -> str:
+            async with api.stream("POST", "/v1/completions", json=body) as response:
+                lines = response.aiter_lines()
+                await anext(lines)
+                begun.release()
+                with contextlib.suppress(httpx.TransportError):
+                    return [line async for line in lines if line][-1]
+            return "reset"
+
+        await asyncio.gather(*(api.post("/v1/completions", json=BODY) for _ in range(REQUESTS)))
+        assert counted((await admin.get("/metrics")).text) == REQUESTS
+        streams = [asyncio.create_task(stream()) for _ in range(REQUESTS)]
+        for _ in streams:
+            await begun.acquire()
+        killed = running.pids[0]
+        lost = served_by(killed, running.port)
+        os.kill(killed, signal.SIGKILL)
+        assert counted((await admin.get("/metrics")).text) >= REQUESTS
+        ends = Counter(await asyncio.gather(*streams))
+        assert ends == Counter({"reset": lost, "data: [DONE]": REQUESTS - lost})
+        await until_all_are_ready(running, admin)
+
+        async def all_counted() -> bool:
+            return counted((await admin.get("/metrics")).text) == 2 * REQUESTS - lost
+
+        await until(all_counted, PATIENCE_S, "what has ended in the killed process and since is counted")
 
 
 async def test_processes_grant_one_limit_without_redis(redis, tmp_path):

@@ -1,9 +1,12 @@
-"""The prefix index against a real Redis: order, gaps, repeats, rubbish."""
+"""The prefix index against a real Redis: order, gaps, repeats, rubbish, and what it takes."""
+
+from random import Random
 
 import pytest
 
 from tandem_services.router.cost import Demand
 from tandem_services.router.index import Applied, IndexUpdate, UpdateKind
+from tandem_testing.redis_server import RedisServer
 from tandem_testing.router_builders import LASTING, MODEL, PAGE, Fleet, chain_of, make_load, make_record
 
 PROMPT = tuple(range(10 * PAGE + 5))
@@ -147,3 +150,20 @@ async def test_malformed_registry_row_is_unused_and_swept(server, fleet, row):
 async def test_index_with_malformed_blocks_only_misestimates_the_match(server, fleet):
     await apply(fleet, CLEARED, stored(CHAIN[0], CHAIN[9], b"short", bytes(40)), builds_on=-1, revision=1)
     assert 0 <= await matched(fleet) <= 10 * PAGE
+
+
+async def test_index_takes_what_is_written_of_a_million_blocks(server, fleet):
+    """docs/routing.md: 69 bytes of a set and 8 of the index by block, which has as many for each of its hashes here."""
+    random, count = Random(1), 62_500
+    digests = [bytes([random.randrange(16)]) + random.randbytes(15) for _ in range(count)]
+    await apply(fleet, CLEARED, builds_on=-1, revision=1)
+    before = used_memory(server)
+    for number, first in enumerate(range(0, count, 2500), start=1):
+        await apply(fleet, stored(*digests[first : first + 2500]), builds_on=number, revision=number + 1)
+    assert (used_memory(server) - before) / count <= 1.2 * (69 + 8)
+    assert server.command("OBJECT", "ENCODING", f"{fleet.keys.prefix}holders:000").split()[-1] == "listpack"
+
+
+def used_memory(server: RedisServer) -> int:
+    lines = server.command("INFO", "memory").splitlines()
+    return next(int(line.partition(":")[2]) for line in lines if line.startswith("used_memory:"))

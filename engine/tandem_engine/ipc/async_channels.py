@@ -154,6 +154,9 @@ class AsyncDealerChannel(Generic[In, Out]):
         """False when the queue to the engine is full. Never waits."""
         try:
             self.socket.send(self._outbound.encode(message), zmq.NOBLOCK)
+        except zmq.Again:
+            self._readable.used()
+            return False
         except zmq.ZMQError:
             return False
         self._readable.used()

@@ -137,6 +137,8 @@ class TextTokenizer:
     chat_template: ChatTemplate | None
     fim: FimMarks | None
     """None: the vocabulary has no marks to fill in the middle of a text."""
+    expands_text: bool
+    """Its normalizer writes some characters as many: the length of a text does not say how long it takes."""
     _with_controls: Tokenizer
     _without_controls: Tokenizer
     _chats: ChatEncoder
@@ -170,6 +172,7 @@ class TextTokenizer:
             eos_token_ids=eos,
             chat_template=template,
             fim=find_fim_marks({token.content: i for i, token in added.items()}.get),
+            expands_text=_expands_text(with_controls),
             _with_controls=with_controls,
             _without_controls=without_controls,
             _chats=ChatEncoder.of(with_controls, without_controls, literals, unknown=unknown, resembling=resembling),
@@ -406,6 +409,14 @@ def _matches_normalized(document: _Document, contents: Collection[str]) -> bool:
     return document.normalizer is not None and any(
         token.content in contents and token.normalized for token in document.added_tokens or ()
     )
+
+
+_LONGEST_NORMALIZED = "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}"
+"""18 characters in the compatibility forms of Unicode, more than any other. In all other forms it is itself."""
+
+
+def _expands_text(tokenizer: Tokenizer) -> bool:
+    return tokenizer.normalizer is not None and len(tokenizer.normalizer.normalize_str(_LONGEST_NORMALIZED)) > 4
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

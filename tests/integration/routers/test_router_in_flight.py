@@ -1,5 +1,7 @@
 """Prompts in flight count as cached: in the notes that Redis keeps, and in those of a gateway without Redis."""
 
+import asyncio
+from collections import Counter
 from functools import partial
 from random import Random
 
@@ -9,7 +11,7 @@ from tandem_engine.config import Role
 from tandem_services.router.cost import Candidate, Demand
 from tandem_services.router.decision import Choice, Source
 from tandem_services.router.index import IndexUpdate, UpdateKind
-from tandem_services.router.scoring import select
+from tandem_services.router.scoring import has_to_wait, select
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.router_builders import (
     LASTING,
@@ -93,6 +95,29 @@ async def test_second_release_takes_back_no_other_note(fleet, router):
     await router.choose(query())
     await fleet.index.release(first.reservation)
     assert (await router.choose(query())).matched_tokens == len(PROMPT)
+
+
+async def test_polls_without_room_leave_neither_notes_nor_load(fleet, router):
+    """A queue asks again and again while workers are full."""
+    await fleet.join(router, *(make_record(f"w{number}", load=make_load(room_tokens=10)) for number in range(4)))
+    firsts = []
+    for _ in range(3):
+        choices = [await router.choose(query()) for _ in range(50)]
+        assert all(has_to_wait(choice.terms) for choice in choices)
+        firsts.append(choices[0])
+        for choice in choices:
+            router.release_soon(choice)
+        await asyncio.sleep(0)  # they go back together, before the next query
+    assert [choice.matched_tokens for choice in firsts] == [0, 0, 0]
+    assert len({choice.terms for choice in firsts}) == 1
+
+
+async def test_hot_prompt_in_flight_is_spread_over_workers(fleet, router):
+    """It is computed once or a few times, and generated everywhere."""
+    await fleet.join(router, *WORKERS)
+    decoding = Counter([(await router.choose(query())).decode.worker_id for _ in range(200)])
+    assert len(decoding) == len(WORKERS)
+    assert max(decoding.values()) <= 2 * 200 / len(WORKERS), decoding
 
 
 async def test_wiped_registry_forgets_prompts_in_flight(fleet, router, server):

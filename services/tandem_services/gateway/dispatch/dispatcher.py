@@ -31,7 +31,6 @@ from tandem_engine.base.errors import WireError
 from tandem_engine.base.release import RELEASE
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
-from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, FailureCause, TokenSink
@@ -90,15 +89,22 @@ def with_handoff(
     if request.session is None or side is HandoffSide.RECEIVE:
         return request
     # The worker that receives the KV of a session's first turn keeps the session.
-    return msgspec.structs.replace(request, session=None, sampling=_without_end(request.sampling))
+    return msgspec.structs.replace(request, session=None)
 
 
-def _without_end(sampling: SamplingParams) -> SamplingParams:
-    """The same first token, which does not end the output: if it did, no KV would be sent, and no session be kept."""
-    sampling = msgspec.structs.replace(sampling, max_tokens=max(sampling.max_tokens, 2))
-    if sampling.min_tokens:
-        return sampling
-    return msgspec.structs.replace(sampling, ignore_eos=True, stop=(), stop_token_ids=())
+def _without_end(request: GenerateRequest, context_length: int) -> GenerateRequest:
+    """The same next token, which does not end the output: if it did, no KV would be sent, and no session be kept.
+
+    It still does where `context_length` has no room for another one, and where it completes a grammar.
+    """
+    sampling, received = request.sampling, len(request.resume_ids)
+    if len(request.input_ids) + received + 2 > context_length:
+        return request
+    sampling = msgspec.structs.replace(sampling, max_tokens=max(sampling.max_tokens, received + 2))
+    if sampling.min_tokens <= received:
+        # Until then tokens that end the output are not sampled: these have to be the same.
+        sampling = msgspec.structs.replace(sampling, ignore_eos=True, stop=(), stop_token_ids=())
+    return msgspec.structs.replace(request, sampling=sampling)
 
 
 def pair_of_requests(
@@ -108,6 +114,8 @@ def pair_of_requests(
     assert choice.prefill is not None, "a worker alone hands nothing over"
     receive = with_handoff(alone, HandoffSide.RECEIVE, generation, peer=choice.prefill)
     computing = with_fetch(alone, choice.fetch)
+    if alone.session is not None:
+        computing = _without_end(computing, choice.prefill.context_length)
     return receive, with_handoff(computing, HandoffSide.SEND, generation, peer=choice.decode, moving=moving)
 
 

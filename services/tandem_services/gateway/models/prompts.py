@@ -1,7 +1,7 @@
 """Converts text and messages to token ids and back; rejects prompts that cannot fit."""
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,6 +21,9 @@ from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 logger = logging.getLogger(__name__)
 
 NO_WORKERS_RETRY_S = 2.0
+
+EACH_CHARACTERS = 16
+"""A text or a message takes as long as so many characters beside its own, however short it is."""
 
 
 @dataclass(kw_only=True, slots=True)
@@ -112,7 +115,8 @@ class PromptEncoder:
             )
             return [tuple(encode(text)) for text in texts]
 
-        return await self.threads.run(work, characters=sum(map(len, texts)), brief=True)
+        characters = sum(map(len, texts)) + EACH_CHARACTERS * len(texts)
+        return await self.threads.run(work, characters=characters, brief=self._lengths_tell(texts))
 
     async def encode_chat(
         self,
@@ -135,7 +139,8 @@ class PromptEncoder:
             variables=variables,
         )
         characters = self._characters(messages, tools, variables, may_be_cut=truncation is not None)
-        ids = await self.threads.run(work, characters=characters, brief=not (tools or variables))
+        brief = self._may_be_brief(messages, tools, variables)
+        ids = await self.threads.run(work, characters=characters, brief=brief)
         return tuple(ids) if truncation is None else truncation.of(ids)
 
     async def encode_chat_turn(
@@ -157,7 +162,8 @@ class PromptEncoder:
             variables=variables,
         )
         characters = self._characters(messages, tools, variables)
-        return tuple(await self.threads.run(work, characters=characters, brief=not (tools or variables)))
+        brief = self._may_be_brief(messages, tools, variables)
+        return tuple(await self.threads.run(work, characters=characters, brief=brief))
 
     async def bad_words(self, words: Sequence[str] | None) -> tuple[tuple[int, ...], ...]:
         """Token sequences of `words`: see `bad_word_ids`."""
@@ -179,6 +185,18 @@ class PromptEncoder:
 
         return await self.threads.run(work, characters=len(token_ids))
 
+    def _may_be_brief(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        variables: Mapping[str, Any],
+    ) -> bool:
+        return not (tools or variables) and self._lengths_tell(message["content"] for message in messages)
+
+    def _lengths_tell(self, texts: Iterable[str]) -> bool:
+        """Whether the lengths of texts say how long they take at most."""
+        return not self.tokenizer.expands_text or all(map(str.isascii, texts))
+
     def _characters(
         self,
         messages: Sequence[Mapping[str, Any]],
@@ -187,10 +205,13 @@ class PromptEncoder:
         *,
         may_be_cut: bool = False,
     ) -> int:
-        """Raises `ApiError` 400 for more than can be answered. Tools and variables count for the time they take,
-        not for their length: a template may leave out parts of them."""
-        characters = sum(len(message["content"]) for message in messages)
+        """Raises `ApiError` 400 for more than can be answered. Tools, variables and what messages have beside their
+        content count for the time they take, not for their length: a template may leave out parts of them."""
+        characters = sum([len(message["content"]) for message in messages])
         if not may_be_cut:
             check_text_length(characters, self.model.longest_token, self.context_length(), "messages")
-        beside = [value for value in (tools, variables) if value]
+        beside: list[Any] = [value for value in (tools, variables) if value]
+        # Most have a role and a content alone; others may have calls and reasoning of any length.
+        beside += [message for message in messages if len(message) > 2]
+        characters += EACH_CHARACTERS * len(messages)
         return characters + (len(msgspec.json.encode(beside)) if beside else 0)

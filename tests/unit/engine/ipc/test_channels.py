@@ -153,6 +153,32 @@ async def test_send_wakes_a_reader_only_for_what_is_there(context) -> None:
     router.close()
 
 
+class FullSocket:
+    """It takes no message, and has been used all the same."""
+
+    def __init__(self, socket: "zmq.Socket[bytes]") -> None:
+        self._socket = socket
+
+    def send(self, *_: object) -> None:
+        self._socket.get(zmq.EVENTS)
+        raise zmq.Again
+
+
+async def test_send_without_room_wakes_a_reader_too(context) -> None:
+    router, dealer, pongs = await said(context, 1)
+    waiting = asyncio.create_task(dealer.readable())
+    await asyncio.sleep(0)
+    socket = dealer.socket
+    Poller([socket]).wait(WAIT)
+    dealer.socket = FullSocket(socket)
+    assert not dealer.send(Ping(nonce=1))
+    dealer.socket = socket
+    await asyncio.wait_for(waiting, WAIT)
+    assert [*dealer.waiting()] == pongs
+    dealer.close()
+    router.close()
+
+
 async def test_closing_a_channel_cancels_pending_receives(context) -> None:
     router = open_router(context)
     dealer = open_dealer(context, router.endpoint)

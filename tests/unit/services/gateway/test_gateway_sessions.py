@@ -1,16 +1,20 @@
 """Conversations over HTTP: a turn goes to the worker that keeps its session, or the client learns to start over."""
 
 import asyncio
+from dataclasses import replace
 
 import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import HandoffSide, SessionRef
+from tandem_engine.messages.requests import GenerateRequest, HandoffSide, SessionRef
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_services.gateway.dispatch.dispatcher import pair_of_requests
 from tandem_services.router.shared_state import SessionBinding, SessionName
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.healthy_engines import healthy
 from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.tokenizer_builders import CHATML, EOS, write_tokenizer
 
 LOST = Finish(reason=FinishReason.ERROR, code="session_lost", param="session", error="session 's' is not kept here")
@@ -183,6 +187,33 @@ async def test_first_turn_does_not_end_where_its_prompt_is_computed(rack, tokeni
     one, suppressed = prefill.received
     assert (one.sampling.max_tokens, one.sampling.ignore_eos, one.sampling.stop_token_ids) == (2, True, ())
     assert (suppressed.sampling, decode.received[0].sampling.max_tokens) == (decode.received[1].sampling, 1)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "received", "asked", "sent"),
+    [
+        (30, 0, {"max_tokens": 2}, (2, True)),
+        (31, 0, {"max_tokens": 1}, (1, False)),
+        (20, 3, {"max_tokens": 4}, (5, True)),
+        (20, 3, {"max_tokens": 9, "min_tokens": 3}, (9, True)),
+        (20, 2, {"max_tokens": 9, "min_tokens": 3}, (9, False)),
+    ],
+    ids=["fits", "context ends", "resumed at the end", "resumed", "end suppressed"],
+)
+def test_prompt_of_a_session_gets_an_end_that_fits(prompt, received, asked, sent):
+    request = GenerateRequest(
+        rid="r",
+        input_ids=tuple(range(prompt)),
+        resume_ids=tuple(range(received)),
+        sampling=SamplingParams(**asked),
+        session=SessionRef(id="s"),
+    )
+    prefill, decode = (
+        make_view(name, role, context_length=32) for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
+    )
+    receive, send = pair_of_requests(request, replace(make_choice("r", decode), prefill=prefill), 0, moving=False)
+    assert (send.sampling.max_tokens, send.sampling.ignore_eos) == sent
+    assert (send.session, receive.session, receive.sampling) == (None, request.session, request.sampling)
 
 
 async def test_nothing_is_sent_while_bindings_cannot_be_read(two):

@@ -1,6 +1,7 @@
 """One task per request, and what its cancellation becomes: a disconnect, a deadline, the end of a drain."""
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -97,6 +98,50 @@ async def test_cancelled_from_outside_stays_cancelled():
     work.task.cancel()
     closing.end()
     assert isinstance(await work.error(), asyncio.CancelledError)
+
+
+async def test_cleanup_after_a_deadline_is_not_cut_short():
+    """One cancel alone is sent: a second one would end what gives back reservations."""
+    cleaning, may_end = asyncio.Event(), asyncio.Event()
+    limit, client = Limit(Closing(), 5.0), Client()
+
+    async def work() -> None:
+        with client, limit:
+            try:
+                await asyncio.Event().wait()
+            finally:
+                cleaning.set()
+                await may_end.wait()
+
+    task = asyncio.create_task(work())
+    await turns()
+    set_forward(5.0)
+    await cleaning.wait()
+    set_forward(LONG_S)
+    await turns()
+    assert not task.done()
+    may_end.set()
+    [error] = await asyncio.gather(task, return_exceptions=True)
+    assert isinstance(error, ApiError)
+    assert error.status == 504
+
+
+async def test_swallowed_cancel_leaves_the_end_to_the_worker(rack, tokenizer, monkeypatch):
+    engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        choose = gateway.chooser.choose
+
+        async def swallowing(query):
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.Event().wait()
+            return await choose(query)
+
+        monkeypatch.setattr(gateway.chooser, "choose", swallowing)
+        answer = await gateway.complete("hi", timeout=0.1)
+        # The mock engine answers although its time is over.
+        assert answer.status_code == 200
+        assert [request.deadline_s for request in engine.received] == [0.0]
+        assert gateway.chooser.open == 0
 
 
 async def test_deadline_between_blocks_is_raised_by_the_next():

@@ -1,19 +1,25 @@
 """Text becomes ids, and ids text, in threads, in bounded numbers, for those who still wait; brief text on the loop."""
 
 import asyncio
+import json
 import threading
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
+from tokenizers import Tokenizer, normalizers
 
 from tandem_engine.tokenizer import text_tokenizer
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway.api import logprobs
-from tandem_services.gateway.limits import SHORT_TEXT_CHARACTERS
+from tandem_services.gateway.limits import BRIEF_TEXT_CHARACTERS, SHORT_TEXT_CHARACTERS
 from tandem_services.gateway.models import tokenizer_threads
 from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
+from tandem_testing.gateway_builders import live_gateway
+from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 from tandem_testing.waiting import until
 
 LONG = SHORT_TEXT_CHARACTERS + 1
@@ -139,12 +145,18 @@ async def test_thread_error_is_raised_in_the_caller(threads):
 
 BRIEF = "hello " * 80
 LONGER = "hello " * 90
+CALLS = [{"id": "a", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": LONGER})}}]
 ON_THE_LOOP = {
     "chat": ({"messages": MESSAGES}, True),
     "variables": ({"messages": MESSAGES, "chat_template_kwargs": {"a": 1}}, False),
     "brief text": ({"prompt": BRIEF}, True),
     "longer text": ({"prompt": LONGER}, False),
     "brief texts, longer together": ({"messages": [*MESSAGES, {"role": "user", "content": LONGER}]}, False),
+    "many messages": ({"messages": [{"role": "user", "content": ""}] * 40}, False),
+    "texts": ({"input": ["a", "b"]}, True),
+    "many texts": ({"input": ["a"] * 40}, False),
+    "reasoning": ({"messages": [{"role": "assistant", "content": "", "reasoning": LONGER}, *MESSAGES]}, False),
+    "calls": ({"messages": [{"role": "assistant", "tool_calls": CALLS}, *MESSAGES]}, False),
 }
 
 
@@ -153,10 +165,41 @@ async def test_brief_text_alone_is_tokenized_on_the_loop(gateway, tokenizing_in,
     # However slow the machine is.
     monkeypatch.setattr(tokenizer_threads, "BRIEF_TEXTS_S", PATIENCE_S)
     body, expected = ON_THE_LOOP[name]
-    path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
-    answer = await gateway.http.post(path, json={"model": "mock", "max_tokens": 1, **body})
+    paths = {"messages": "/v1/chat/completions", "prompt": "/v1/completions", "input": "/v1/embeddings"}
+    answer = await gateway.http.post(paths[next(iter(body))], json={"model": "mock", **body})
     assert answer.status_code == 200, answer.text
     assert tokenizing_in
+    assert set(tokenizing_in) == {expected}
+
+
+def normalizing(folder: Path, normalizer: normalizers.Normalizer) -> TextTokenizer:
+    file = write_tokenizer(folder) / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.normalizer = normalizer
+    tokenizer.save(str(file))
+    return TextTokenizer.load(folder)
+
+
+HARD = ("\ufdfa", "\U0010ffff", "\u0300", "\ufb2d", "\u1faf", "\ud7a3", "\U0001f468\u200d", "\u00bd", " ", "\n")
+"""Characters of many bytes, that combine, or that normalizers write as many."""
+
+
+@pytest.mark.parametrize("form", [None, "NFC", "NFD", "NFKC", "NFKD"])
+def test_brief_hard_text_becomes_few_tokens_or_is_told_apart(tokenizer, tmp_path, form):
+    """A token takes the tokenizer a fifth of a microsecond, so nine for each of 512 characters a millisecond."""
+    used = tokenizer if form is None else normalizing(tmp_path, getattr(normalizers, form)())
+    counts = [len(used.encode((hard * BRIEF_TEXT_CHARACTERS)[:BRIEF_TEXT_CHARACTERS])) for hard in HARD]
+    assert used.expands_text == (max(counts) > 9 * BRIEF_TEXT_CHARACTERS) == (form in ("NFKC", "NFKD"))
+
+
+@pytest.mark.parametrize(("text", "expected"), [("hello", True), ("\ufdfa", False)])
+async def test_text_that_a_normalizer_expands_is_for_the_threads(rack, tmp_path, tokenizing_in, text, expected):
+    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    expanding = normalizing(tmp_path, normalizers.NFKC())
+    async with live_gateway(rack.context, expanding, rack.engines) as gateway:
+        tokenizing_in.clear()
+        answers = [await gateway.complete(text, max_tokens=1), await gateway.chat(text, max_tokens=1)]
+    assert [answer.status_code for answer in answers] == [200, 200]
     assert set(tokenizing_in) == {expected}
 
 
