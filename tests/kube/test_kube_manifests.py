@@ -74,11 +74,39 @@ def test_applying_again_writes_nothing(control_plane, namespace):
         assert again["generation"] == before["generation"] if "generation" in before else True
 
 
+def claimed(name: str, namespace: str, mode: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """A volume, and the claim that it is for."""
+    size = {"storage": "1Gi"}
+    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim"}
+    return (
+        {
+            "apiVersion": "v1",
+            "kind": "PersistentVolume",
+            "metadata": {"name": f"{name}-{namespace}"},
+            "spec": {
+                "capacity": size,
+                "accessModes": [mode],
+                "claimRef": {**claim, "namespace": namespace, "name": name},
+                "hostPath": {"path": "/nowhere"},
+            },
+        },
+        {
+            **claim,
+            "metadata": {"name": name, "namespace": namespace},
+            "spec": {
+                "accessModes": [mode],
+                "storageClassName": "",
+                "volumeName": f"{name}-{namespace}",
+                "resources": {"requests": size},
+            },
+        },
+    )
+
+
 @pytest.fixture
 def provided(control_plane: ControlPlane, namespace: str) -> None:
-    """What examples name and others provide: classes and labels by the administrator, the claim by its owner."""
-    size = {"capacity": {"storage": "1Gi"}, "accessModes": ["ReadOnlyMany"]}
-    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "namespace": namespace, "name": "models"}
+    """What examples name and others provide: classes and labels by the administrator, claims by their owner."""
+    models, kernels = claimed("models", namespace, "ReadOnlyMany"), claimed("kernels", namespace, "ReadWriteMany")
     made: tuple[dict[str, Any], ...] = (
         {
             "apiVersion": "scheduling.k8s.io/v1",
@@ -88,30 +116,16 @@ def provided(control_plane: ControlPlane, namespace: str) -> None:
             "description": "for examples",
         },
         {"apiVersion": "node.k8s.io/v1", "kind": "RuntimeClass", "metadata": {"name": "nvidia"}, "handler": "nvidia"},
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolume",
-            "metadata": {"name": f"models-{namespace}"},
-            "spec": {**size, "claimRef": claim, "hostPath": {"path": "/nowhere"}},
-        },
-        {
-            "apiVersion": "v1",
-            "kind": "PersistentVolumeClaim",
-            "metadata": {"name": "models", "namespace": namespace},
-            "spec": {
-                "accessModes": ["ReadOnlyMany"],
-                "storageClassName": "",
-                "volumeName": f"models-{namespace}",
-                "resources": {"requests": {"storage": "1Gi"}},
-            },
-        },
+        *models,
+        *kernels,
     )
     for manifest in made:
         control_plane.apply(manifest).raise_for_status()
     control_plane.merge("/api/v1/nodes/fake-0", {"metadata": {"labels": {"gpu": "h200"}}}).raise_for_status()
-    claimed = control_plane.path(made[-1])
-    # A pod that comes before its volume is bound is scheduled again, but later.
-    wait_equal(lambda: control_plane.get(claimed).get("status", {}).get("phase"), "Bound", PATIENCE_S)
+    for _, claim in (models, kernels):
+        path = control_plane.path(claim)
+        # A pod that comes before its volume is bound is scheduled again, but later.
+        wait_equal(lambda path=path: control_plane.get(path).get("status", {}).get("phase"), "Bound", PATIENCE_S)
 
 
 @pytest.mark.usefixtures("provided")

@@ -103,11 +103,22 @@ def require_private_cache(folder: Path) -> None:
         found = folder.stat()
     except OSError as error:
         raise ConfigError(f"TRITON_CACHE_DIR {folder} cannot be used ({error}): name a folder that can") from error
-    if found.st_uid != os.geteuid() or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    if not is_private(found, os.geteuid()):
         raise ConfigError(
             f"TRITON_CACHE_DIR {folder} belongs to user {found.st_uid} and has mode {found.st_mode & 0o777:o}: others "
             f"may write kernels there, which this process would run; name a folder of user {os.geteuid()} with mode 700"
         )
+
+
+def is_private(folder: os.stat_result, user: int) -> bool:
+    """Whether nobody but `user` may write to `folder`.
+
+    The group with the user's number has no other member: pods have theirs, to which kubelets open volumes (fsGroup),
+    and so have users of systems whose umask leaves files open to it. The group of root is not such a group.
+    """
+    own_group = user != 0 and folder.st_gid == user
+    others = stat.S_IWOTH if own_group else stat.S_IWGRP | stat.S_IWOTH
+    return folder.st_uid == user and not folder.st_mode & others
 
 
 def key_of(src: Any, metadata: Mapping[str, Any]) -> str:

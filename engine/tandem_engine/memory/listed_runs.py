@@ -65,8 +65,6 @@ class ListedRuns:
     """[C, STATE_CHUNK] tokens of the step; T where a chunk has no more."""
     chunk_slots: Tensor
     """[C] where the state after the chunk is copied to; 0 for nowhere."""
-    places: Tensor
-    """[T] where among the places of all chunks a token is; behind the last for a token of none."""
     conv_inputs: Tensor
     """[T, history] inputs of the convolution before each token: in [history of each sequence ‖ tokens of the step]."""
     kept_slots: Tensor
@@ -148,12 +146,12 @@ def _listed(parts: Sequence[Run], decodes: _Decodes, history: int, room: RunRoom
     sequences = np.array([chunk.sequence for chunk in chunks], dtype=np.int64)
     last = np.cumsum(np.bincount(sequences, minlength=room.sequences))
     sequence_of = np.zeros(room.tokens, dtype=np.int64)
-    places = np.full(room.tokens, room.chunks * STATE_CHUNK)
+    in_chunk = np.zeros(room.tokens, dtype=bool)
     tokens = np.full((room.chunks, STATE_CHUNK), room.tokens)
     for number, chunk in enumerate(chunks):
         own = slice(chunk.start, chunk.stop)
         sequence_of[own] = chunk.sequence
-        places[own] = number * STATE_CHUNK + np.arange(chunk.stop - chunk.start)
+        in_chunk[own] = True
         tokens[number, : chunk.stop - chunk.start] = np.arange(chunk.start, chunk.stop)
 
     def inputs_before(token: Ints, sequence: Ints) -> Ints:
@@ -165,7 +163,7 @@ def _listed(parts: Sequence[Run], decodes: _Decodes, history: int, room: RunRoom
 
     every = np.arange(room.tokens)
     conv = np.broadcast_to(room.sequences * history + every[:, None], (room.tokens, history)).copy()
-    computed = every[places < room.chunks * STATE_CHUNK]
+    computed = every[in_chunk]
     conv[computed] = inputs_before(computed, sequence_of[computed])
     slots = _filled([chunk.slot for chunk in chunks], room.chunks)
     kept = np.zeros((room.sequences + room.chunks, history), dtype=np.int64)
@@ -180,7 +178,6 @@ def _listed(parts: Sequence[Run], decodes: _Decodes, history: int, room: RunRoom
         first_chunks=torch.from_numpy(np.concatenate(([0], last)).astype(np.int32)),
         chunk_tokens=torch.from_numpy(tokens),
         chunk_slots=torch.from_numpy(slots),
-        places=torch.from_numpy(places),
         conv_inputs=torch.from_numpy(conv),
         kept_slots=torch.from_numpy(np.concatenate((rows, slots))),
         kept_inputs=torch.from_numpy(kept),

@@ -127,7 +127,7 @@ def worker_template(service: Served, role: RoleName, labels: dict[str, str], *, 
         "image": image,
         "command": ["tandem", "worker"],
         "args": _arguments(service, role, mount),
-        "env": _environment(spec, part, labels[REVISION_LABEL], standby=standby),
+        "env": _environment(service, role, labels[REVISION_LABEL], standby=standby),
         "ports": [container_port("health", HEALTH_PORT)],
         "resources": _resources(spec, part),
         "securityContext": container_security(),
@@ -186,7 +186,8 @@ def traced(observability: Observability) -> list[str]:
     return words if ratio is None else [*words, "--otlp-traces-sample-ratio", f"{ratio:g}"]
 
 
-def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: bool) -> list[Manifest]:
+def _environment(service: Served, role: RoleName, revision: str, *, standby: bool) -> list[Manifest]:
+    spec, part = service.spec, service.role(role)
     # No flags: an engine image of an older release, which a service may name, would not start with one it does not
     # know.
     ours = [
@@ -198,7 +199,7 @@ def _environment(spec: ModelServiceSpec, part: Role, revision: str, *, standby: 
         value("HOME", TMP),
         # Compiled kernels are kept where the container may write.
         value("TANDEM_CACHE_DIR", f"{TMP}/tandem"),
-        value("TRITON_CACHE_DIR", f"{TMP if spec.kernel_cache_claim is None else KERNELS}/triton"),
+        value("TRITON_CACHE_DIR", _kernel_folder(service, role)),
     ]
     ucx = [value(name, text) for name, text in sorted(spec.transfer.ucx.items())]
     return ours + ucx + env_of(part.pod.env)
@@ -214,12 +215,24 @@ def _files(service: Served, role: RoleName, mount: ModelMount) -> tuple[list[Man
         *redis_volumes(service.spec.redis, service.name),
         *storage_volume(service.engine(role).storage),
     ]
-    claim = service.spec.kernel_cache_claim
+    claim = _kernel_claim(service, role)
     if claim is not None:
         volume = claim_volume(KERNEL_VOLUME, claim, read_only=False)
         pairs.append((volume, {"name": KERNEL_VOLUME, "mountPath": KERNELS}))
     volumes = [volume for volume, _ in pairs] + list(mount.volumes)
     return volumes, [place for _, place in pairs] + list(mount.mounts)
+
+
+def _kernel_claim(service: Served, role: RoleName) -> str | None:
+    """Of workers on GPUs alone: the others compile no kernels, and need not wait for the volume."""
+    return service.spec.kernel_cache_claim if service.device(role) == "cuda" else None
+
+
+def _kernel_folder(service: Served, role: RoleName) -> str:
+    """On a claim, of one user: another cannot write to it, and would not start."""
+    if _kernel_claim(service, role) is None:
+        return f"{TMP}/triton"
+    return f"{KERNELS}/triton-{service.spec.security.run_as_user}"
 
 
 def _resources(spec: ModelServiceSpec, part: Role) -> Manifest:

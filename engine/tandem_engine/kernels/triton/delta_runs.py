@@ -1,7 +1,7 @@
 """Runs of tokens of several sequences by the gated delta rule, whose lengths the host need not know.
 
 `model.layers.delta_rule.prompt` has the form: within a chunk the corrections are a triangular system, and only chunks
-follow one another. Products within chunks are torch's, of all chunks at once. Here is what torch has no launch for:
+follow one another. Products within chunks are torch's, of many chunks at once. Here is what torch has no launch for:
 
     unit_lower_inverse   of each chunk and head: (I + L)⁻¹ of a strictly lower triangular L, row after row
     walk_runs            of each sequence: chunk after chunk
@@ -12,7 +12,7 @@ follow one another. Products within chunks are torch's, of all chunks at once. H
     solved      float32 [C, H, CHUNK, V + K]: fresh, stale
     query, key  float32 [C, H, CHUNK, K], attention [C, H, CHUNK, CHUNK], whole [C, H]; all dense
     matrices    float32 [slots, H, K, V] of one layer, dense but for slots
-    out         float32 [C · CHUNK + 1, H, V]; a place without a token, and the last one, is 0
+    out         float32 [C · CHUNK, H, V]; a place without a token means nothing
 
 A program of `walk_runs` has some columns of the state of a head, which no other program reads or writes, and which
 stay in a cache: 16 KiB. float32 is multiplied as three products of tf32, which lose about as much as one of float32.
@@ -159,7 +159,7 @@ def walk_runs(
     for dense in (solved, query, key, attention, whole):
         assert dense.is_contiguous(), f"strides {dense.stride()} of a tensor of shape {tuple(dense.shape)}"
     assert matrices.stride()[1:] == (key_size * value_size, value_size, 1), f"matrices of strides {matrices.stride()}"
-    out = torch.zeros((chunks * CHUNK + 1, heads, value_size), dtype=torch.float32, device=query.device)
+    out = torch.empty((chunks * CHUNK, heads, value_size), dtype=torch.float32, device=query.device)
     constants = walk_constants(
         heads=heads, key_size=key_size, value_size=value_size, shared_bytes=facts_of(query.device).shared_bytes
     )

@@ -14,7 +14,7 @@ cut at multiples of `CHUNK` gives the same bits; cut elsewhere it differs by rou
 Shapes use  L = tokens of a run, N = sequences, H = value heads, K = key_size, V = value_size, C = channels.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -26,6 +26,9 @@ from tandem_engine.memory.listed_runs import ListedRuns
 
 CHUNK = STATE_CHUNK
 """Tokens, as in transformers."""
+
+MIN_TOGETHER = 32
+"""Chunks whose products are computed at once in any step that has as many."""
 
 NORM_EPS = 1e-6
 """Of keys and queries, whatever `rms_norm_eps` says."""
@@ -125,11 +128,45 @@ def listed_prompts(
     *,
     kernels: DeltaKernels,
 ) -> Tensor:
-    """As `prompt`, of all sequences of a step at once; the states of `matrices` [slots, H, K, V] move on.
+    """As `prompt`, of all sequences of a step; the states of `matrices` [slots, H, K, V] move on.
 
     Arguments are as of `next_token`, T for N. Returns float32 [T, H, V], 0 for tokens that no sequence has.
     """
-    tokens = listed.chunk_tokens
+    # Chunks have a place for each token that they lack: that behind the last.
+    read = value.new_zeros((len(value) + 1, *value.shape[1:]))
+    for own in chunks_together(len(listed.chunk_tokens), tokens=len(value)):
+        found = _listed_chunks(query, key, value, decay, beta, matrices, listed, own, kernels=kernels)
+        read.index_copy_(0, listed.chunk_tokens[own].flatten(), found)
+    return read[:-1]
+
+
+def chunks_together(chunks: int, *, tokens: int) -> Iterator[slice]:
+    """The chunks of a step of so many `tokens`, in parts whose products are computed at once.
+
+    A part has no more than the tokens would fill, as the step has with which memory is measured
+    (`executor.memory_profile`): short prompts have a chunk each, most of it empty.
+    """
+    most = max(tokens // CHUNK, MIN_TOGETHER)
+    parts = -(-chunks // most)
+    size = -(-chunks // parts)
+    for first in range(0, chunks, size):
+        yield slice(first, min(first + size, chunks))
+
+
+def _listed_chunks(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    beta: Tensor,
+    matrices: Tensor,
+    listed: ListedRuns,
+    own: slice,
+    *,
+    kernels: DeltaKernels,
+) -> Tensor:
+    """What each place of the chunks `own` reads, float32 [places, H, V]; arguments as of `listed_prompts`."""
+    tokens = listed.chunk_tokens[own]
     query, key, value = (_of_chunks(each, tokens) for each in (query, key, value))
     # A token that there is not forgets nothing and corrects nothing.
     missing = (tokens == len(decay))[:, None]
@@ -143,7 +180,7 @@ def listed_prompts(
     attention = (query @ key.mT).mul_(between)
     grown = total.exp()[..., None]
     solved = inverse @ torch.cat((value * beta[..., None], written * grown), dim=-1)
-    read = kernels.walk(
+    return kernels.walk(
         solved,
         query * grown,
         key * (total[..., -1:] - total).exp()[..., None],
@@ -151,11 +188,11 @@ def listed_prompts(
         total[..., -1].exp().contiguous(),
         matrices,
         listed.rows,
-        listed.fresh,
-        listed.first_chunks,
-        listed.chunk_slots,
+        # A sequence whose first chunk came before is under way.
+        listed.fresh & (listed.first_chunks[:-1] >= own.start),
+        listed.first_chunks.clamp(own.start, own.stop) - own.start,
+        listed.chunk_slots[own],
     )
-    return read.index_select(0, listed.places)
 
 
 def _of_chunks(x: Tensor, tokens: Tensor) -> Tensor:

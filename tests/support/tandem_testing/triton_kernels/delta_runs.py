@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from unittest.mock import patch
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from tandem_engine.kernels.triton.delta_runs import (
 from tandem_engine.kernels.triton.delta_step import delta_step
 from tandem_engine.memory.listed_runs import RunRoom, list_runs
 from tandem_engine.memory.state_pool import StatePool, StepStates
+from tandem_engine.model.layers import delta_rule
 from tandem_engine.model.layers.delta import DeltaHeads, GatedDelta, StatefulAttend
 from tandem_engine.model.layers.linear import Linear
 from tandem_testing.forward_builders import Seq, make_batch
@@ -56,7 +58,7 @@ class Step:
         batch = replace(to_device(self.batch, self.layer.device), on_host=self.batch)
         return self._delta(None)._by_torch(StepStates.of(pool, batch), self.projected, self.rates)
 
-    def listed(self, pool: StatePool, room: RunRoom | None = None) -> Tensor:
+    def listed(self, pool: StatePool, room: RunRoom | None = None, kernels: DeltaKernels = KERNELS) -> Tensor:
         """By kernels; `room`: with as much padding as that has."""
         own = RunRoom.of(self.batch)
         room = room or own
@@ -66,7 +68,7 @@ class Step:
             torch.cat((each, each.new_zeros(room.tokens - own.tokens, each.shape[1])))
             for each in (self.projected, self.rates)
         )
-        return self._delta(KERNELS)._listed(pool, lists, projected, rates)[: own.tokens]
+        return self._delta(kernels)._listed(pool, lists, projected, rates)[: own.tokens]
 
     def _delta(self, kernels: DeltaKernels | None) -> GatedDelta:
         heads, none = self.layer.heads, Linear(weight=torch.empty(0), bias=None)
@@ -93,13 +95,13 @@ def sequences(*lens: tuple[int, int], decodes: int = 0) -> list[Seq]:
     return runs + [Seq(seq_len=9, decode=True, pages=[1], row=1 + len(lens) + place) for place in range(decodes)]
 
 
-def agrees(step: Step, room: RunRoom | None = None) -> None:
+def agrees(step: Step, room: RunRoom | None = None, kernels: DeltaKernels = KERNELS) -> None:
     """Outputs, states of all sequences, and copies."""
     spec, device = step.layer.pool.spec, step.layer.device
     here, there = (StatePool(spec, rows=step.layer.pool.rows, device=device) for _ in range(2))
     for pool in (here, there):
         pool.bytes_view().copy_(step.layer.pool.bytes_view())
-    expected, found = step.by_torch(here), step.listed(there, room)
+    expected, found = step.by_torch(here), step.listed(there, room, kernels)
     torch.testing.assert_close(found, expected, rtol=0, atol=TOLERANCE[expected.dtype] * 4)
     for found, expected in ((there.matrices[1:], here.matrices[1:]), (there.inputs[1:], here.inputs[1:])):
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-4, equal_nan=True)
@@ -136,6 +138,20 @@ def check_padding_changes_nothing(device: str) -> None:
     room = RunRoom(tokens=96, sequences=3, chunks=5, decodes=4)
     agrees(Step.make(layer, sequences((70, 70), (2, 9), decodes=1), snapshots=(Snapshot(0, 64, 5),)), room)
     agrees(Step.make(layer, sequences((5, 5))), room)
+
+
+def check_parts_of_a_step_are_computed_one_after_the_other(device: str) -> None:
+    """Sequences that begin or go on reach from one part into the next, and so do their copies."""
+    layer, sizes = Layer.make(Heads(), device), []
+
+    def inverse(system: Tensor) -> Tensor:
+        sizes.append(len(system))
+        return unit_lower_inverse(system)
+
+    lens = sequences((70, 70), (130, 130), (130, 200), decodes=1)
+    with patch.object(delta_rule, "MIN_TOGETHER", 1):
+        agrees(Step.make(layer, lens, snapshots=(Snapshot(1, 128, 5),)), kernels=KERNELS._replace(inverse=inverse))
+    assert sizes == [4, 4], "chunks that 331 tokens fill"
 
 
 def check_former_content_of_a_fresh_slot_is_not_read(device: str) -> None:

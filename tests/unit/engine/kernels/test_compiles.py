@@ -9,6 +9,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.kernels.compiles import (
     CompileCounter,
     Compiles,
+    is_private,
     key_of,
     require_private_cache,
     require_private_kernels,
@@ -69,7 +70,29 @@ def test_folder_of_kernels_is_made_for_this_user_alone(tmp_path):
     assert folder.stat().st_mode & 0o777 == 0o700
 
 
-@pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])
+@pytest.mark.parametrize(
+    ("owner", "group", "mode", "private"),
+    [
+        (10001, 0, 0o700, True),
+        (10001, 0, 0o755, True),
+        (10001, 10001, 0o2770, True),  # fsGroup of a pod
+        (10001, 10001, 0o2777, False),
+        (10001, 100, 0o770, False),
+        (10001, 10001, 0o707, False),
+        (10002, 10001, 0o700, False),
+        (0, 10001, 0o770, False),
+    ],
+)
+def test_folder_is_private_if_only_its_user_may_write(owner, group, mode, private):
+    status = SimpleNamespace(st_uid=owner, st_gid=group, st_mode=0o040000 | mode)
+    assert is_private(status, 10001) is private
+
+
+def test_group_of_root_is_not_the_user_alone():
+    assert not is_private(SimpleNamespace(st_uid=0, st_gid=0, st_mode=0o040770), 0)
+
+
+@pytest.mark.parametrize("mode", [0o707, 0o777])
 def test_folder_of_kernels_that_others_may_write_is_refused(tmp_path, mode):
     tmp_path.chmod(mode)
     with pytest.raises(ConfigError, match=f"mode {mode:o}: others may write kernels there"):

@@ -8,6 +8,6 @@ CHECKS = KernelChecks("tandem_testing.triton_kernels.delta_runs")
 pytestmark = CHECKS.marks
 
 
-@pytest.mark.parametrize("check", CHECKS.names)
+@pytest.mark.parametrize("check", CHECKS.cases)
 def test_delta_runs_kernels(check):
     CHECKS.passes(check)

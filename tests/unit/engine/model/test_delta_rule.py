@@ -5,7 +5,15 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
-from tandem_engine.model.layers.delta_rule import CHUNK, causal_conv, next_token, prompt, unit_heads
+from tandem_engine.model.layers.delta_rule import (
+    CHUNK,
+    MIN_TOGETHER,
+    causal_conv,
+    chunks_together,
+    next_token,
+    prompt,
+    unit_heads,
+)
 
 HEADS, KEY, VALUE = 3, 8, 5
 
@@ -83,3 +91,11 @@ def test_convolution_sees_the_inputs_kept_before_it(taps):
     first = causal_conv(nothing, inputs[:, :13], weight)
     history = torch.cat((nothing, inputs[:, :13]), 1)[:, -(taps - 1) :]
     torch.testing.assert_close(torch.cat((first, causal_conv(history, inputs[:, 13:], weight)), 1), expected)
+
+
+@pytest.mark.parametrize(("chunks", "tokens", "sizes"), [(1, 1, [1]), (128, 8192, [128]), (257, 8192, [86, 86, 85])])
+def test_chunks_computed_together_follow_from_tokens(chunks, tokens, sizes):
+    parts = list(chunks_together(chunks, tokens=tokens))
+    assert [part.stop - part.start for part in parts] == sizes
+    assert [place for part in parts for place in range(part.start, part.stop)] == list(range(chunks))
+    assert max(sizes) <= max(tokens // CHUNK, MIN_TOGETHER)

@@ -271,8 +271,9 @@ def test_only_a_scaled_service_may_be_at_zero():
 
 
 def test_compiled_kernels_are_kept_on_the_claim_of_a_service():
-    def worker(**spec: Any) -> Any:
-        return worker_deployment(service_of(**spec), "decode", "law", 1)["spec"]["template"]["spec"]
+    def worker(role: str = "decode", **spec: Any) -> Any:
+        service = service_of(**spec, decode={"resources": {"limits": {"nvidia.com/gpu": 1}}})
+        return worker_deployment(service, role, "law", 1)["spec"]["template"]["spec"]
 
     def cache(pod: Any) -> str:
         (found,) = (one["value"] for one in pod["containers"][0]["env"] if one["name"] == "TRITON_CACHE_DIR")
@@ -282,9 +283,12 @@ def test_compiled_kernels_are_kept_on_the_claim_of_a_service():
     (volume,) = (one for one in pod["volumes"] if one["name"] == "kernels")
     (mount,) = (one for one in pod["containers"][0]["volumeMounts"] if one["name"] == "kernels")
     assert volume["persistentVolumeClaim"] == {"claimName": "compiled"}
-    assert cache(pod).startswith(f"{mount['mountPath']}/")
-    assert not any(one["name"] == "kernels" for one in worker()["volumes"])
-    assert cache(worker()) == "/tmp/triton"
+    assert cache(pod) == f"{mount['mountPath']}/triton-10001"
+    other = worker(kernelCacheClaim="compiled", security={"runAsUser": 20002})
+    assert cache(other) == f"{mount['mountPath']}/triton-20002", "folders of another user are refused"
+    for without in (worker(), worker("prefill", kernelCacheClaim="compiled")):
+        assert not any(one["name"] == "kernels" for one in without["volumes"])
+        assert cache(without) == "/tmp/triton"
 
 
 def test_group_is_one_worker_with_pods_numbered_by_controller():
