@@ -202,10 +202,11 @@ def _suffix(pattern: ConfigFields, key: str) -> str:
 def _layers(fields: ConfigFields) -> tuple[int, ...] | None:
     """PEFT reads an empty list as all layers."""
     value = fields.values.get("layers_to_transform")
-    layers = value if isinstance(value, list) else [] if value is None else [value]
-    if not all(isinstance(layer, int) and not isinstance(layer, bool) for layer in layers):
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    layers = tuple(layer for layer in given if isinstance(layer, int) and not isinstance(layer, bool))
+    if len(layers) < len(given):
         fields.refuse("layers_to_transform", "must be the number of a layer, or a list of them")
-    return tuple(int(layer) for layer in layers) or None
+    return layers or None
 
 
 def _names(fields: ConfigFields, name: str) -> tuple[str, ...] | None:
