@@ -56,7 +56,8 @@ def _latest(
     """The commit that `source.revision` is now, or that is `here` where the hub does not answer."""
     if offline:
         raise NotCachedError(
-            f"{source.repo} is not in the cache ({hub.cache}), and no hub may be asked{source.other_reading}"
+            f"{source.repo} is not in the cache ({hub.cache}): a start without --offline and HF_HUB_OFFLINE downloads "
+            f"it{source.other_reading}"
         )
     try:
         listing = listing_of(hub, source, report, may_serve=here is not None)
@@ -67,6 +68,10 @@ def _latest(
             ) from error
         report.say(f"{hub.name} {error}: serving {source.repo} as it was downloaded")
         return here
+    except ConfigError as error:
+        if here is None:
+            raise
+        raise ConfigError(f"{error}; HF_HUB_OFFLINE=1 serves it as it was downloaded") from error
     _require_adapter(source.repo, listing.files)
     if listing.files[ADAPTER] > MAX_CONFIG:
         raise ConfigError(f"{source.repo}: {ADAPTER} has {gigabytes(listing.files[ADAPTER])}; at most 1.0 MB expected")

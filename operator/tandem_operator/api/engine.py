@@ -66,7 +66,8 @@ class Storage(Api, frozen=True, kw_only=True):
     directory: AbsolutePath | None = None
     """Directory of a volume of `pod.hostPaths` or `pod.patch`, instead of a claim or an empty volume."""
     size_gib: GiB | None = None
-    """Limit of the files in GiB, 16 by default. The least recently used are deleted first."""
+    """Limit of the files of each worker in GiB, 16 by default. The least recently used are deleted first. A directory
+    that workers share takes up to the sum of their limits."""
     wait_seconds: Annotated[float, msgspec.Meta(ge=0.0, le=3600.0)] | None = None
     """Seconds that a request waits for its prefix to be read, 1 by default."""
 

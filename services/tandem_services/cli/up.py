@@ -280,9 +280,8 @@ def plan(args: argparse.Namespace) -> Plan:
     source = check(args)
     if args.port:
         listen(args.host, args.port).close()  # before minutes of a download
-    model = locate(source, offline=args.offline, needs=needs_of(args))
-    locate_adapters(args, offline=args.offline)
-    todo = decide(args, model)
+    locate_adapters(args, offline=args.offline)  # which are small
+    todo = decide(args, locate(source, offline=args.offline, needs=needs_of(args)))
     killed = describe_killed_run(todo.run_dir)
     folder = prepare_run_dir(
         todo.run_dir,

@@ -37,6 +37,7 @@ from enum import Enum
 from functools import partial
 from pathlib import Path
 from queue import Empty, SimpleQueue
+from secrets import randbits
 from struct import Struct
 from threading import Lock
 from typing import Generic, NamedTuple, Protocol, TypeVar
@@ -136,6 +137,8 @@ class DiskStorage:
         self._bytes = 0
         self._own = 0
         """Files of this geometry among them."""
+        self._writer = randbits(64)
+        """In names of partial files: workers that share the directory may be in containers, with one pid."""
         self._epoch = 0
         """Grows with each `clear`: what was offered before is not stored after it."""
         self._failures = 0
@@ -222,7 +225,7 @@ class DiskStorage:
     def _write(self, name: str, key: bytes, page: memoryview) -> bool:
         header = self._header(key, page)
         # Two workers may write the same block at once.
-        partial = self._directory / f"{name}.{os.getpid()}{PARTIAL}"
+        partial = self._directory / f"{name}.{self._writer}{PARTIAL}"
         try:
             with open(partial, "wb", buffering=0, opener=private_opener) as file:  # has no opener
                 written = os.writev(file.fileno(), (header, page))

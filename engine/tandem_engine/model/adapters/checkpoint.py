@@ -96,7 +96,7 @@ def open_adapter(path: str | Path, base: ModelConfig, *, max_rank: int) -> Adapt
         _pair(matrix, matrices, facts, shapes, max_rank=max_rank) for matrix in sorted(matrices) if matrix.is_a
     )
     _require_partners(matrices)
-    _require_targets(facts, matrices, known=PLAIN if base.delta is None else SITES)
+    _require_targets(facts, matrices, base, shapes)
     return AdapterCheckpoint(path=directory.path, pairs=pairs)
 
 
@@ -183,17 +183,31 @@ def _require_partners(matrices: Mapping[Matrix, StoredTensor]) -> None:
             raise CheckpointError(f"{tensor.path}: tensor {shown(tensor.name)} has no lora_A of the same module")
 
 
-def _require_targets(facts: PeftFacts, matrices: Iterable[Matrix], *, known: Iterable[str]) -> None:
-    """Raise for a module that the config lists and the model has, but that has no tensors here.
-
-    `known`: projections of the model.
-    """
+def _require_targets(
+    facts: PeftFacts, matrices: Iterable[Matrix], base: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> None:
+    """Raise for a module that the config lists and the model has, but that has no tensors here."""
     modules = [matrix.module for matrix in matrices]
-    names = (*known, *NEVER_SUPPORTED)
+    known = PLAIN if base.delta is None else SITES
+    in_layers = None if facts.layers is None else _modules_of(facts.layers, known, base, shapes)
     for target in facts.target_modules:
-        is_known = any(ends_with(name, target) or ends_with(target, name) for name in names)
-        if is_known and not facts.excludes(target) and not any(ends_with(module, target) for module in modules):
+        if facts.excludes(target) or any(ends_with(module, target) for module in modules):
+            continue
+        if in_layers is None:
+            is_known = any(ends_with(name, target) or ends_with(target, name) for name in (*known, *NEVER_SUPPORTED))
+        else:
+            is_known = any(ends_with(module, target) for module in in_layers)
+        if is_known:
             raise CheckpointError(
                 f"{facts.path}: target_modules lists {shown(target)}, but {WEIGHTS} has no tensors of it; save the "
                 "adapter again, or remove the entry"
             )
+
+
+def _modules_of(
+    layers: Iterable[int], known: Iterable[str], base: ModelConfig, shapes: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """Those of `known` that these layers have: layers of hybrid models have different ones."""
+    there = sorted({*layers} & {*range(base.num_layers)})
+    names = (f"{layer_prefix(layer)}{projection}" for layer in there for projection in known)
+    return [name for name in names if f"{name}.weight" in shapes]

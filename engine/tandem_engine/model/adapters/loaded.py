@@ -93,10 +93,15 @@ class LoadedAdapters:
         return {weights.digest: slot for slot, weights in enumerate(self.weights)}
 
 
+CACHED = "models--"
+"""Begins the folder of a repository in the cache of huggingface_hub."""
+
+
 def _root_of(folder: Path) -> str:
     """What clients are told of it: its name; in the cache of a hub, repository and commit."""
-    repo, cached = folder.parent.parent.name, folder.parent.name == "snapshots"
-    name = f"{repo.removeprefix('models--').replace('--', '/')}@{folder.name}" if cached else folder.name
+    repo = folder.parent.parent.name
+    cached = folder.parent.name == "snapshots" and repo.startswith(CACHED)
+    name = f"{repo.removeprefix(CACHED).replace('--', '/')}@{folder.name}" if cached else folder.name
     return name.encode("utf-8", "replace").decode()
 
 

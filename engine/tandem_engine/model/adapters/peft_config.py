@@ -104,8 +104,9 @@ class PeftFacts:
     target_modules: tuple[str, ...]
     """Dotted suffixes of modules that the adapter is for; () where the config has a rule instead of a list."""
     excluded: tuple[str, ...] | None
-    """Dotted suffixes of modules that it is not for all the same; None where the config has a rule instead, or is for
-    some layers alone: others may have modules that these lack."""
+    """Dotted suffixes of modules that it is not for all the same; None where the config has a rule instead."""
+    layers: tuple[int, ...] | None
+    """That the adapter is for; None for all."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -113,8 +114,6 @@ class PeftFacts:
         fields = ConfigFields(path=path, values=read_json_object(path, max_bytes=MAX_BYTES))
         _require_lora(fields)
         _require_known(fields)
-        excluded = _names(fields, "exclude_modules")
-        of_some_layers = fields.values.get("layers_to_transform") not in (None, [])
         return cls(
             path=path,
             rank=fields.integer("r", least=1, most=MAX_RANK, default=DEFAULT),
@@ -123,7 +122,8 @@ class PeftFacts:
             rank_pattern=_ranks(fields),
             alpha_pattern=_alphas(fields),
             target_modules=_names(fields, "target_modules") or (),
-            excluded=None if of_some_layers else excluded,
+            excluded=_names(fields, "exclude_modules"),
+            layers=_layers(fields),
         )
 
     def excludes(self, target: str) -> bool:
@@ -197,6 +197,16 @@ def _suffix(pattern: ConfigFields, key: str) -> str:
             "name is supported, such as layers.1.self_attn.q_proj, and no other regular expression"
         )
     return key
+
+
+def _layers(fields: ConfigFields) -> tuple[int, ...] | None:
+    """PEFT reads an empty list as all layers."""
+    value = fields.values.get("layers_to_transform")
+    given = value if isinstance(value, list) else [] if value is None else [value]
+    layers = tuple(layer for layer in given if isinstance(layer, int) and not isinstance(layer, bool))
+    if len(layers) < len(given):
+        fields.refuse("layers_to_transform", "must be the number of a layer, or a list of them")
+    return layers or None
 
 
 def _names(fields: ConfigFields, name: str) -> tuple[str, ...] | None:

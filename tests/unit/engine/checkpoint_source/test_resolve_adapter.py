@@ -93,6 +93,17 @@ def test_hub_without_an_answer_serves_what_is_here(server: HubServer, hub: Hub) 
         pull(hub)
 
 
+def test_refusal_of_the_hub_names_what_serves_the_download(server: HubServer, hub: Hub) -> None:
+    pull(hub)
+    server.repos[REPO].status = 403
+    with pytest.raises(ConfigError, match=r"\(status 403\).*; HF_HUB_OFFLINE=1 serves it as it was downloaded"):
+        pull(hub)
+    shutil.rmtree(hub.cache)
+    with pytest.raises(ConfigError, match="status 403") as refused:
+        pull(hub)
+    assert "HF_HUB_OFFLINE" not in str(refused.value)
+
+
 def test_next_start_continues_a_download_that_failed(server: HubServer, hub: Hub) -> None:
     server.repos[REPO].cut = frozenset({FILES[1]})
     with pytest.raises(ConfigError, match=f"download of {FILES[1]} failed.*and the next start continues it"):
@@ -102,7 +113,7 @@ def test_next_start_continues_a_download_that_failed(server: HubServer, hub: Hub
 
 
 def test_offline_without_the_adapter_is_refused(server: HubServer, hub: Hub) -> None:
-    with pytest.raises(NotCachedError, match="org/sql is not in the cache .*no hub may be asked"):
+    with pytest.raises(NotCachedError, match="org/sql is not in the cache .*a start without --offline .* downloads it"):
         pull(hub, offline=True)
     assert server.requests == []
 

@@ -30,7 +30,7 @@ def volume(spec: dict[str, Any]) -> list[dict[str, Any]]:
 
 def test_storage_without_a_claim_is_an_empty_volume_beyond_its_files():
     spec = pod({"sizeGib": 40.5})
-    assert volume(spec) == [{"name": "kv-storage", "emptyDir": {"sizeLimit": "42Gi"}}]
+    assert volume(spec) == [{"name": "kv-storage", "emptyDir": {"sizeLimit": "46Gi"}}]
     assert {"name": "kv-storage", "mountPath": "/kv"} in spec["containers"][0]["volumeMounts"]
     assert (flag(spec, "--hicache-storage-dir"), flag(spec, "--hicache-storage-size")) == ("/kv", "40.5")
     assert "--hicache-storage-prefetch-timeout" not in spec["containers"][0]["args"]

@@ -124,6 +124,16 @@ def test_every_worker_has_the_adapter_of_a_repository_in_one_folder(started, tmp
         started("--lora-dir", str(tmp_path), "--lora-modules", "sql=hf://org/sql")
 
 
+def test_adapter_that_is_not_there_ends_a_start_before_the_model_arrives(started, tmp_path, monkeypatch):
+    with hub_server() as server:
+        server.add("org/mini", bundled_model())
+        hub = Hub(endpoint=server.url, cache=tmp_path / "cache", wait_s=60.0)
+        monkeypatch.setattr(Hub, "of_environment", lambda: hub)
+        with pytest.raises(ConfigError, match="has no repository org/none"):
+            started("org/mini", "--lora-modules", "sql=org/none")
+        assert server.files_sent() == []
+
+
 def test_served_model_names_and_root_reach_clients():
     words = [
         "gateway",

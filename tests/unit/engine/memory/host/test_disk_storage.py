@@ -162,6 +162,19 @@ def test_block_is_stored_once(opened):
     assert fetch(storage, 1) == (Fetched.WHOLE, bytes(page(1)))
 
 
+def test_workers_with_one_pid_write_one_block_apart(opened, monkeypatch, tmp_path):
+    """Containers have pids of their own."""
+    written, replace = [], Path.replace
+    monkeypatch.setattr(Path, "replace", lambda path, target: (written.append(path), replace(path, target)))
+    for storage in (opened(), opened()):
+        assert storage.put(key(1), page(7)).result().stored
+    first, second = written
+    assert first != second
+    first.write_bytes(b"of a worker that was killed")
+    opened()
+    assert not first.exists()
+
+
 def test_clearing_forgets_stored_and_pending_blocks(opened, tmp_path):
     storage = opened()
     storage.put(key(1), page(1)).result()

@@ -14,6 +14,7 @@ from tandem_engine.config import ModelConfig
 from tandem_engine.model.adapters.checkpoint import MAX_HEADER, AdapterCheckpoint, open_adapter
 from tandem_engine.model.checkpoint import read_model_config
 from tandem_testing.adapters import SEVEN, read_files, write_adapter, write_files
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 MODEL = Path(__file__).resolve().parents[5] / "models" / "tandem-mini"
 Q = "base_model.model.model.layers.0.self_attn.q_proj"
@@ -156,16 +157,24 @@ def test_excluded_module_may_have_no_tensors(tmp_path: Path, base: ModelConfig, 
         opened(write_files(folder, tensors, fields | {"exclude_modules": ["k_proj"]}), base)
 
 
-@pytest.mark.parametrize("layers", [[0], 0])
-def test_module_that_some_layers_lack_may_have_no_tensors(tmp_path: Path, base: ModelConfig, layers: object) -> None:
+def test_module_that_its_layers_lack_may_have_no_tensors(tmp_path: Path) -> None:
     """Layers of hybrid models have different projections."""
-    folder = write_adapter(tmp_path, MODEL, modules=["q_proj"], layers=[0])
-    tensors, fields = read_files(folder)
-    fields = fields | {"target_modules": ["q_proj", "v_proj"]}
-    opened(write_files(folder, tensors, fields | {"layers_to_transform": layers}), base)
-    for every in (None, []):
-        with pytest.raises(CheckpointError, match="target_modules lists 'v_proj'"):
-            opened(write_files(folder, tensors, fields | {"layers_to_transform": every}), base)
+    model = write_tiny_checkpoint("qwen3-next", tmp_path / "model")
+    base = read_model_config(model)
+    assert base.delta is not None
+    state = base.delta.layers[0]
+    attention = next(layer for layer in range(base.num_layers) if layer not in base.delta.layers)
+    tensors, fields = read_files(write_adapter(tmp_path / "adapter", model, modules=["out_proj"], layers=[state]))
+    fields = fields | {"target_modules": ["out_proj", "q_proj"]}
+
+    def written(layers: object) -> Path:
+        return write_files(tmp_path / "adapter", tensors, fields | {"layers_to_transform": layers})
+
+    for layers in (state, [state], [state, 10**9]):
+        opened(written(layers), base)
+    for layers in (None, [], [state, attention]):
+        with pytest.raises(CheckpointError, match="target_modules lists 'q_proj'"):
+            opened(written(layers), base)
 
 
 def test_rank_over_the_limit_is_refused_with_both_numbers(tmp_path: Path, base: ModelConfig) -> None:

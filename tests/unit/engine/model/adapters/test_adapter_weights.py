@@ -156,6 +156,22 @@ def test_ranks_that_read_different_files_are_refused(tmp_path: Path, base: Model
     assert on_ranks(2, load) == ["adapter 'sql': its files changed while they were read; load it again"] * 2
 
 
+@pytest.mark.parametrize(
+    ("folder", "root"),
+    [
+        ("models--org--sql/snapshots/c0ffee", "org/sql@c0ffee"),
+        ("home/snapshots/sql", "sql"),
+        ("models--org--sql/v1/sql", "sql"),
+    ],
+)
+def test_root_is_the_folder_or_the_commit_of_a_repository(
+    tmp_path: Path, base: ModelConfig, folder: str, root: str
+) -> None:
+    config = AdapterConfig.of({"sql": write_adapter(tmp_path / folder, MODEL, modules=["q_proj"], layers=[0])})
+    loaded = LoadedAdapters.load(config, base, dtype=torch.float32, device="cpu", group=SingleRank())
+    assert [each.root for each in loaded.served] == [root]
+
+
 def test_adapters_for_a_device_are_refused(tmp_path: Path, base: ModelConfig) -> None:
     config = AdapterConfig.of({"sql": tmp_path})
     with pytest.raises(ConfigError, match="adapters are computed on a CPU only, got --device cuda"):

@@ -64,6 +64,7 @@ def test_other_regular_expressions_are_refused(tmp_path: Path, field: str, key: 
         ({"rank_pattern": {"q_proj": 0}}, "rank_pattern.q_proj must be an integer from 1"),
         ({"bias": "all"}, "bias must be one of none, got 'all'"),
         ({"target_modules": [1]}, "target_modules must be a list of names"),
+        *(({"layers_to_transform": value}, "layers_to_transform must be the number") for value in ("0", [True], [0.0])),
         ({"use_rslora": 1}, "use_rslora must be true or false"),
         ({"lora_scale": 2}, "field 'lora_scale' is unknown, got 2"),
     ],
