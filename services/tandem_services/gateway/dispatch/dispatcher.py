@@ -20,7 +20,7 @@ However the run ends, also by a disconnected client, its `finally` aborts the at
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -90,13 +90,16 @@ def with_handoff(
     if request.session is None or side is HandoffSide.RECEIVE:
         return request
     # The worker that receives the KV of a session's first turn keeps the session.
-    return msgspec.structs.replace(request, session=None, sampling=_without_end(request.sampling))
+    sampling = _without_end(request.sampling, generated=len(request.resume_ids))
+    return msgspec.structs.replace(request, session=None, sampling=sampling)
 
 
-def _without_end(sampling: SamplingParams) -> SamplingParams:
-    """The same first token, which does not end the output: if it did, no KV would be sent, and no session be kept."""
-    sampling = msgspec.structs.replace(sampling, max_tokens=max(sampling.max_tokens, 2))
-    if sampling.min_tokens:
+def _without_end(sampling: SamplingParams, *, generated: int) -> SamplingParams:
+    """The same next token after `generated` tokens, which does not end the output: if it did, no KV would be sent, and
+    no session be kept."""
+    sampling = msgspec.structs.replace(sampling, max_tokens=max(sampling.max_tokens, generated + 2))
+    if generated < sampling.min_tokens:
+        # It cannot be a token that stops, and which these are must be known.
         return sampling
     return msgspec.structs.replace(sampling, ignore_eos=True, stop=(), stop_token_ids=())
 
@@ -191,6 +194,8 @@ class Dispatcher:
     metrics: GatewayMetrics
     predictions: Predictions
     quarantine: Quarantine
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end an output of the model, as far as its tokenizer names them."""
     suspects: Suspects = field(default_factory=Suspects)
 
     async def run(
@@ -329,7 +334,16 @@ class Dispatcher:
             return
         receive, send = pair_of_requests(alone, choice, progress.number, moving=moving)
         attempt.submit(self._connect(choice.decode), receive, is_prefill=False)
-        attempt.submit(self._connect(choice.prefill), send, is_prefill=True)
+        withheld = None if receive.session is None else self._may_end(receive.sampling)
+        attempt.submit(self._connect(choice.prefill), send, is_prefill=True, withheld=withheld)
+
+    def _may_end(self, sampling: SamplingParams) -> Callable[[Sequence[int]], bool]:
+        """Whether tokens may end an output. Which of them complete a stop string is not known here."""
+        if sampling.stop:
+            return bool
+        eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
+        ends = eos.union(sampling.stop_token_ids)
+        return lambda token_ids: not ends.isdisjoint(token_ids)
 
     def _connect(self, worker: WorkerView) -> EngineConnection:
         try:

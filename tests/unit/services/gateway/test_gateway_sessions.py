@@ -6,7 +6,9 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import HandoffSide, SessionRef
+from tandem_engine.messages.requests import GenerateRequest, HandoffSide, SessionRef
+from tandem_engine.messages.sampling import SamplingParams
+from tandem_services.gateway.dispatch.dispatcher import with_handoff
 from tandem_services.router.shared_state import SessionBinding, SessionName
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.healthy_engines import healthy
@@ -183,6 +185,35 @@ async def test_first_turn_does_not_end_where_its_prompt_is_computed(rack, tokeni
     one, suppressed = prefill.received
     assert (one.sampling.max_tokens, one.sampling.ignore_eos, one.sampling.stop_token_ids) == (2, True, ())
     assert (suppressed.sampling, decode.received[0].sampling.max_tokens) == (decode.received[1].sampling, 1)
+
+
+@pytest.mark.parametrize("number", [7, EOS])
+async def test_stop_token_that_begins_a_first_turn_is_no_text(rack, tokenizer, number):
+    """The prefill worker does not know that it ends the output."""
+    prefill, decode = (
+        rack.add(name, MockBehaviour(token=scripted_tokens([number, 5]), eos=EOS), role)
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
+    )
+    fields = {"ignore_eos": False, "stop_token_ids": [7], "skip_special_tokens": False, "return_token_ids": True}
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        [choice] = (await turn(gateway, number=0, **fields)).json()["choices"]
+        parts = events(await turn(gateway, number=0, stream=True, **fields))
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [number], "stop")
+    assert "".join(part["choices"][0]["text"] for part in parts) == ""
+    assert (len(prefill.received), len(decode.received)) == (2, 2)
+    assert tokenizer.decode([number], skip_special_tokens=False)
+
+
+def test_resumed_first_turn_does_not_end_with_its_next_token(rack):
+    sampling = SamplingParams(max_tokens=4, min_tokens=2, stop_token_ids=(7,))
+    turn = {"input_ids": (5,), "session": SessionRef(id="s", turn=0), "sampling": sampling}
+    peer = rack.add("d", healthy(), Role.DECODE).view
+    resumed, early = (
+        with_handoff(GenerateRequest(rid="r", resume_ids=ids, **turn), HandoffSide.SEND, 1, peer=peer)
+        for ids in ((1, 2, 3), (1,))
+    )
+    assert resumed.sampling == SamplingParams(max_tokens=5, min_tokens=2, ignore_eos=True)
+    assert early.sampling == sampling
 
 
 async def test_nothing_is_sent_while_bindings_cannot_be_read(two):
