@@ -25,10 +25,11 @@ PATHS = [
     "drafts by the model itself",
     "EAGLE drafts",
     "every fifth step raises",
+    "choices that share a prompt",
     "disaggregated, layer by layer",
 ]
-COMBINED = ["host cache, write_back", "n-gram drafts, edited", "EAGLE drafts, retracted", "choices that share a prompt"]
-"""Parts of `PATHS` at once."""
+COMBINED = ["host cache, write_back", "n-gram drafts, edited", "EAGLE drafts, retracted"]
+"""Parts of `PATHS` at once; n-gram drafts alone are in `test_drafts_on_streams`."""
 
 
 @pytest.fixture(scope="module")

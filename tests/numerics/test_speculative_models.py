@@ -211,11 +211,11 @@ def head_guesses(checkpoints: Checkpoints, text: list[int], count: int) -> tuple
     for _ in range(count):
         tokens = torch.tensor([*text, *guessed])
         length = len(tokens)
-        printed = head.forward(
+        hidden = head.forward(
             model.embed(tokens), before, torch.arange(length), DenseAttend(extend_lens=[length]), torch.arange(length)
         )
-        guessed.append(int(model.logits(printed[-1:]).argmax()))
-        before = torch.cat((before, printed[-1:]))
+        guessed.append(int(model.logits(hidden[-1:]).argmax()))
+        before = torch.cat((before, hidden[-1:]))
     return tuple(guessed)
 
 

@@ -144,7 +144,7 @@ def compare(
         end = _first_tie(output, tokens, reference, tolerance) if rounded_kv else None
         if tokens != reference.token_ids and end is None:
             return Comparison(
-                difference=_token_difference(request, tokens, reference, output), max_logprob_difference=worst
+                difference=token_difference(request, tokens, reference, output), max_logprob_difference=worst
             )
         if len(output.logprobs) != len(output.token_ids):
             text = f"{request.rid}: {len(output.logprobs)} logprobs for {len(output.token_ids)} tokens"
@@ -190,9 +190,10 @@ def prompt_difference(
     return None
 
 
-def _token_difference(
+def token_difference(
     request: GenerateRequest, tokens: Sequence[int], reference: ReferenceOutput, output: Generation
 ) -> str:
+    """The first difference of `tokens`, those it resumes after included, from the reference's, in words."""
     expected = reference.token_ids
     at = next(
         (i for i, (a, b) in enumerate(zip(tokens, expected, strict=False)) if a != b), min(len(tokens), len(expected))

@@ -16,10 +16,12 @@ counts only until the decode worker has sent its first output.
 
 import asyncio
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Protocol
+
+import msgspec
 
 from tandem_engine.base.errors import SessionError, SessionLostError
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenOutput
@@ -109,6 +111,23 @@ class Side:
         self.attempt.arrived(self, None)
 
 
+@dataclass(eq=False, slots=True, kw_only=True)
+class EndlessSide(Side):
+    """The prefill worker of a session's first turn, which ends no output (`with_handoff`).
+
+    A token that may end it is taken from the decode worker alone, with the end: no client sees its text, and no attempt
+    resumes after it.
+    """
+
+    withheld: Callable[[Sequence[int]], bool]
+    """Whether tokens are left to the decode worker."""
+
+    def on_output(self, output: TokenOutput) -> Pouring | None:
+        if self.withheld(output.token_ids):
+            output = msgspec.structs.replace(output, token_ids=(), logprobs=None)
+        return self.attempt.arrived(self, output)
+
+
 class Attempt:
     """Single consumer: only the task of the choice calls `next` and `close`."""
 
@@ -133,9 +152,24 @@ class Attempt:
         self._kept: list[int] = []
         """Tokens for it that have come together so far; empty whenever other code than the reader runs."""
 
-    def submit(self, connection: EngineConnection, request: GenerateRequest, *, is_prefill: bool) -> None:
-        """Send `request` to one worker. Raises `AttemptFailedError` when it cannot be sent."""
-        side = Side(self, connection, is_prefill)
+    def submit(
+        self,
+        connection: EngineConnection,
+        request: GenerateRequest,
+        *,
+        is_prefill: bool,
+        withheld: Callable[[Sequence[int]], bool] | None = None,
+    ) -> None:
+        """Send `request` to one worker. Raises `AttemptFailedError` when it cannot be sent.
+
+        Args:
+            withheld: which tokens of this worker do not count, as another one sends them with the end of the output.
+        """
+        side = (
+            Side(self, connection, is_prefill)
+            if withheld is None
+            else EndlessSide(self, connection, is_prefill, withheld=withheld)
+        )
         if not connection.submit(request, side):
             raise AttemptFailedError(FailureCause.UNREACHABLE, connection.worker.incarnation)
         self._sides.append(side)

@@ -20,7 +20,7 @@ However the run ends, also by a disconnected client, its `finally` aborts the at
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import msgspec
@@ -199,6 +199,8 @@ class Dispatcher:
     metrics: GatewayMetrics
     predictions: Predictions
     quarantine: Quarantine
+    eos_token_ids: frozenset[int] = frozenset()
+    """Tokens that end an output of the model, as far as its tokenizer names them."""
     suspects: Suspects = field(default_factory=Suspects)
 
     async def run(
@@ -337,7 +339,16 @@ class Dispatcher:
             return
         receive, send = pair_of_requests(alone, choice, progress.number, moving=moving)
         attempt.submit(self._connect(choice.decode), receive, is_prefill=False)
-        attempt.submit(self._connect(choice.prefill), send, is_prefill=True)
+        withheld = None if receive.session is None else self._may_end(receive.sampling)
+        attempt.submit(self._connect(choice.prefill), send, is_prefill=True, withheld=withheld)
+
+    def _may_end(self, sampling: SamplingParams) -> Callable[[Sequence[int]], bool]:
+        """Whether tokens may end an output. Which of them complete a stop string is not known here."""
+        if sampling.stop:
+            return bool
+        eos = frozenset[int]() if sampling.ignore_eos else self.eos_token_ids
+        ends = eos.union(sampling.stop_token_ids)
+        return lambda token_ids: not ends.isdisjoint(token_ids)
 
     def _connect(self, worker: WorkerView) -> EngineConnection:
         try:

@@ -214,6 +214,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         policy=policy,
         metrics=metrics,
         predictions=predictions,
+        eos_token_ids=frozenset(tokenizer.eos_token_ids),
         quarantine=Quarantine(
             clock=shared.clock,
             metrics=metrics,

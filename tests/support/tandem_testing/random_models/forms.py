@@ -37,6 +37,7 @@ class Written:
     """A draw on disk."""
 
     checkpoint: Path
+    seed: int
     form: str
     worth: Path | None = None
     """The same numbers unpacked, where transformers does not read the form."""
@@ -65,7 +66,7 @@ def _written(tiny: TinyModel, seed: int, folder: Path, form: str) -> Written:
         last = tiny.fields["num_hidden_layers"] - 1
         layers = tuple(sorted({0, last // 2, last}))
         write_tiny_eagle3(checkpoint, folder / "model-eagle", layers=layers)
-    return Written(checkpoint=checkpoint, form=form)
+    return Written(checkpoint=checkpoint, seed=seed, form=form)
 
 
 def forms(family: str, tiny: TinyModel, *, packed: bool) -> tuple[str, ...]:
@@ -108,7 +109,7 @@ def _packed(tiny: TinyModel, seed: int, folder: Path, form: str) -> Written:
         # A word has eight inputs of four bits, and published matrices have whole words.
         form = INT8 if form == INT4 and any(count % 8 for count in inputs) else form
         _pack(plain, checkpoint, worth, *SCHEMES[form])
-    return Written(checkpoint=checkpoint, form=form, worth=worth)
+    return Written(checkpoint=checkpoint, seed=seed, form=form, worth=worth)
 
 
 FP8_SCHEME: dict[str, Any] = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [16, 12]}

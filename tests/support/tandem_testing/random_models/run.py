@@ -52,7 +52,15 @@ def compared(
             with TemporaryDirectory() as folder:
                 # transformers has no files of numbers beside those that `tandem verify` is given.
                 written = write_draw(family, seed, Path(folder), packed=way is not Way.VERIFY)
-                yield f"{family}#{seed}", written.form, WAYS[way](written)
+                yield f"{family}#{seed}", written.form, _outcome(way, written)
+
+
+def _outcome(way: Way, written: Written) -> Comparison:
+    """An exception is the outcome of its draw: the others are still compared."""
+    try:
+        return WAYS[way](written)
+    except Exception as error:  # noqa: BLE001 - whatever an engine, a fleet or transformers raises
+        return Comparison(outcome=Outcome.CRASHED, detail=repr(error))
 
 
 def by_paths(written: Written) -> Comparison:

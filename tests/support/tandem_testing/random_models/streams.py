@@ -66,7 +66,7 @@ Fault = Callable[[Fleet, Sequence[Stream]], Awaitable[None]]
 def by_streams(written: Written) -> Comparison:
     """All streams of a fleet that serves the checkpoint."""
     try:
-        streams, leaked = asyncio.run(_all_streams(written.checkpoint))
+        streams, leaked = asyncio.run(_all_streams(written))
     except AssertionError as error:
         return Comparison(outcome=Outcome.CRASHED, detail=str(error))
     if leaked:
@@ -91,11 +91,11 @@ def _difference(reference: TransformersReference, stream: Stream) -> str | None:
     return None
 
 
-async def _all_streams(checkpoint: Path) -> tuple[list[Stream], list[str]]:
+async def _all_streams(written: Written) -> tuple[list[Stream], list[str]]:
     """Of all waves, and what workers have not given back."""
-    dice, shape = Random(str(checkpoint.name)), Shape(prefill=2, decode=2, gateways=2)
+    dice, shape = Random(written.seed), Shape(prefill=2, decode=2, gateways=2)
     with TemporaryDirectory(prefix="tandem-random-fleet-") as folder:
-        async with Fleet.running(Path(folder), shape, checkpoint=checkpoint) as fleet:
+        async with Fleet.running(Path(folder), shape, checkpoint=written.checkpoint) as fleet:
             spoken = await _wave(fleet, dice, _kill_busiest_decode, lossy=True)
             await fleet.all_ready(READY_TIMEOUT_S)
             spoken += await _with_held_pushes(fleet, dice)

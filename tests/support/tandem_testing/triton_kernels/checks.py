@@ -23,7 +23,7 @@ import pytest
 INTERPRETED, COMPILED = "check_", "compile_"
 AMPERE, HOPPER = 80, 90
 """Compute capabilities, times ten."""
-OF_AMPERE = "the same kernels are compiled for Hopper; for Ampere, attention over float8 pages and over latents"
+OF_AMPERE = "the same kernels are compiled for Hopper; for Ampere, attention with tiles of its own"
 """Why `make test` leaves out Ampere of the checks that take an architecture."""
 FOR_ARCH = " for sm_"
 """Between the name of a check and its architecture."""

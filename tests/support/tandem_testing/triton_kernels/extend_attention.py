@@ -128,8 +128,10 @@ def compile_for_sinks(arch: int) -> None:
         extend_fits(64, 8, 64, arch=arch, span=span, sinks=True)
 
 
-def compile_for_heads_of_64() -> None:
+def compile_for_heads_of_64_and_of_256() -> None:
+    """Before Hopper both have tiles of their own."""
     extend_fits(32, 8, 64, arch=AMPERE)
+    extend_fits(8, 4, 256, arch=AMPERE)
 
 
 def compile_for_float32_and_padded_heads() -> None:

@@ -216,6 +216,23 @@ def test_prompt_of_a_session_gets_an_end_that_fits(prompt, received, asked, sent
     assert (send.session, receive.session, receive.sampling) == (None, request.session, request.sampling)
 
 
+@pytest.mark.parametrize("number", [7, EOS])
+async def test_stop_token_that_begins_a_first_turn_is_no_text(rack, tokenizer, number):
+    """The prefill worker does not know that it ends the output."""
+    prefill, decode = (
+        rack.add(name, MockBehaviour(token=scripted_tokens([number, 5]), eos=EOS), role)
+        for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
+    )
+    fields = {"ignore_eos": False, "stop_token_ids": [7], "skip_special_tokens": False, "return_token_ids": True}
+    async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
+        [choice] = (await turn(gateway, number=0, **fields)).json()["choices"]
+        parts = events(await turn(gateway, number=0, stream=True, **fields))
+    assert (choice["text"], choice["token_ids"], choice["finish_reason"]) == ("", [number], "stop")
+    assert "".join(part["choices"][0]["text"] for part in parts) == ""
+    assert (len(prefill.received), len(decode.received)) == (2, 2)
+    assert tokenizer.decode([number], skip_special_tokens=False)
+
+
 async def test_nothing_is_sent_while_bindings_cannot_be_read(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)
