@@ -31,6 +31,7 @@ from tandem_engine.base.errors import WireError
 from tandem_engine.base.release import RELEASE
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
+from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, FailureCause, TokenSink

@@ -45,7 +45,6 @@ LONGER = {
     "gateway.processes.supervisor.STABLE_S": "nothing waits: the pause before restarts of a process is reset",
     "router.cells.neighbour_cell.IDLE_S": "nothing waits: an unused view is closed",
     "gateway.dispatch.engine_pool.IDLE_S": "nothing waits: an unused connection is closed",
-    "router.cells.neighbour_cell.IDLE_S": "nothing waits: the view of a cell that no request needs is closed",
     "gateway.models.tokenizer_loads.MAX_PAUSE_S": "files that cannot be loaded are parsed again; others are at once",
     "ModelConfig.room_s": "a client's request waits for room, until its deadline at most",
     "AdmissionPolicy.room_s": "the same",
