@@ -6,13 +6,14 @@ import transformers
 from tandem_engine.model.families.registry import FAMILIES
 from tandem_engine.model.known_fields import IDENTITY, NO_EFFECT, ONE_VALUE
 from tandem_engine.model.tensor_aliases import ALIASES
+from tandem_testing.each_case import check_each
 from tandem_testing.mutated_configs.comparison import Outcome
 from tandem_testing.random_models.draws import DRAWS, NATIVE, draw
 from tandem_testing.random_models.forms import PREDICT_AHEAD, write_draw
 from tandem_testing.random_models.run import by_paths, compared
 from tandem_testing.random_models.through_transformers import PLAIN, WITH_STATES
 from tandem_testing.random_models.towers import TOWERS
-from tandem_testing.tiny_checkpoints import FALLBACK_MODELS, STATEFUL_MODELS, TOWER_MODELS
+from tandem_testing.tiny_checkpoints import FALLBACK_MODELS, STATEFUL_MODELS, TOWER_MODELS, config_of
 
 COMPILED = ("llama", "mistral", "phi3", "seed_oss", "ernie4_5", "qwen2", "qwen2-tower", "qwen3", "qwen3-tower")
 """Steps of these are compiled for the sizes of each model, which takes longer than all others together."""
@@ -104,6 +105,11 @@ def test_fields_of_transformers_are_known_to_the_family(family):
 
 def test_layers_ahead_are_drawn_where_families_have_them():
     assert set(PREDICT_AHEAD) == {name for name, aliases in ALIASES.items() if aliases.can_predict_ahead}
+
+
+def test_transformers_accepts_the_config_of_every_draw():
+    draws = [(family, seed) for family in DRAWS for seed in range(8)]
+    check_each(draws, lambda pair: config_of(draw(*pair)), name=lambda pair: f"{pair[0]}#{pair[1]}")
 
 
 def test_draw_is_the_same_for_the_same_seed():

@@ -163,7 +163,8 @@ def phi3(rng: Random) -> TinyModel:
     fields = decoder(rng, head_dim=None) | some(rng, sliding_window=(*WINDOWS, None))
     size = head_size(fields)
     rope = {"rope_type": "default", "rope_theta": 10_000.0, **partial(rng, size)}
-    if rng.random() < 0.6:
+    # transformers wants as many factors as heads of hidden_size / heads would have, whatever `head_dim` says.
+    if "head_dim" not in fields and rng.random() < 0.6:
         pairs = int(size * rope["partial_rotary_factor"]) // 2
         rope |= {
             "rope_type": "longrope",

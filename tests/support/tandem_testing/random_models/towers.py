@@ -46,7 +46,8 @@ TOWERS = {
     "gemma4-tower": tower("gemma4-tower", dense.gemma4),
     "llama4-tower": tower("llama4-tower", experts.llama4),
     "mistral3-tower": tower("mistral3-tower", dense.ministral3, model_type="ministral3"),
-    "qwen2-tower": tower("qwen2-tower", dense.qwen2, sections=True),
+    # transformers derives the size of its heads in one place and reads it in another.
+    "qwen2-tower": tower("qwen2-tower", dense.qwen2, sections=True, without=("head_dim",)),
     "qwen3-tower": tower("qwen3-tower", dense.qwen3, sections=True, without=SLIDING),
     "qwen3.5-tower": tower("qwen3.5-tower", experts.qwen3_5, sections=True),
     "qwen3.5-moe-tower": tower("qwen3.5-moe-tower", experts.qwen3_5_moe, sections=True),
