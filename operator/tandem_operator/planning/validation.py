@@ -229,6 +229,8 @@ def _quantities(service: Served) -> Iterator[str]:
     ]
     if spec.redis.managed is not None:
         parts.append(("redis.managed", spec.redis.managed.resources))
+    if spec.gateway.inference_pool is not None:
+        parts.append(("gateway.inferencePool", spec.gateway.inference_pool.resources))
     for path, resources in parts:
         for name, least in resources.requests.items():
             most = resources.limits.get(name)

@@ -5,6 +5,7 @@ import pytest
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
+from tandem_operator.planning.validation import problems_of
 from tandem_operator.settings import ClusterApis, OperatorSettings
 from tandem_testing.kube_cluster import service_of
 
@@ -77,3 +78,12 @@ def test_gateway_and_router_agree_on_special_tokens():
         for name in ("chat-gateway", "chat-router"):
             (container,) = objects["Deployment", name]["spec"]["template"]["spec"]["containers"]
             assert (plain in container["args"]) is not wanted, name
+
+
+def test_requests_of_a_picker_above_its_limits_are_refused():
+    resources = {"requests": {"memory": "1Gi"}, "limits": {"memory": "512Mi"}}
+    service = service_of(gateway={"inferencePool": {"resources": resources}})
+    found = problems_of(service, ALL, frozenset({"routes"}))
+    assert found == [
+        "spec.gateway.inferencePool.resources.requests[memory]: 1Gi is above its limit 512Mi; raise the limit"
+    ]
