@@ -88,6 +88,7 @@ class SloAdmission:
             [MODEL, "kept"],
         )
 
+    @estimating(lambda *_: True)
     def may_reject(self, priority: int) -> bool:
         """Whether a request with objectives may be rejected because of the workers that are offered to it."""
         return self._allowed(priority) < inf
