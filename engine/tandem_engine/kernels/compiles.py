@@ -8,7 +8,7 @@ it can before it serves (`executor.warm_up`), and what is compiled later is coun
 Triton has one listener for a process, so there is one counter. Importing this needs no Triton; `watch` and
 `require_private_kernels` do.
 
-Kernels in Triton's folder on disk are code that this process runs, so nobody else may write to it.
+Kernels in Triton's folder on disk are code that this process runs, so no other user may write to it.
 """
 
 import logging
@@ -111,7 +111,7 @@ def require_private_cache(folder: Path) -> None:
 
 
 def is_private(folder: os.stat_result, user: int) -> bool:
-    """Whether nobody but `user` may write to `folder`.
+    """Whether `user` alone may write to `folder`.
 
     The group with the user's number has no other member: pods have theirs, to which kubelets open volumes (fsGroup),
     and so have users of systems whose umask leaves files open to it. The group of root is not such a group.

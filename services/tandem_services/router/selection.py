@@ -34,7 +34,7 @@ from tandem_services.router.scoring import placement_of, planned_fetch
 from tandem_services.router.tickets import Ticket, TicketBoard
 
 RELEASED_AT_ONCE = 64
-"""Reservations that one call of Redis gives back: a few hundred microseconds, in which it answers nobody else."""
+"""Reservations that one call of Redis gives back: a few hundred microseconds, in which it answers no other client."""
 
 MAX_ALLOWED = 16
 """Workers that a call names as the only ones, instead of all others as excluded."""

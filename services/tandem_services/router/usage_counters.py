@@ -230,7 +230,7 @@ class VirtualCounters:
         if self._backlogged:
             self._values[tenant] = max(self.value(tenant), self._level())
             return
-        # It was level with nobody but the floor, which is where it leaves.
+        # It was level with the floor alone, which is where it leaves.
         self.floor = max(self._values.pop(tenant, self.floor), self.floor)
         if self._values:
             self._forget()

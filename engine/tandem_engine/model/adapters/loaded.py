@@ -98,7 +98,7 @@ CACHED = "models--"
 
 
 def _root_of(folder: Path) -> str:
-    """What clients are told of it: its name; in the cache of a hub, repository and commit."""
+    """What responses say of it: its name; in the cache of a hub, repository and commit."""
     repo = folder.parent.parent.name
     cached = folder.parent.name == "snapshots" and repo.startswith(CACHED)
     name = f"{repo.removeprefix(CACHED).replace('--', '/')}@{folder.name}" if cached else folder.name

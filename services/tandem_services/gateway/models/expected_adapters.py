@@ -5,7 +5,7 @@ can take, so a service at zero gets a worker, on which the operator loads the ad
 earlier: blocks of its cache, and which workers can serve it, depend on the adapter's content.
 
 Places are shared as those of the queue are (`FairQueue`): where all are taken, a new request displaces the last one of
-the tenant that has the most for its weight, and a tenant that has them all displaces nobody.
+the tenant that has the most for its weight, and a tenant that has them all displaces no request.
 """
 
 import asyncio

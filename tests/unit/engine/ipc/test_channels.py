@@ -123,7 +123,7 @@ async def test_unread_messages_do_not_spin_the_event_loop(context, monkeypatch) 
 
     monkeypatch.setattr(SocketReadable, "_wake", note)
     assert router.send(client, Pong(nonce=1, incarnation="w@1"))
-    await until(lambda: bool(reported), WAIT, "the loop is told")
+    await until(lambda: bool(reported), WAIT, "the loop is notified")
     before = len(reported)
     for _ in range(1000):
         await asyncio.sleep(0)

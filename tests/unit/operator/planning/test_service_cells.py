@@ -1,4 +1,4 @@
-"""Cells of a ModelService: what gateways are told, whom policies admit, and what cannot be combined."""
+"""Cells of a ModelService: what gateways receive, which pods policies admit, and what cannot be combined."""
 
 from pathlib import Path
 from typing import Any
