@@ -7,12 +7,17 @@
 What a request gets must be what an engine gives that computes one prompt after the other and keeps nothing.
 """
 
+import shutil
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from itertools import count
+from pathlib import Path
 from random import Random
 
 import msgspec
+import torch
+from safetensors.torch import load_file, save_file
 
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import (
@@ -25,7 +30,7 @@ from tandem_engine.config import (
     SpecConfig,
 )
 from tandem_engine.engine import Engine
-from tandem_engine.engine.loaded_model import LoadedModel
+from tandem_engine.engine.loaded_model import LoadedModel, load
 from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.outputs import FinishReason
@@ -37,6 +42,8 @@ from tandem_lab.verify.engines import Alone
 CONTEXT = 400
 CLOSE = 2e-4
 """Logprobs of runs of other lengths differ by roundings."""
+NUDGE, NUDGES = 1e-6, 8
+"""Of relative size, some ten roundings of float32; and how often ties are tried."""
 MAX_TURNS = 2_000_000
 REGEX = GrammarSpec(kind=GrammarKind.REGEX, source=r"[a-z ]{3,30}(!|\?)")
 HOST = HostConfig(enable_cache=True, size_bytes=8 << 20, swap_bytes=4 << 20)
@@ -331,25 +338,68 @@ def walked(loaded: LoadedModel, dice: Random, *, requests: int, paired: bool) ->
         yield walk
 
 
-def differences(loaded: LoadedModel, walk: Walk) -> list[str]:
-    """What came that does not come of an engine that keeps nothing."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Difference:
+    """The first place at which two outputs differ: 0 is the first output token, -1 the last token of the prompt."""
+
+    place: int
+    text: str
+
+
+def differences(loaded: LoadedModel, walk: Walk, folder: Path) -> list[str]:
+    """What came that does not come of an engine that keeps nothing.
+
+    Rounding decides a tie, of two tokens or of two experts, and an engine rounds otherwise when it computes a prompt in
+    other chunks. A difference is left out where that engine's own output first differs at the same place once weights
+    are moved by roundings. `folder` takes checkpoints with such weights.
+    """
     with Engine.build(loaded, calm(loaded.config)) as engine:
-        return [
-            text
+        found = [
+            (message, expected, difference)
             for message, got, aborted in walk.ended
-            if (text := _difference(engine.generate([message])[0], got, aborted=aborted))
+            if (difference := _difference(expected := engine.generate([message])[0], got, aborted=aborted))
         ]
+    for seed in range(NUDGES if found else 0):
+        with Engine.build(_nudged(loaded, folder / str(seed), seed), calm(loaded.config)) as engine:
+            found = [
+                (message, expected, difference)
+                for message, expected, difference in found
+                if not (turned := _difference(expected, engine.generate([message])[0]))
+                or turned.place != difference.place
+            ]
+    return [f"{message.rid} {difference.text}" for message, _, difference in found]
 
 
-def _difference(expected: Generation, got: Generation, *, aborted: bool) -> str | None:
+def _nudged(loaded: LoadedModel, folder: Path, seed: int) -> LoadedModel:
+    """The model with vectors of weights, such as those of norms, that differ by `NUDGE` of their values."""
+    shutil.copytree(loaded.config.model_path, folder)
+    dice = torch.Generator().manual_seed(seed)
+    for path in folder.glob("*.safetensors"):
+        tensors = load_file(path)
+        for name, tensor in tensors.items():
+            if tensor.dim() == 1 and tensor.is_floating_point():
+                tensors[name] = tensor * (1 + NUDGE * torch.randn(tensor.shape, generator=dice))
+        save_file(tensors, path, metadata={"format": "pt"})
+    nudged = load(replace(loaded.config, model_path=str(folder)), progress=False)
+    # The grammar process serves one tokenizer.
+    return replace(nudged, vocabulary=loaded.vocabulary)
+
+
+def _difference(expected: Generation, got: Generation, *, aborted: bool = False) -> Difference | None:
     tokens, wanted = got.token_ids, expected.token_ids
-    if aborted and got.finish.reason is FinishReason.ABORT:
-        wanted = wanted[: len(tokens)]
-    elif got.finish.reason is not expected.finish.reason:
-        return f"{got.rid} ended by {got.finish}, not {expected.finish}"
-    if tokens != wanted:
-        return f"{got.rid} is {tokens}, not {wanted}"
-    pairs = [*zip(got.logprobs, expected.logprobs, strict=False)]
-    pairs += zip((got.prompt_logprobs or ())[1:], (expected.prompt_logprobs or ())[1:], strict=False)
-    far = max((abs(one.logprob - other.logprob) for one, other in pairs), default=0.0)
-    return f"{got.rid}: logprobs differ by {far:.2g}" if far > CLOSE else None
+    cut = aborted and got.finish.reason is FinishReason.ABORT
+    wanted = wanted[: len(tokens)] if cut else wanted
+    pairs = [*zip(count(), got.logprobs, expected.logprobs, strict=False)]
+    prompt, wanted_prompt = got.prompt_logprobs or (), expected.prompt_logprobs or ()
+    pairs += [*zip(count(-len(prompt)), prompt, wanted_prompt, strict=False)][1:]
+    places = {
+        place: f"has logprobs that differ by {abs(one.logprob - other.logprob):.2g} at {place}"
+        for place, one, other in pairs
+        if abs(one.logprob - other.logprob) > CLOSE
+    }
+    same = next((n for n, (one, other) in enumerate(zip(tokens, wanted, strict=False)) if one != other), None)
+    if same is not None or len(tokens) != len(wanted):
+        places[min(len(tokens), len(wanted)) if same is None else same] = f"is {tokens}, not {wanted}"
+    elif not cut and got.finish.reason is not expected.finish.reason:
+        places[len(tokens)] = f"ended by {got.finish}, not {expected.finish}"
+    return Difference(place=min(places), text=places[min(places)]) if places else None
