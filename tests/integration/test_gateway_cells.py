@@ -96,7 +96,7 @@ async def attempts_of(http, answer_id: str) -> list[dict]:
     return [attempt for choice in record["choices"] for attempt in choice["attempts"]]
 
 
-async def cell_of(http) -> dict | None | int:
+async def cell_of(http) -> dict | int | None:
     """The cell that served a request, None for the gateway's own; or the status of an answer without tokens."""
     body = {"model": "m", "prompt": "hi", "max_tokens": 3, "ignore_eos": True}
     answer = await http.post("/v1/completions", json=body)
