@@ -34,7 +34,7 @@ from tandem_services.common.metrics import MetricFamilies, new_registry  # noqa:
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord  # noqa: E402
 from tandem_services.gateway.observe.predictions import Predictions, header_of  # noqa: E402
 from tandem_services.router import selection  # noqa: E402
-from tandem_services.router.decision import Choice, RouteQuery  # noqa: E402
+from tandem_services.router.decision import RouteDecision, RouteQuery  # noqa: E402
 from tandem_services.router.router import Router  # noqa: E402
 from tandem_testing.redis_server import RedisServer  # noqa: E402
 from tandem_testing.router_builders import Fleet, patient_router  # noqa: E402
@@ -59,7 +59,7 @@ async def decisions(router: Router, tokens: int, calls: int) -> float:
     return (time.process_time() - began) / calls
 
 
-def requests(choice: Choice, calls: int) -> float:
+def requests(choice: RouteDecision, calls: int) -> float:
     """CPU seconds of predicting, writing and learning, for each request."""
     known = Predictions(MetricFamilies(new_registry()), model=MODEL, clock=MonotonicClock())
     began = time.process_time()

@@ -54,7 +54,7 @@ from tandem_services.cli.processes import Supervisor  # noqa: E402
 from tandem_services.cli.redis_process import start_redis  # noqa: E402
 from tandem_services.common.redis_client import RedisAddress  # noqa: E402
 from tandem_services.common.sockets import free_port  # noqa: E402
-from tandem_services.router.decision import Choice, Placement, Reservation, RouteQuery, Source, WorkerView  # noqa: E402
+from tandem_services.router.decision import Placement, Reservation, RouteDecision, RouteQuery, Source, WorkerView  # noqa: E402
 from tandem_services.router.policies import PolicyNames  # noqa: E402
 from tandem_services.router.router import RouterCounters  # noqa: E402
 
@@ -148,7 +148,7 @@ class SglangRouter:
     def workers(self) -> tuple[WorkerView, ...]:
         return tuple(self._views)
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         held = HeldRequest(asyncio.get_running_loop().create_future())
         self._held[query.request_id] = held
         held.connection = self._idle.pop() if self._idle else await asyncio.open_connection("127.0.0.1", self._port)
@@ -161,7 +161,7 @@ class SglangRouter:
             worker, _ = await held.arrived
         self._serial += 1
         self.counters.placements[Placement.ALONE] += 1
-        return Choice(
+        return RouteDecision(
             request_id=query.request_id,
             decode=self._views[worker],
             prefill=None,
@@ -172,7 +172,7 @@ class SglangRouter:
             reservation=Reservation(None, (), self._serial),
         )
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         held = self._held.pop(choice.request_id)
         _, worker = held.arrived.result()
         worker.write(whole({"text": "x", "meta_info": {"finish_reason": {"type": "length"}}}))

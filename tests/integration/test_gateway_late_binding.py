@@ -18,7 +18,7 @@ from tandem_services.gateway.app import api_app, build_gateway
 from tandem_services.gateway.dispatch.generation import AT_ONCE
 from tandem_services.gateway.queueing.precedence import MAX_EARLY
 from tandem_services.gateway.serve import http_server
-from tandem_services.router.decision import Choice, RouteQuery
+from tandem_services.router.decision import RouteDecision, RouteQuery
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
@@ -116,7 +116,7 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
     queried: set[str] = set()
     choose = Router.choose
 
-    async def noted(router: Router, query: RouteQuery) -> Choice:
+    async def noted(router: Router, query: RouteQuery) -> RouteDecision:
         queried.add(query.request_id)
         return await choose(router, query)
 

@@ -28,7 +28,7 @@ from tandem_services.gateway.queueing.late_binding import LateBinding
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.decision import Choice, NoWorkersError, RouteQuery, ScoreTerm, WorkerView
+from tandem_services.router.decision import NoWorkersError, RouteDecision, RouteQuery, ScoreTerm, WorkerView
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.policies import PolicyNames
 from tandem_services.router.router import RouterCounters
@@ -82,14 +82,14 @@ class Places:
 
     async def refresh(self) -> None: ...
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         if not self.workers():
             raise NoWorkersError("nobody", retry_after=2.0)
         terms = (ScoreTerm(DECODE_ROOM, NO_ROOM_S if self.taken >= 3 else 0.0),)
         self.taken += 1
         return make_choice(query.request_id, make_view("w"), terms=terms)
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         del choice
         self.taken -= 1
 
@@ -162,7 +162,7 @@ async def in_a_gateway(requests: list[SimulatedRequest], loop: VirtualLoop) -> t
         story.append((loop.now(), "admitted", request.number, number))
         running.append(asyncio.create_task(served(request, choice)))
 
-    async def served(request: SimulatedRequest, choice: Choice) -> None:
+    async def served(request: SimulatedRequest, choice: RouteDecision) -> None:
         await asyncio.sleep(service_s(request))
         await places.release(choice)
         binding.charge_output(request.tenant, request.output_tokens)
@@ -182,7 +182,7 @@ async def in_the_simulator(requests: list[SimulatedRequest], redis: RedisAddress
     gateway = Gateway(places, Fleet(FleetShape(both=1, cache_blocks=99, block_tokens=TRACE_BLOCK), simulated), SHAPE)
 
     def client(request: SimulatedRequest) -> Client:
-        async def admitted(number: int, choice: Choice) -> None:
+        async def admitted(number: int, choice: RouteDecision) -> None:
             story.append((events.now(), "admitted", request.number, number))
             events.after(service_s(request), lambda: gateway.ended(request, choice))
 
@@ -222,7 +222,7 @@ class Outdated(Places):
     fleet: Fleet
     asked: int = 0
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         choice = await super().choose(query)
         self.asked += 1
         (there,) = self.fleet.workers.values()

@@ -20,7 +20,7 @@ from tandem_services.gateway.queueing.late_binding import LateBinding
 from tandem_services.gateway.queueing.queue_entry import QueueEntry
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
+from tandem_services.router.decision import NoWorkersError, RouteDecision, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
 from tandem_services.router.usage_counters import VirtualCounters
 from tandem_testing.router_builders import make_choice, make_view
@@ -40,12 +40,12 @@ class Sent:
 
     tenant: str
     adapter: bytes
-    place: Choice | None = None
+    place: RouteDecision | None = None
 
     def done(self) -> bool:
         return False
 
-    def set_result(self, result: Choice) -> None:
+    def set_result(self, result: RouteDecision) -> None:
         self.place = result
 
     def set_exception(self, exception: BaseException) -> None:
@@ -65,7 +65,7 @@ class Workers:
     def free(self, worker: WorkerView) -> int:
         return self.places[worker] - self.taken.get(worker.incarnation, 0)
 
-    def choose(self, lane: Lane, avoided: frozenset[str] = frozenset()) -> Choice:
+    def choose(self, lane: Lane, avoided: frozenset[str] = frozenset()) -> RouteDecision:
         able = [w for w in self.places if lane.serves(w) and w.incarnation not in avoided]
         if not able:
             raise NoWorkersError("none", retry_after=1.0)
@@ -74,7 +74,7 @@ class Workers:
         self.taken[best.incarnation] = self.taken.get(best.incarnation, 0) + 1
         return make_choice("x", best, terms=(ScoreTerm(DECODE_ROOM, NO_ROOM_S if full else 0.0),))
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         self.taken[choice.decode.incarnation] -= 1
 
 
@@ -96,10 +96,10 @@ class Gateway:
         self.running: list[Sent] = []
 
     async def come(self, sent: Sent) -> None:
-        async def ask() -> Choice:
+        async def ask() -> RouteDecision:
             return self.fleet.choose(lane)
 
-        async def apart(avoided: frozenset[str]) -> Choice:
+        async def apart(avoided: frozenset[str]) -> RouteDecision:
             return self.fleet.choose(lane, avoided)
 
         lane = Lane(adapter=sent.adapter, ask_apart=apart)
@@ -116,17 +116,17 @@ class Gateway:
             waiting = [*self.binding.queue]
             before = {each: self.binding.counters.counters.value(each.tenant) for each in waiting}
             admitted = await self.binding.turn()
-            found = [each for each in waiting if each.choice.place is not None]
+            found = [each for each in waiting if each.decision.place is not None]
             assert len(found) == admitted
             if not admitted:
                 return
             self._check_first(found[0], waiting, before)
-            self.running.append(found[0].choice)
+            self.running.append(found[0].decision)
 
     def _check_first(self, admitted: QueueEntry, waiting: list[QueueEntry], before: dict[QueueEntry, float]) -> None:
         """Those before it in the queue that its worker serves would have had its place."""
         for other in waiting:
-            if other is admitted or not other.lane.serves(admitted.choice.place.decode):
+            if other is admitted or not other.lane.serves(admitted.decision.place.decode):
                 continue
             assert (before[admitted], admitted.number) <= (before[other], other.number) or (
                 before[admitted] <= before[other]

@@ -23,7 +23,7 @@ from tandem_services.gateway.queueing.late_binding import LateBinding
 from tandem_services.gateway.queueing.precedence import MAX_EARLY
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.decision import Choice, ScoreTerm, WorkerView
+from tandem_services.router.decision import RouteDecision, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, VirtualCounters, prompt_cost
 from tandem_testing.long_tests import examples
@@ -85,13 +85,13 @@ class Running:
     tenant: Tenant
     request: Request
     prompt: str
-    placed: Choice | None = None
+    placed: RouteDecision | None = None
     generated: int = 0
 
     def done(self) -> bool:
         return False
 
-    def set_result(self, result: Choice) -> None:
+    def set_result(self, result: RouteDecision) -> None:
         self.placed = result
 
     def set_exception(self, exception: BaseException) -> None:
@@ -109,13 +109,13 @@ class Worker:
     def workers(self) -> tuple[WorkerView, ...]:
         return (make_view("w"),)
 
-    async def ask(self, running: Running) -> Choice:
+    async def ask(self, running: Running) -> RouteDecision:
         terms = (ScoreTerm(DECODE_ROOM, NO_ROOM_S if self.taken >= self.places else 0.0),)
         self.taken += 1
         matched = running.request.prompt_tokens if running.prompt in self.computed else 0
         return replace(make_choice(running.prompt, make_view("w"), terms=terms), matched_tokens=matched)
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         del choice
         self.taken -= 1
 

@@ -23,7 +23,7 @@ from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding
 from tandem_services.gateway.queueing.queue_entry import QueueEntry
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.shared_route import SharedRoute
-from tandem_services.router.decision import Choice, RouteQuery, WorkerView
+from tandem_services.router.decision import RouteDecision, RouteQuery, WorkerView
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.router import RouterCounters
 from tandem_services.router.usage_counters import VirtualCounters
@@ -42,10 +42,10 @@ class Chooser(Protocol):
     async def refresh(self) -> None:
         """Called each simulated second."""
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         """Raises `NoWorkersError`."""
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         """The last token of what was chosen is out, or there is no room for it. Called once for each choice."""
 
     def workers(self) -> tuple[WorkerView, ...]:
@@ -101,7 +101,7 @@ class QueueNotes:
 class Client:
     """Receives the result of a request, after the queue is done with it."""
 
-    admitted: Callable[[int, Choice], Awaitable[None]]
+    admitted: Callable[[int, RouteDecision], Awaitable[None]]
     """The choice of this number has workers."""
     refused: Callable[[int], None]
     """So many of its choices get none; called once."""
@@ -158,14 +158,14 @@ class Gateway:
     async def _arrive(self, request: SimulatedRequest, visit: "_Visit", number: int, route: SharedRoute | None) -> None:
         query = partial(self._query, request, number)
 
-        async def ask(query: RouteQuery) -> Choice:
+        async def ask(query: RouteQuery) -> RouteDecision:
             await self._fleet.redis.follow()
             return await self.chooser.choose(query)
 
-        async def alone() -> Choice:
+        async def alone() -> RouteDecision:
             return await ask(query())
 
-        async def beside() -> Choice:
+        async def beside() -> RouteDecision:
             return await alone() if route is None else await route.choose(self.chooser, query(), ask, alone)
 
         answer = _Answer(visit, number)
@@ -190,7 +190,7 @@ class Gateway:
         elif self.binding.has_overtaken(entry):
             self._events.after(NEXT_S, lambda: self._try_now(entry))
 
-    async def ended(self, request: SimulatedRequest, choice: Choice) -> None:
+    async def ended(self, request: SimulatedRequest, choice: RouteDecision) -> None:
         """Its last token is out."""
         await self._fleet.redis.follow()
         await self.chooser.release(choice)
@@ -291,7 +291,7 @@ class _Answer:
     def done(self) -> bool:
         return self.entry not in self.visit.waiting
 
-    def set_result(self, result: Choice, /) -> None:
+    def set_result(self, result: RouteDecision, /) -> None:
         assert self.entry is not None
         self.visit.waiting.remove(self.entry)
         self.visit.gateway.after(lambda: self.visit.client.admitted(self.number, result))

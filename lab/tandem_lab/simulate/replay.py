@@ -26,7 +26,7 @@ from tandem_lab.simulate.prefix_fetch import WantedPrefix
 from tandem_lab.simulate.requests import SimulatedRequest
 from tandem_lab.simulate.worker import ModelledWorker
 from tandem_services.common.redis_client import RedisAddress
-from tandem_services.router.decision import Choice, Placement
+from tandem_services.router.decision import Placement, RouteDecision
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.policies import PolicyNames
 from tandem_services.router.router import Router, RouterConfig
@@ -257,7 +257,7 @@ class Replay:
         served.refused = True
         self._ended(served, count)
 
-    async def _send(self, served: _Part, choice: Choice) -> None:
+    async def _send(self, served: _Part, choice: RouteDecision) -> None:
         if not self._there(choice):
             # Chosen from a view that is a heartbeat old: the attempt fails, and there is another one.
             await self._gateway(served.request).chooser.release(choice)
@@ -274,15 +274,17 @@ class Replay:
             return
         decode.submit(self._handed_over(served, choice, self._fleet.workers[choice.prefill.incarnation], decode))
 
-    def _there(self, choice: Choice) -> bool:
+    def _there(self, choice: RouteDecision) -> bool:
         named = (choice.decode, choice.prefill, None if choice.fetch is None else choice.fetch.source)
         return all(worker is None or worker.incarnation in self._fleet.workers for worker in named)
 
-    def _alone(self, served: _Part, choice: Choice) -> Job:
+    def _alone(self, served: _Part, choice: RouteDecision) -> Job:
         job = self._job(served, choice, on_prompt=lambda: self._first(served, choice, job))
         return job
 
-    def _handed_over(self, served: _Part, choice: Choice, prefill: ModelledWorker, decode: ModelledWorker) -> Job:
+    def _handed_over(
+        self, served: _Part, choice: RouteDecision, prefill: ModelledWorker, decode: ModelledWorker
+    ) -> Job:
         """The decode worker's job; it sets off the prefill worker's once it has room."""
         began = 0.0
 
@@ -313,7 +315,7 @@ class Replay:
     def _job(
         self,
         served: _Part,
-        choice: Choice,
+        choice: RouteDecision,
         *,
         on_prompt: Callable[[], None],
         on_room: Callable[[], None] | None = None,
@@ -329,7 +331,7 @@ class Replay:
             wanted=None if choice.prefill is not None else self._wanted(choice),
         )
 
-    def _wanted(self, choice: Choice) -> WantedPrefix | None:
+    def _wanted(self, choice: RouteDecision) -> WantedPrefix | None:
         """The prefix that the worker for the prompt is to fetch."""
         fetch = choice.fetch
         if fetch is None:
@@ -338,7 +340,7 @@ class Replay:
         blocks = fetch.tokens // fetch.source.page_size
         return WantedPrefix(holder=holder, blocks=blocks, within_s=fetch.within_s)
 
-    def _first(self, served: _Part, choice: Choice, computed: Job) -> None:
+    def _first(self, served: _Part, choice: RouteDecision, computed: Job) -> None:
         whole, served.first = served.whole, self._events.now()
         if not whole.first:
             whole.first = served.first
@@ -351,7 +353,7 @@ class Replay:
             cached=computed.matched * self._block,
         )
 
-    async def _last(self, served: _Part, choice: Choice) -> None:
+    async def _last(self, served: _Part, choice: RouteDecision) -> None:
         whole = served.whole
         whole.last = self._events.now()
         gap = (whole.last - served.first) / max(1, served.request.output_tokens - 1)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from tandem_engine.base.clock import Clock
-from tandem_services.router.decision import Absence, Choice, RouteQuery, WorkerView
+from tandem_services.router.decision import Absence, RouteDecision, RouteQuery, WorkerView
 
 COMMAND_S = 0.005
 """Of a load, whatever its size: opening files, and a turn of the scheduler."""
@@ -50,7 +50,7 @@ class AdapterPrices:
         absent = (each for each in workers if not each.has_adapter(query.adapter))
         return {worker.incarnation: self._absence(query, worker) for worker in absent}
 
-    def note(self, choice: Choice, query: RouteQuery) -> None:
+    def note(self, choice: RouteDecision, query: RouteQuery) -> None:
         """The workers of `choice` are about to get the request."""
         now = self.clock.now()
         for worker in (choice.decode, choice.prefill):

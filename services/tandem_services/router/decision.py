@@ -264,7 +264,7 @@ class PlannedFetch:
 
 
 @checked_dataclass(frozen=True, kw_only=True, slots=True)
-class Choice:
+class RouteDecision:
     """Where one attempt goes."""
 
     request_id: str

@@ -28,7 +28,7 @@ from random import Random
 from tandem_engine.base.clock import Clock
 from tandem_engine.config import Role
 from tandem_services.router.cost import PRESENT, Candidate, Demand, Load, room_needed, uncached
-from tandem_services.router.decision import Absence, Choice, Claim, Reservation, RouteQuery, Source, WorkerView
+from tandem_services.router.decision import Absence, Claim, Reservation, RouteDecision, RouteQuery, Source, WorkerView
 from tandem_services.router.in_flight import PromptsInFlight
 from tandem_services.router.index import LastChain
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS
@@ -287,7 +287,7 @@ class LocalChoices:
     in_flight: PromptsInFlight
     next_serial: Callable[[], int]
 
-    async def choose(self, query: RouteQuery, demand: Demand, *, explained: bool) -> Choice | None:
+    async def choose(self, query: RouteQuery, demand: Demand, *, explained: bool) -> RouteDecision | None:
         """Nothing is reserved that others could see; None when no worker can take it."""
         page_size = self.membership.page_size(query.model) or 1
         chain = await self.chains.of(query.token_ids, page_size, space=query.space, most_blocks=MAX_CHAIN_BLOCKS)
@@ -319,7 +319,7 @@ class LocalChoices:
         find, prefill = self.membership.find, option.prefill
         if computing.view.page_size == page_size:
             self.in_flight.note(serial, chain, computing.view.incarnation, computed_in_s(option.terms))
-        return Choice(
+        return RouteDecision(
             request_id=query.request_id,
             decode=option.decode.view,
             prefill=None if prefill is None else prefill.view,

@@ -18,7 +18,7 @@ from statistics import median
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.config import Role
-from tandem_services.router.decision import Choice, RouteQuery
+from tandem_services.router.decision import RouteDecision, RouteQuery
 from tandem_services.router.membership import Membership
 from tandem_services.router.registry import WorkerRecord
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
@@ -92,14 +92,14 @@ class Probing:
         # The prompt for a slow prefill worker would be computed where it is decoded.
         return replace(query, only=frozenset((view.incarnation, *some)), paired=True)
 
-    def is_measured(self, choice: Choice) -> bool:
+    def is_measured(self, choice: RouteDecision) -> bool:
         """Whether this choice for a probe makes the suspect compute a prompt at once. Where others already wait there,
         it measures itself without it."""
         computing = choice.prefill or choice.decode
         waits = has_to_wait(choice.terms) or prefill_wait_s(choice.terms) > 0.0
         return computing.incarnation in self._chosen_at and not waits
 
-    def note(self, choice: Choice) -> None:
+    def note(self, choice: RouteDecision) -> None:
         """A request goes there."""
         if not self._chosen_at:
             return

@@ -32,12 +32,12 @@ from tandem_services.common.tasks import run_periodically
 from tandem_services.router.adapter_prices import AdapterPrices
 from tandem_services.router.cost import Demand, room_needed
 from tandem_services.router.decision import (
-    Choice,
     Claim,
     MemberProofs,
     NoWorkersError,
     Placement,
     Reservation,
+    RouteDecision,
     RouteQuery,
     Source,
     WorkerView,
@@ -81,7 +81,7 @@ class RouterConfig:
     exploration: float = 0.0
     """Share of requests that go to workers at random, so that what is never chosen stays known."""
     explained_per_second: int = 0
-    """Decisions per second that record the options they chose from (`Choice.priced`), at most."""
+    """Decisions per second that record the options they chose from (`RouteDecision.priced`), at most."""
     routing_timeout_s: float = ROUTING_TIMEOUT_S
     background_timeout_s: float = BACKGROUND_TIMEOUT_S
     """Deadline of a command that no request waits for."""
@@ -309,7 +309,7 @@ class Router:
         """A worker has sent a request away because it is in `state`: do not choose it from the view of before."""
         self._membership.note_refusal(incarnation, state)
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         """The workers for one attempt. Raises `NoWorkersError` when no worker can take it now."""
         choice = await self._probed(query) or await self._find(query)
         if choice is not None and not _continues(choice, query):
@@ -324,7 +324,7 @@ class Router:
             )
         return self._noted(choice)
 
-    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+    async def stay(self, query: RouteQuery, incarnation: str) -> RouteDecision:
         """This worker and no other, whatever else would be cheaper. Raises `NoWorkersError` when it is gone."""
         if self._membership.unknown({incarnation}):
             await self._refresh_if_possible()
@@ -333,7 +333,7 @@ class Router:
             raise NoWorkersError(f"worker {incarnation} is gone", retry_after=RETRY_AFTER_S)
         demand = self._demand(query)
         claim = Claim(incarnation, demand.prompt_tokens, 1, room_needed(demand))
-        choice = Choice(
+        choice = RouteDecision(
             request_id=query.request_id,
             decode=record.view,
             prefill=None,
@@ -345,7 +345,7 @@ class Router:
         )
         return self._noted(choice)
 
-    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> RouteDecision:
         """A worker that takes over what `leaving` generates, with its KV: the prefill end of the choice is `leaving`.
 
         Raises `NoWorkersError` when no other worker has capacity now: then the request stays where it is.
@@ -363,24 +363,24 @@ class Router:
         # It has all of it, whatever else was cheaper for another one.
         return replace(choice, prefill=leaving, fetch=None, priced=None, latency=None)
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""
         self._local.in_flight.take_back(choice.reservation.serial)
         await self._held.release(choice)
 
-    def release_soon(self, choice: Choice) -> None:
+    def release_soon(self, choice: RouteDecision) -> None:
         """As `release`, without a wait."""
         self._local.in_flight.take_back(choice.reservation.serial)
         self._held.release_soon(choice)
 
-    async def issue_ticket(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
+    async def issue_ticket(self, ticket_id: str, choice: RouteDecision, query: RouteQuery) -> bool:
         """Allow the holder of `ticket_id` to execute `choice`, which is still to be released here.
 
         False when that is not possible: without a shared reservation, or without Redis.
         """
         return await self._ticketed.issue(ticket_id, choice, query)
 
-    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> RouteDecision | None:
         """The choice of a ticket, which is to be released as any other; None when it is void.
 
         It is void when it was issued for another prompt, is not there any more, or names workers that are gone.
@@ -398,13 +398,13 @@ class Router:
         )
         return self._noted(replace(choice, latency=latency))
 
-    async def release_unredeemed(self, ticket_id: str, choice: Choice) -> None:
+    async def release_unredeemed(self, ticket_id: str, choice: RouteDecision) -> None:
         """As `release`, of a choice with a ticket: after redemption the other process releases the reservation."""
         if await self._ticketed.was_redeemed(ticket_id, choice):
             self._held.drop(choice)
         await self.release(choice)
 
-    async def _probed(self, query: RouteQuery) -> Choice | None:
+    async def _probed(self, query: RouteQuery) -> RouteDecision | None:
         """A suspect that a request is due for, if there is one and it begins at once."""
         probe = self._probing.probe(query)
         choice = None if probe is None else await self._find(probe)
@@ -413,20 +413,20 @@ class Router:
         await self.release(self._noted(choice))
         return None
 
-    async def _find(self, query: RouteQuery) -> Choice | None:
+    async def _find(self, query: RouteQuery) -> RouteDecision | None:
         known = self._membership.unusable
         choice = await self._find_allowed(query)
         again = choice is None and self._membership.unusable - known  # a policy's choice has not answered
         return await self._find_allowed(query) if again else choice
 
-    async def _find_allowed(self, query: RouteQuery) -> Choice | None:
+    async def _find_allowed(self, query: RouteQuery) -> RouteDecision | None:
         query = self._exclusions.narrowed(query)
         choice = await self._find_among(query)
         if choice is not None and query.absences:
             self._adapter_prices.note(choice, query)
         return choice
 
-    async def _find_among(self, query: RouteQuery) -> Choice | None:
+    async def _find_among(self, query: RouteQuery) -> RouteDecision | None:
         explained = self._explain_budget.spend()
         share = self._membership.unlisted_share(query.model)
         if share > 0.0 and self._random.random() < share:
@@ -437,7 +437,7 @@ class Router:
             query, explained=explained
         )
 
-    async def _choose_in_redis(self, query: RouteQuery, *, explained: bool) -> Choice | None:
+    async def _choose_in_redis(self, query: RouteQuery, *, explained: bool) -> RouteDecision | None:
         """None when Redis is unavailable: the caller decides locally."""
         if not self._routing.available:
             return None
@@ -460,7 +460,7 @@ class Router:
         self.counters.redis += choice is not None
         return choice
 
-    async def _choose_locally(self, query: RouteQuery, *, explained: bool) -> Choice | None:
+    async def _choose_locally(self, query: RouteQuery, *, explained: bool) -> RouteDecision | None:
         choice = await self._local.choose(query, self._demand(query), explained=explained)
         self.counters.local += choice is not None
         return choice
@@ -478,7 +478,7 @@ class Router:
             local_prefill_tokens=0 if query.paired else self._config.local_prefill_tokens,
         )
 
-    def _noted(self, choice: Choice) -> Choice:
+    def _noted(self, choice: RouteDecision) -> RouteDecision:
         """`choice`, which its caller will release."""
         self.counters.placements[choice.placement] += 1
         self._held.add(choice)
@@ -495,6 +495,6 @@ class Router:
         await self._starts.refresh(viewed=self._reader.is_viewed)
 
 
-def _continues(choice: Choice, query: RouteQuery) -> bool:
+def _continues(choice: RouteDecision, query: RouteQuery) -> bool:
     """Whether the workers of `choice` are of the kind that the query requires."""
     return query.compat_hash in (None, choice.decode.compat_hash)

@@ -22,7 +22,7 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import BackgroundTasks
 from tandem_services.router.adapter_prices import AdapterPrices
 from tandem_services.router.cost import ASSUMED_PREFILL_RATE, Candidate, Demand, PricedFetch
-from tandem_services.router.decision import Choice, PlannedFetch, Reservation, RouteQuery, Source, WorkerView
+from tandem_services.router.decision import PlannedFetch, Reservation, RouteDecision, RouteQuery, Source, WorkerView
 from tandem_services.router.index import BlockIndex, LastChain, Routed
 from tandem_services.router.keys import MAX_CHAIN_BLOCKS, RESERVATION_MS
 from tandem_services.router.local_choices import OwnLoad
@@ -51,7 +51,7 @@ class SharedChoices:
     next_serial: Callable[[], int]
     chains: LastChain
 
-    async def choose(self, query: RouteQuery, demand: Demand, *, explained: bool) -> Choice | None:
+    async def choose(self, query: RouteQuery, demand: Demand, *, explained: bool) -> RouteDecision | None:
         """Reserved; None when Redis has no worker for it. Raises `RedisUnavailableError`."""
         page_size = self.membership.page_size(query.model)
         if page_size is None:
@@ -88,7 +88,7 @@ class SharedChoices:
             return None
         return frozenset(each.view.incarnation for each in records[:MAX_ALLOWED])
 
-    async def _resolve(self, query: RouteQuery, demand: Demand, routed: Routed) -> Choice | None:
+    async def _resolve(self, query: RouteQuery, demand: Demand, routed: Routed) -> RouteDecision | None:
         """Addresses of the chosen incarnations.
 
         None when one of them was found dead during the query, has no valid record, does not answer, or is not of the
@@ -104,7 +104,7 @@ class SharedChoices:
         prefill = None if routed.prefill is None else self.membership.find(routed.prefill)
         if decode is None or unproven or not _suits(query, decode, prefill):
             return None
-        return Choice(
+        return RouteDecision(
             request_id=query.request_id,
             decode=decode.view,
             prefill=None if prefill is None else prefill.view,
@@ -162,7 +162,7 @@ class HeldChoices:
         """Serial of the next choice to hold."""
         return next(self._serials)
 
-    def add(self, choice: Choice) -> None:
+    def add(self, choice: RouteDecision) -> None:
         """It will be released."""
         rates = {}
         for claim in choice.reservation.claims:
@@ -171,13 +171,13 @@ class HeldChoices:
         self.own.add(choice.reservation.claims, rates)
         self._chosen_at[choice.reservation.serial] = self.clock.now()
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         """Releasing twice counts once."""
         reserved = self.reserves(choice)
         if self.drop(choice) and reserved:
             await self.give_back(choice.request_id, choice.reservation)
 
-    def release_soon(self, choice: Choice) -> None:
+    def release_soon(self, choice: RouteDecision) -> None:
         """As `release`, without a wait: all that ends in this iteration of the event loop is one call of Redis."""
         reserved = self.reserves(choice)
         if not (self.drop(choice) and reserved):
@@ -190,14 +190,14 @@ class HeldChoices:
         """Wait for what is being given back. Call at shutdown."""
         await self._background.settle()
 
-    def drop(self, choice: Choice) -> bool:
+    def drop(self, choice: RouteDecision) -> bool:
         """As `release`, of a reservation that another process releases in Redis, or none. False if it was not held."""
         if self._chosen_at.pop(choice.reservation.serial, None) is None:
             return False
         self.own.remove(choice.reservation.claims)
         return True
 
-    def reserves(self, choice: Choice) -> bool:
+    def reserves(self, choice: RouteDecision) -> bool:
         """Whether what it reserved in Redis may still count."""
         chosen_at = self._chosen_at.get(choice.reservation.serial, float("-inf"))
         return choice.reservation.bucket is not None and self.clock.now() - chosen_at <= RESERVATION_MS / 1000
@@ -228,7 +228,7 @@ class TicketedChoices:
     held: HeldChoices
     refresh: Callable[[], Awaitable[None]]
 
-    async def issue(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool:
+    async def issue(self, ticket_id: str, choice: RouteDecision, query: RouteQuery) -> bool:
         """Whether the holder of `ticket_id` may execute `choice`: not without a shared reservation."""
         if choice.reservation.bucket is None:
             return False
@@ -238,7 +238,7 @@ class TicketedChoices:
             return False
         return True
 
-    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> RouteDecision | None:
         """The choice of a ticket, which is not held here yet; None when it is void."""
         try:
             ticket = await self.board.take(ticket_id)
@@ -257,7 +257,7 @@ class TicketedChoices:
             await self.held.give_back(query.request_id, ticket.reservation)
         return choice
 
-    async def was_redeemed(self, ticket_id: str, choice: Choice) -> bool:
+    async def was_redeemed(self, ticket_id: str, choice: RouteDecision) -> bool:
         """Whether another process releases what `choice` has reserved. Its ticket is void from now on."""
         try:
             return self.held.reserves(choice) and await self.board.take(ticket_id) is None

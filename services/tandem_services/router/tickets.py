@@ -23,11 +23,11 @@ import msgspec
 
 from tandem_services.common.redis_client import RedisClient, decoded
 from tandem_services.router.decision import (
-    Choice,
     Claim,
     Placement,
     PlannedFetch,
     Reservation,
+    RouteDecision,
     RouteQuery,
     ScoreTerm,
     Source,
@@ -60,7 +60,7 @@ class TicketFetch(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Ticket(msgspec.Struct, frozen=True, array_like=True):
-    """A choice as it lies in Redis. See `Choice`."""
+    """A choice as it lies in Redis. See `RouteDecision`."""
 
     prompt: bytes
     """Digest of model, adapter, cache salt and tokens."""
@@ -75,7 +75,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     note: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
 
     @classmethod
-    def of(cls, choice: Choice, query: RouteQuery) -> "Ticket":
+    def of(cls, choice: RouteDecision, query: RouteQuery) -> "Ticket":
         fetch = choice.fetch
         return cls(
             prompt=_prompt_digest(query),
@@ -99,7 +99,9 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
         """To give back what was reserved for a ticket that is void."""
         return Reservation(self.bucket, tuple(Claim(*claim) for claim in self.claims), note=self.note)
 
-    def choice_for(self, query: RouteQuery, find: Callable[[str], WorkerView | None], serial: int) -> Choice | None:
+    def choice_for(
+        self, query: RouteQuery, find: Callable[[str], WorkerView | None], serial: int
+    ) -> RouteDecision | None:
         """The choice, if it is for this prompt and `find` returns its workers, none of which the query excludes."""
         decode = find(self.decode)
         prefill = None if self.prefill is None else find(self.prefill)
@@ -108,7 +110,7 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
             return None
         if self.prompt != _prompt_digest(query) or query.compat_hash not in (None, decode.compat_hash):
             return None
-        return Choice(
+        return RouteDecision(
             request_id=query.request_id,
             decode=decode,
             prefill=prefill,

@@ -25,7 +25,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.common.tasks import BackgroundTasks, run_periodically
-from tandem_services.router.decision import Choice, NoWorkersError, RouteQuery, WorkerView
+from tandem_services.router.decision import NoWorkersError, RouteDecision, RouteQuery, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.tickets import new_ticket_id
 from tandem_services.router_server.schemas import ChoiceRecord, ChosenRoute
@@ -37,16 +37,16 @@ EXPIRY_EVERY_S = 1.0
 class Releaser(Protocol):
     """See `Router`."""
 
-    async def release(self, choice: Choice) -> None: ...
+    async def release(self, choice: RouteDecision) -> None: ...
 
-    async def release_unredeemed(self, ticket_id: str, choice: Choice) -> None: ...
+    async def release_unredeemed(self, ticket_id: str, choice: RouteDecision) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Held:
     """One choice that is not released yet."""
 
-    choice: Choice
+    choice: RouteDecision
     record: ChoiceRecord
     since: float
 
@@ -217,9 +217,9 @@ NO_ROOM_RETRY_S = 1.0
 class Chooser(Releaser, Protocol):
     """What is needed of the router; see `Router`."""
 
-    async def choose(self, query: RouteQuery) -> Choice: ...
+    async def choose(self, query: RouteQuery) -> RouteDecision: ...
 
-    async def issue_ticket(self, ticket_id: str, choice: Choice, query: RouteQuery) -> bool: ...
+    async def issue_ticket(self, ticket_id: str, choice: RouteDecision, query: RouteQuery) -> bool: ...
 
     def workers(self) -> tuple[WorkerView, ...]: ...
 
@@ -265,18 +265,18 @@ class RoutingService:
         self.metrics.held.set(len(self.holds))
         return released
 
-    def has_room(self, choice: Choice) -> bool:
+    def has_room(self, choice: RouteDecision) -> bool:
         """As a gateway's queue sees it."""
         return not has_to_wait(choice.terms) and prefill_wait_s(choice.terms) <= self.worker_wait_s
 
-    async def _chosen(self, query: RouteQuery) -> Choice:
+    async def _chosen(self, query: RouteQuery) -> RouteDecision:
         try:
             return await self.router.choose(query)
         except NoWorkersError as error:
             raise unavailable(str(error), retry_after=error.retry_after) from error
 
     async def _hold(
-        self, query: RouteQuery, choice: Choice, for_gateway: bool, interface: str, return_token_ids: bool
+        self, query: RouteQuery, choice: RouteDecision, for_gateway: bool, interface: str, return_token_ids: bool
     ) -> Held:
         reservation = new_ticket_id()
         try:

@@ -9,7 +9,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_services.router.cost import Candidate, Demand
-from tandem_services.router.decision import Choice, Source
+from tandem_services.router.decision import RouteDecision, Source
 from tandem_services.router.index import IndexUpdate, UpdateKind
 from tandem_services.router.scoring import has_to_wait, select
 from tandem_testing.redis_server import RedisServer
@@ -33,7 +33,7 @@ WORKERS = tuple(make_record(f"w{number}") for number in range(4))
 query = partial(make_query, token_ids=PROMPT)
 
 
-def computing(choice: Choice) -> str:
+def computing(choice: RouteDecision) -> str:
     """Who computes the prompt; among workers that do both another one may decode."""
     return (choice.prefill or choice.decode).worker_id
 

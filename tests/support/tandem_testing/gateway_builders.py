@@ -25,7 +25,6 @@ from tandem_services.gateway.models.service import Fleet
 from tandem_services.gateway.serve import console_of, http_server
 from tandem_services.router.cost import NO_ROOM_S
 from tandem_services.router.decision import (
-    Choice,
     Latency,
     MemberProofs,
     NoWorkersError,
@@ -34,6 +33,7 @@ from tandem_services.router.decision import (
     PricedOptions,
     PricedPrefix,
     Reservation,
+    RouteDecision,
     RouteQuery,
     ScoreTerm,
     Source,
@@ -111,7 +111,7 @@ class FakeChooser:
     death: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when the first worker was marked dead."""
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         self.queries.append(query)
         decode = self._first(query, Role.DECODE, Role.BOTH)
         if decode is None:
@@ -119,7 +119,7 @@ class FakeChooser:
         full = self.open >= self.room
         self.open += 1
         prefill = self._first(query, Role.PREFILL)
-        return Choice(
+        return RouteDecision(
             request_id=query.request_id,
             decode=decode,
             prefill=prefill,
@@ -133,15 +133,15 @@ class FakeChooser:
             reservation=Reservation(None, ()),
         )
 
-    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> RouteDecision | None:
         worker = self.tickets.pop(ticket_id, None)
         return None if worker is None else replace(await self.stay(query, worker.incarnation), source=Source.ROUTER)
 
-    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> RouteDecision:
         choice = await self.choose(replace(query, exclude=query.exclude | {leaving.incarnation}))
         return replace(choice, prefill=leaving)
 
-    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+    async def stay(self, query: RouteQuery, incarnation: str) -> RouteDecision:
         self.queries.append(query)
         worker = next((worker for worker in self.workers() if worker.incarnation == incarnation), None)
         if worker is None:
@@ -149,10 +149,10 @@ class FakeChooser:
         self.open += 1
         return make_choice(query.request_id, worker, source=Source.SESSION)
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         self.open -= 1
 
-    def release_soon(self, choice: Choice) -> None:
+    def release_soon(self, choice: RouteDecision) -> None:
         self.open -= 1
 
     def prefill_rate(self, model: str) -> float:

@@ -11,7 +11,15 @@ from tandem_engine.messages.kv_events import chain_hashes, chain_seed
 from tandem_engine.messages.stats import LinkReport
 from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.cost import Load
-from tandem_services.router.decision import Choice, Placement, Reservation, RouteQuery, ScoreTerm, Source, WorkerView
+from tandem_services.router.decision import (
+    Placement,
+    Reservation,
+    RouteDecision,
+    RouteQuery,
+    ScoreTerm,
+    Source,
+    WorkerView,
+)
 from tandem_services.router.deployment import Deployment
 from tandem_services.router.index import Applied, BlockIndex, IndexUpdate, UpdateKind
 from tandem_services.router.keys import Keys
@@ -77,9 +85,9 @@ class FittingList(list[WorkerView]):
 
 def make_choice(
     request_id: str, decode: WorkerView, *, source: Source = Source.LOCAL, terms: tuple[ScoreTerm, ...] = ()
-) -> Choice:
+) -> RouteDecision:
     """Of one worker that computes everything itself."""
-    return Choice(
+    return RouteDecision(
         request_id=request_id,
         decode=decode,
         prefill=None,

@@ -48,7 +48,7 @@ from tandem_services.gateway.observe.tracing import UNTRACED, AttemptStart, Atte
 from tandem_services.gateway.output.token_sequence import Accepted, Consume
 from tandem_services.gateway.queueing.admission import Admission, OutputCharge
 from tandem_services.router.calibration import Prediction
-from tandem_services.router.decision import Choice, Placement, PlannedFetch, WorkerView
+from tandem_services.router.decision import Placement, PlannedFetch, RouteDecision, WorkerView
 
 
 def request_alone(
@@ -109,7 +109,7 @@ def _without_end(request: GenerateRequest, context_length: int) -> GenerateReque
 
 
 def pair_of_requests(
-    alone: GenerateRequest, choice: Choice, generation: int, *, moving: bool
+    alone: GenerateRequest, choice: RouteDecision, generation: int, *, moving: bool
 ) -> tuple[GenerateRequest, GenerateRequest]:
     """For the decode worker and for the prefill worker of `choice`, which is a pair."""
     assert choice.prefill is not None, "a worker alone hands nothing over"
@@ -274,13 +274,13 @@ class Dispatcher:
         # The worker died between its last token and its finish.
         await consume(Accepted([], [], Finish(reason=FinishReason.LENGTH)))
 
-    def _predicted(self, request: ChoiceRequest, choice: Choice, progress: Progress) -> Prediction | None:
+    def _predicted(self, request: ChoiceRequest, choice: RouteDecision, progress: Progress) -> Prediction | None:
         """Of a first attempt to generate."""
         if progress.number or request.pooling is not None:
             return None
         return self.predictions.predict(choice, gateway_wait_s=progress.expected_wait_s)
 
-    def _ended(self, choice: Choice, note: AttemptRecord, *, at: float) -> None:
+    def _ended(self, choice: RouteDecision, note: AttemptRecord, *, at: float) -> None:
         """An attempt is over, however it ended; `at` seconds after the choice began."""
         if note.outcome == "running":
             note.outcome = "stopped"
@@ -288,7 +288,9 @@ class Dispatcher:
         self.metrics.attempt_ended(note.outcome)
         self.placing.release(choice)
 
-    def _correct_charge(self, request: ChoiceRequest, choice: Choice, progress: Progress, record: ChoiceRecord) -> None:
+    def _correct_charge(
+        self, request: ChoiceRequest, choice: RouteDecision, progress: Progress, record: ChoiceRecord
+    ) -> None:
         """The tenant was charged for the prompt of each choice by what the router predicted to be cached. Once, for the
         first attempt."""
         if progress.number == 0 and record.cached_tokens is not None:
@@ -299,7 +301,7 @@ class Dispatcher:
                 cached=record.cached_tokens,
             )
 
-    async def _enter(self, attempt: Attempt, workers: Choice, progress: Progress) -> None:
+    async def _enter(self, attempt: Attempt, workers: RouteDecision, progress: Progress) -> None:
         """Note where an attempt goes whose request may have killed a worker; it may have to wait its turn."""
         progress.began_at = len(progress.received)
         both = [worker.incarnation for worker in (workers.decode, workers.prefill) if worker is not None]
@@ -327,7 +329,7 @@ class Dispatcher:
         self,
         attempt: Attempt,
         request: ChoiceRequest,
-        choice: Choice,
+        choice: RouteDecision,
         progress: Progress,
         trace: AttemptTrace,
         *,
@@ -359,7 +361,7 @@ class Dispatcher:
             raise AttemptFailedError(FailureCause.UNREACHABLE, worker.incarnation) from error
 
     async def _note_failure(
-        self, request: ChoiceRequest, choice: Choice, progress: Progress, failure: AttemptFailedError
+        self, request: ChoiceRequest, choice: RouteDecision, progress: Progress, failure: AttemptFailedError
     ) -> None:
         """Decide whether there is another attempt; raises `ApiError` when there is none."""
         progress.suspicion.clear_losses(worker.incarnation for worker in self.placing.chooser.workers())
@@ -389,7 +391,9 @@ class Dispatcher:
             raise gave_up(failure, out_of_memory=progress.out_of_memory) from failure
 
 
-def _attempt_start(request: ChoiceRequest, progress: Progress, choice: Choice, note: AttemptRecord) -> AttemptStart:
+def _attempt_start(
+    request: ChoiceRequest, progress: Progress, choice: RouteDecision, note: AttemptRecord
+) -> AttemptStart:
     return AttemptStart(
         attempt_id=progress.rid,
         index=request.index,
@@ -403,7 +407,7 @@ def _attempt_start(request: ChoiceRequest, progress: Progress, choice: Choice, n
     )
 
 
-def _one_worker(choice: Choice) -> Choice:
+def _one_worker(choice: RouteDecision) -> RouteDecision:
     """A prompt alone is the prefill worker's work, where there is one."""
     return (
         choice

@@ -30,7 +30,14 @@ from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.queueing.lanes import Lane
 from tandem_services.gateway.queueing.slo_admission import SloAdmission
-from tandem_services.router.decision import Choice, MemberProofs, NoWorkersError, Placement, RouteQuery, WorkerView
+from tandem_services.router.decision import (
+    MemberProofs,
+    NoWorkersError,
+    Placement,
+    RouteDecision,
+    RouteQuery,
+    WorkerView,
+)
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.starting import StartingWorker
 from tandem_services.router.tickets import RouteTicket
@@ -39,30 +46,30 @@ from tandem_services.router.tickets import RouteTicket
 class PairChooser(Protocol):
     """What the gateway needs of the router."""
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         """Reserve and return the best workers. Raises `NoWorkersError` when no worker can take it now."""
         ...
 
-    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> RouteDecision | None:
         """What a stand-alone router chose and reserved for this prompt; None when that does not hold."""
         ...
 
-    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+    async def stay(self, query: RouteQuery, incarnation: str) -> RouteDecision:
         """Reserve and return this worker alone. Raises `NoWorkersError` when it is gone."""
         ...
 
-    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> RouteDecision:
         """Reserve and return the worker that takes over from `leaving`, which is the choice's prefill worker.
 
         Raises `NoWorkersError` when no worker has capacity.
         """
         ...
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         """Give the reservation back. This or `release_soon` is called exactly once per choice."""
         ...
 
-    def release_soon(self, choice: Choice) -> None:
+    def release_soon(self, choice: RouteDecision) -> None:
         """Give the reservation back, without a wait."""
         ...
 
@@ -155,7 +162,7 @@ class Placing:
     admission: Admission
     objectives: SloAdmission
 
-    async def choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> Choice:
+    async def choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> RouteDecision:
         """Workers for the next attempt, reserved. Raises `ApiError` when there are none in time."""
         if progress.unpaid:
             await self._pay(progress)
@@ -192,7 +199,7 @@ class Placing:
         logger.info("migrating request", extra={"fields": fields})
         return True
 
-    def release(self, choice: Choice) -> None:
+    def release(self, choice: RouteDecision) -> None:
         """An attempt is over: the reservation goes back."""
         self.chooser.release_soon(choice)
         self.admission.freed(choice.decode.incarnation, choice.cell)
@@ -206,7 +213,7 @@ class Placing:
             await asyncio.sleep(self.budget.wait_s)
         progress.unpaid = False
 
-    async def _await_worker(self, request: ChoiceRequest, progress: Progress, error: NoWorkersError) -> Choice:
+    async def _await_worker(self, request: ChoiceRequest, progress: Progress, error: NoWorkersError) -> RouteDecision:
         # There is no worker that could be silent.
         progress.silent_since = None
         give_up_at = self.clock.now() + self.policy.recovery_s
@@ -220,14 +227,14 @@ class Placing:
                 error = again
         raise no_workers(error) from error
 
-    async def _keeper(self, query: RouteQuery, incarnation: str, progress: Progress) -> Choice:
+    async def _keeper(self, query: RouteQuery, incarnation: str, progress: Progress) -> RouteDecision:
         """For a turn of an existing session, which no other worker can serve."""
         try:
             return await self._timed(self.chooser.stay(query, incarnation), progress)
         except NoWorkersError as error:
             raise session_lost() from error
 
-    async def _choose_once(self, request: ChoiceRequest, progress: Progress) -> Choice:
+    async def _choose_once(self, request: ChoiceRequest, progress: Progress) -> RouteDecision:
         query = self._query(request, progress)
         if request.turn is not None and request.turn.keeper is not None:
             return await self._keeper(query, request.turn.keeper, progress)
@@ -244,12 +251,12 @@ class Placing:
         away = frozenset(incarnation for incarnation, until in progress.sent_away.items() if now < until)
         return await self._choose_suitable(replace(query, exclude=away), progress)
 
-    async def _admitted(self, request: ChoiceRequest, query: RouteQuery, progress: Progress) -> Choice:
+    async def _admitted(self, request: ChoiceRequest, query: RouteQuery, progress: Progress) -> RouteDecision:
         """For the first attempt; with the other choices of its prompt, if there are any."""
         if request.objectives is not None:
             self._judge_wait(request, query, progress)
 
-        async def apart(avoided: frozenset[str]) -> Choice:
+        async def apart(avoided: frozenset[str]) -> RouteDecision:
             """Without the workers that requests before it wait for; a ticket may be for one of them."""
             return await self._judged(request, replace(query, exclude=query.exclude | avoided), progress, None)
 
@@ -278,7 +285,7 @@ class Placing:
 
     async def _judged(
         self, request: ChoiceRequest, query: RouteQuery, progress: Progress, ticket: RouteTicket | None
-    ) -> Choice:
+    ) -> RouteDecision:
         """Where the other choices of its prompt are, if there are any and it fits. Raises `ApiError` 429 where that
         cannot meet the objectives of the request."""
         if request.route is None:
@@ -337,7 +344,7 @@ class Placing:
 
     async def _choose_suitable(
         self, query: RouteQuery, progress: Progress, ticket: RouteTicket | None = None
-    ) -> Choice:
+    ) -> RouteDecision:
         """Not one whose decode worker would compute the prompt for want of others, when that is not wanted."""
         chosen = None if ticket is None else ticket.take()
         choice = None if chosen is None else await self.chooser.redeem(chosen, query)
@@ -348,7 +355,7 @@ class Placing:
         self.chooser.release_soon(choice)
         raise NoWorkersError("no prefill worker is left", retry_after=1.0)
 
-    async def _timed(self, decision: Awaitable[Choice], progress: Progress) -> Choice:
+    async def _timed(self, decision: Awaitable[RouteDecision], progress: Progress) -> RouteDecision:
         asked = self.clock.now()
         choice = await decision
         progress.decided_s = self.clock.now() - asked

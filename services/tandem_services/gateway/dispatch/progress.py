@@ -14,7 +14,7 @@ from tandem_services.gateway.dispatch.attempt import AttemptFailedError, Failure
 from tandem_services.gateway.dispatch.quarantine import PROOF_TOKENS, Suspicion, Trial
 from tandem_services.gateway.dispatch.sessions import session_lost
 from tandem_services.gateway.output.token_sequence import Accepted
-from tandem_services.router.decision import Choice, NoWorkersError, WorkerView
+from tandem_services.router.decision import NoWorkersError, RouteDecision, WorkerView
 from tandem_services.router.registry import WorkerState
 
 LOST = (FailureCause.WORKER_LOST, FailureCause.UNREACHABLE)
@@ -52,7 +52,7 @@ class Progress:
     """Predicted time in the gateway's queue, when it came."""
     decided_s: float = 0.0
     """How long the last route decision took; 0 of a ticket."""
-    place: Choice | None = None
+    place: RouteDecision | None = None
     """Where the next attempt goes, with the KV of the one before."""
     failed: set[str] = field(default_factory=set)
     """Incarnations to avoid."""
@@ -101,7 +101,7 @@ class Progress:
             self.trial.cleared()
             self.trial = None
 
-    def move_to(self, place: Choice, leaving: WorkerView) -> None:
+    def move_to(self, place: RouteDecision, leaving: WorkerView) -> None:
         """The next attempt takes over from `leaving`, which has not failed but will not be there much longer."""
         self.place = place
         self.number += 1
@@ -148,7 +148,7 @@ class Progress:
             self.trial = None
 
 
-def at_fault(choice: Choice, failure: AttemptFailedError) -> str:
+def at_fault(choice: RouteDecision, failure: AttemptFailedError) -> str:
     """The worker to avoid next time. A receiver that reports a failed transfer is well: its sender is not."""
     if failure.code == TransferError.code and choice.prefill is not None:
         return choice.prefill.incarnation

@@ -26,7 +26,7 @@ from tandem_engine.messages.outputs import CacheHits, FetchReport, TokenOutput, 
 from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.objectives import Objectives
 from tandem_services.router.calibration import Prediction
-from tandem_services.router.decision import Choice, OtherCell, PlannedFetch, PricedOptions, ScoreTerm
+from tandem_services.router.decision import OtherCell, PlannedFetch, PricedOptions, RouteDecision, ScoreTerm
 
 logger = logging.getLogger(__name__)
 
@@ -93,13 +93,13 @@ class FoundTokens(msgspec.Struct, frozen=True, kw_only=True, gc=False):
         )
 
 
-def _bare_attempt(record: "ChoiceRecord", choice: Choice, *, began_s: float, **_: object) -> AttemptRecord:
+def _bare_attempt(record: "ChoiceRecord", decision: RouteDecision, *, began_s: float, **_: object) -> AttemptRecord:
     """An attempt of which nothing else can be recorded."""
     attempt = AttemptRecord(
-        decode=choice.decode.incarnation,
+        decode=decision.decode.incarnation,
         prefill=None,
-        source=choice.source.value,
-        placement=choice.placement.value,
+        source=decision.source.value,
+        placement=decision.placement.value,
         terms=(),
         matched_tokens=0,
         fetch=None,
@@ -152,18 +152,18 @@ class ChoiceRecord(msgspec.Struct, kw_only=True, gc=False):
 
     @estimating(_bare_attempt)
     def begin_attempt(
-        self, choice: Choice, *, predicted: Prediction | None = None, resumed_tokens: int, began_s: float
+        self, decision: RouteDecision, *, predicted: Prediction | None = None, resumed_tokens: int, began_s: float
     ) -> AttemptRecord:
         attempt = AttemptRecord(
-            decode=choice.decode.incarnation,
-            prefill=None if choice.prefill is None else choice.prefill.incarnation,
-            cell=choice.cell,
-            source=choice.source.value,
-            placement=choice.placement.value,
-            terms=choice.terms,
-            candidates=choice.priced,
-            matched_tokens=choice.matched_tokens,
-            fetch=_predicted(choice.fetch),
+            decode=decision.decode.incarnation,
+            prefill=None if decision.prefill is None else decision.prefill.incarnation,
+            cell=decision.cell,
+            source=decision.source.value,
+            placement=decision.placement.value,
+            terms=decision.terms,
+            candidates=decision.priced,
+            matched_tokens=decision.matched_tokens,
+            fetch=_predicted(decision.fetch),
             resumed_tokens=resumed_tokens,
             began_s=began_s,
             predicted=predicted,

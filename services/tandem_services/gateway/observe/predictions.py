@@ -22,7 +22,7 @@ from tandem_services.gateway.objectives import Objectives
 from tandem_services.gateway.observe.explain import RequestRecord
 from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.router.calibration import Calibration, Factors, Measured, Prediction
-from tandem_services.router.decision import Choice, Placement
+from tandem_services.router.decision import Placement, RouteDecision
 
 logger = logging.getLogger(__name__)
 
@@ -116,11 +116,11 @@ class Predictions:
         self._shown: set[tuple[str, Placement]] = set()
 
     @estimating(lambda *_, **__: None)
-    def predict(self, choice: Choice, *, gateway_wait_s: float) -> Prediction | None:
+    def predict(self, decision: RouteDecision, *, gateway_wait_s: float) -> Prediction | None:
         """Of a first attempt; None where the router predicts nothing, and for figures that are no durations."""
-        if choice.latency is None:
+        if decision.latency is None:
             return None
-        prediction = self.calibration.predict(choice.latency, choice.placement, gateway_wait_s=gateway_wait_s)
+        prediction = self.calibration.predict(decision.latency, decision.placement, gateway_wait_s=gateway_wait_s)
         if isfinite(prediction.ttft_s):
             return prediction
         self._errors.inc()

@@ -127,7 +127,7 @@ class RequestSpans:
             self._span.set_attributes(_sampling(start))
         now = self._traces.clock.now()
         decided_at = now - start.decided_s
-        asked_itself = start.choice.request_id == start.attempt_id
+        asked_itself = start.decision.request_id == start.attempt_id
         if start.number == 0:
             self._add(names.QUEUE, start.requested_at, decided_at if asked_itself else now, {names.CHOICE: start.index})
         if asked_itself:

@@ -21,7 +21,7 @@ from tandem_engine.messages.requests import MAX_TRACESTATE_CHARACTERS, TraceCont
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.observe.explain import AttemptRecord, RequestRecord
-from tandem_services.router.decision import Choice
+from tandem_services.router.decision import RouteDecision
 
 _TRACEPARENT = re.compile(
     rb"(?P<version>(?!ff)[0-9a-f]{2})-(?P<trace>(?!0{32})[0-9a-f]{32})-(?P<span>(?!0{16})[0-9a-f]{16})"
@@ -74,7 +74,7 @@ class AttemptStart:
     """Since when a worker was wanted."""
     decided_s: float
     """How long the route decision took."""
-    choice: Choice
+    decision: RouteDecision
     note: AttemptRecord
     sampling: SamplingParams
     model: str

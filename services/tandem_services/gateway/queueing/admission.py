@@ -15,7 +15,7 @@ from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.gateway.queueing.lanes import Lane
 from tandem_services.gateway.queueing.late_binding import NEXT_S, LateBinding, QueueFigures
 from tandem_services.gateway.queueing.queue_entry import Ask, QueueEntry
-from tandem_services.router.decision import Choice, OtherCell
+from tandem_services.router.decision import OtherCell, RouteDecision
 
 
 @dataclass(slots=True)
@@ -55,7 +55,7 @@ class Admission:
         prompt_tokens: int,
         lane: Lane | None = None,
         arrivals: asyncio.Semaphore | None = None,
-    ) -> Choice:
+    ) -> RouteDecision:
         """Workers with room for a new request, reserved for it; may take a while.
 
         `lane`: how it passes others. `arrivals`: bounds those of one request that query the router on arrival. Once one
@@ -65,16 +65,16 @@ class Admission:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full, or no worker takes it in
                 time.
         """
-        choice: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+        decision: asyncio.Future[RouteDecision] = asyncio.get_running_loop().create_future()
         entry = self.binding.entry(
-            ask, choice, tenant=tenant, priority=priority, prompt_tokens=prompt_tokens, lane=lane
+            ask, decision, tenant=tenant, priority=priority, prompt_tokens=prompt_tokens, lane=lane
         )
         if arrivals is None:
             found = await self.binding.arrive(entry)
         else:
             async with arrivals:
                 found = await self.binding.arrive(entry)
-        return await self._wait(entry, choice) if found is None else found
+        return await self._wait(entry, decision) if found is None else found
 
     def freed(self, worker: str = "", cell: OtherCell | None = None) -> None:
         """As `LateBinding.freed`."""
@@ -96,17 +96,17 @@ class Admission:
             await asyncio.gather(self._pump, return_exceptions=True)
         await self.binding.settle()
 
-    async def _wait(self, entry: QueueEntry, choice: "asyncio.Future[Choice]") -> Choice:
+    async def _wait(self, entry: QueueEntry, decision: "asyncio.Future[RouteDecision]") -> RouteDecision:
         if self.binding.has_overtaken(entry):
             asyncio.get_running_loop().call_later(NEXT_S, self._try_now, entry)
         if self._pump is None or self._pump.done():
             self._pump = asyncio.create_task(self._run(), name="admission")
         try:
-            return await choice
+            return await decision
         except asyncio.CancelledError:
             # It may have been admitted in the very moment in which its client left.
-            if not choice.cancelled() and choice.exception() is None:
-                self.binding.give_back(choice.result())
+            if not decision.cancelled() and decision.exception() is None:
+                self.binding.give_back(decision.result())
             raise
         finally:
             self.binding.leave(entry)

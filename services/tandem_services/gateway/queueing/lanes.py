@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.config import Role
-from tandem_services.router.decision import Choice, WorkerView
+from tandem_services.router.decision import RouteDecision, WorkerView
 from tandem_services.router.scoring import has_to_wait
 
 GENERATING = frozenset({Role.DECODE, Role.BOTH})
@@ -33,7 +33,7 @@ class Lane:
     """Digest; b"" for the model alone."""
     registered: bool = False
     """Its requests name the folder."""
-    ask_apart: Callable[[frozenset[str]], Awaitable[Choice]]
+    ask_apart: Callable[[frozenset[str]], Awaitable[RouteDecision]]
     """Queries the router without these workers, by incarnation. Raises `NoWorkersError`."""
 
     def serves(self, worker: WorkerView) -> bool:
@@ -63,15 +63,15 @@ class BlockedLanes:
         """Incarnations that passing requests do not get."""
         return frozenset(self._avoided)
 
-    def block(self, lane: Lane | None, choice: Choice | None) -> None:
-        """A request of `lane` lacks capacity: `choice` is what the router would have given it; None for nothing."""
+    def block(self, lane: Lane | None, decision: RouteDecision | None) -> None:
+        """A request of `lane` lacks capacity: `decision` is what the router would have given it; None for nothing."""
         self._any = True
         # Another worker less may leave further adapters without one.
         self._blocked = {adapter: True for adapter, blocked in self._blocked.items() if blocked}
         if lane is not None:
             self._blocked[lane.adapter] = True
-        if choice is not None:
-            generates = has_to_wait(choice.terms) or choice.prefill is None
+        if decision is not None:
+            generates = has_to_wait(decision.terms) or decision.prefill is None
             roles = GENERATING if generates else PREFILLING
             own = (worker for worker in self.workers if lane is None or lane.serves(worker))
             self._avoided.update(worker.incarnation for worker in own if worker.role in roles)

@@ -45,7 +45,7 @@ from tandem_services.gateway.queueing.queue_entry import Answer, Ask, QueueEntry
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy, QueueTimeouts
 from tandem_services.gateway.queueing.turnover import Pace, Turnover
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
-from tandem_services.router.decision import Choice, NoWorkersError, OtherCell, WorkerView
+from tandem_services.router.decision import NoWorkersError, OtherCell, RouteDecision, WorkerView
 from tandem_services.router.scoring import has_to_wait, prefill_wait_s
 from tandem_services.router.shared_state import QueueHead
 from tandem_services.router.usage_counters import OUTPUT_WEIGHT, prompt_cost
@@ -67,7 +67,7 @@ PASSED_OVER_S = 0.5
 class Chooser(Protocol):
     """What the queue needs of the router; see `Router`."""
 
-    async def release(self, choice: Choice) -> None: ...
+    async def release(self, decision: RouteDecision) -> None: ...
 
     def workers(self) -> tuple[WorkerView, ...]: ...
 
@@ -166,7 +166,7 @@ class LateBinding:
     def entry(
         self,
         ask: Ask,
-        choice: Answer,
+        decision: Answer,
         *,
         tenant: Tenant,
         priority: int,
@@ -182,12 +182,12 @@ class LateBinding:
             prompt_tokens=prompt_tokens,
             cost=prompt_cost(prompt_tokens, 0) / tenant.weight,
             ask=ask,
-            choice=choice,
+            decision=decision,
             lane=lane,
         )
 
-    async def arrive(self, entry: QueueEntry) -> Choice | None:
-        """Workers with capacity, reserved. None: the request has a seat, and its `choice` gets the result later.
+    async def arrive(self, entry: QueueEntry) -> RouteDecision | None:
+        """Workers with capacity, reserved. None: the request has a seat, and its `decision` gets the result later.
 
         Raises:
             ApiError: 429 when its tenant's other requests fill the queue; 503 when it is full.
@@ -195,20 +195,20 @@ class LateBinding:
         self._note_demand(entry.prompt_tokens)
         self._precedence.see(entry.tenant)
         entry.is_behind = self._precedence.is_behind(entry, self.queue)
-        choice = None
+        decision = None
         if self._precedence.starts_at_once(entry, self.queue) and not self._yields(entry):
             self._precedence.begin_at_once(entry.tenant)
             try:
-                choice = await self._try(entry, None)
+                decision = await self._try(entry, None)
             finally:
                 self._precedence.end_at_once(entry.tenant)
-        if choice is None:
+        if decision is None:
             self._seat(entry)
             return None
         if not self.queue.holds(entry.tenant):
             self.counters.counters.pass_by(entry.tenant)
-        self._note_admitted(entry, choice)
-        return choice
+        self._note_admitted(entry, decision)
+        return decision
 
     def note_rejected(self, prompt_tokens: int) -> None:
         """A request was rejected before it arrived here: it is demand all the same."""
@@ -273,9 +273,9 @@ class LateBinding:
             if not self.queue:
                 self._turnover.leave()
 
-    def give_back(self, choice: Choice) -> None:
+    def give_back(self, decision: RouteDecision) -> None:
         """Of a client that has left."""
-        self._background.start(self.chooser.release(choice))
+        self._background.start(self.chooser.release(decision))
 
     def charge_output(self, tenant: Tenant, tokens: int) -> None:
         """A running request has brought so many tokens."""
@@ -323,13 +323,13 @@ class LateBinding:
             if entry is None or self._yields(entry):
                 return False
             try:
-                choice = await self._try(entry, blocked)
+                decision = await self._try(entry, blocked)
             except Exception as error:  # noqa: BLE001  # raised where it is awaited; others continue
                 self._end(entry, error)
                 skipped += 1
                 continue
-            if choice is not None:
-                self._hand_over(entry, choice)
+            if decision is not None:
+                self._hand_over(entry, decision)
                 return True
             if entry.verdict is Verdict.NO_ROOM:
                 passed += 1
@@ -358,42 +358,42 @@ class LateBinding:
         able = sum(entry.verdict is not Verdict.NO_WORKER for entry in self.queue)
         return max(0, able - len(self._turnover))
 
-    async def _try(self, entry: QueueEntry, blocked: BlockedLanes | None) -> Choice | None:
+    async def _try(self, entry: QueueEntry, blocked: BlockedLanes | None) -> RouteDecision | None:
         """Workers with room, reserved; None after noting why there are none. `blocked`: of a turn of the queue."""
         if blocked is not None and blocked:
             return await self._pass(entry, blocked)
         try:
-            choice = await entry.ask()
+            decision = await entry.ask()
         except NoWorkersError:
             entry.verdict = Verdict.NO_WORKER
             return None
-        if self._takes_place(entry, choice) or self._has_room(choice, entry) or self._goes_early(choice, entry):
-            return choice
-        await self.chooser.release(choice)
+        if self._takes_place(entry, decision) or self._has_room(decision, entry) or self._goes_early(decision, entry):
+            return decision
+        await self.chooser.release(decision)
         entry.verdict = Verdict.NO_ROOM
         if blocked is not None:
-            blocked.block(entry.lane, choice)
+            blocked.block(entry.lane, decision)
         return None
 
-    async def _pass(self, entry: QueueEntry, blocked: BlockedLanes) -> Choice | None:
+    async def _pass(self, entry: QueueEntry, blocked: BlockedLanes) -> RouteDecision | None:
         """The same without the workers that those before it wait for."""
         assert entry.lane is not None, "a request without a lane is held"
         entry.verdict = Verdict.NO_ROOM
         try:
-            choice = await entry.lane.ask_apart(blocked.avoided)
+            decision = await entry.lane.ask_apart(blocked.avoided)
         except NoWorkersError:
             blocked.block(entry.lane, None)
             return None
-        if self._has_room(choice, entry):
-            return choice
-        await self.chooser.release(choice)
-        blocked.block(entry.lane, choice)
+        if self._has_room(decision, entry):
+            return decision
+        await self.chooser.release(decision)
+        blocked.block(entry.lane, decision)
         return None
 
-    def _takes_place(self, entry: QueueEntry, choice: Choice) -> bool:
-        """Whether it takes a place that no report contains yet: of the cell of `choice`, and of an adapter, one at a
+    def _takes_place(self, entry: QueueEntry, decision: RouteDecision) -> bool:
+        """Whether it takes a place that no report contains yet: of the cell of `decision`, and of an adapter, one at a
         worker that has it."""
-        lane, cell = entry.lane, _name_of(choice.cell)
+        lane, cell = entry.lane, _name_of(decision.cell)
         if lane is None or not lane.adapter or not self._turnover:
             return self._turnover.take(cell=cell)
         workers = self.chooser.workers()
@@ -402,25 +402,25 @@ class LateBinding:
         serving = {worker.incarnation for worker in workers if lane.serves(worker)}
         return self._turnover.take(serving.__contains__, cell=cell)
 
-    def _has_room(self, choice: Choice, entry: QueueEntry) -> bool:
-        return not has_to_wait(choice.terms) and self._waits_little(choice, entry)
+    def _has_room(self, decision: RouteDecision, entry: QueueEntry) -> bool:
+        return not has_to_wait(decision.terms) and self._waits_little(decision, entry)
 
-    def _waits_little(self, choice: Choice, entry: QueueEntry) -> bool:
+    def _waits_little(self, decision: RouteDecision, entry: QueueEntry) -> bool:
         longest = self._precedence.longest_wait_s(entry, self.policy.worker_wait_s)
-        return prefill_wait_s(choice.terms) <= longest
+        return prefill_wait_s(decision.terms) <= longest
 
-    def _goes_early(self, choice: Choice, entry: QueueEntry) -> bool:
-        return self._waits_little(choice, entry) and self._precedence.goes_early(entry)
+    def _goes_early(self, decision: RouteDecision, entry: QueueEntry) -> bool:
+        return self._waits_little(decision, entry) and self._precedence.goes_early(entry)
 
-    def _hand_over(self, entry: QueueEntry, choice: Choice) -> None:
+    def _hand_over(self, entry: QueueEntry, decision: RouteDecision) -> None:
         self.leave(entry)
-        if entry.choice.done():
+        if entry.decision.done():
             # Its client disconnected during the query.
-            self.give_back(choice)
+            self.give_back(decision)
             return
-        self._note_admitted(entry, choice)
+        self._note_admitted(entry, decision)
         self._pace.admitted()
-        entry.choice.set_result(choice)
+        entry.decision.set_result(decision)
 
     def _note_demand(self, prompt_tokens: int) -> None:
         now = self.clock.now()
@@ -428,14 +428,14 @@ class LateBinding:
         self._asked_at = now
         self.observer.note_demand(prompt_tokens, gap_s=gap_s)
 
-    def _note_admitted(self, entry: QueueEntry, choice: Choice) -> None:
-        cost = prompt_cost(entry.prompt_tokens, choice.matched_tokens) / entry.weight
+    def _note_admitted(self, entry: QueueEntry, decision: RouteDecision) -> None:
+        cost = prompt_cost(entry.prompt_tokens, decision.matched_tokens) / entry.weight
         self.counters.charge(entry.tenant, cost)
-        self._timeouts.note_choice(choice)
+        self._timeouts.note_choice(decision)
         waited_s = self.clock.now() - entry.arrived
         if entry.awaits_start:
             self.observer.start_awaited(waited_s, served=True)
-        self.observer.admitted(waited_s, prompt_tokens=entry.prompt_tokens, matched_tokens=choice.matched_tokens)
+        self.observer.admitted(waited_s, prompt_tokens=entry.prompt_tokens, matched_tokens=decision.matched_tokens)
 
     def _lacks_workers(self) -> bool:
         """Whether no request can be served, as far as is known here."""
@@ -467,8 +467,8 @@ class LateBinding:
 
     def _end(self, entry: QueueEntry, error: Exception) -> None:
         self.leave(entry)
-        if not entry.choice.done():
-            entry.choice.set_exception(error)
+        if not entry.decision.done():
+            entry.decision.set_exception(error)
 
     def _refusal(self, reason: str) -> ApiError:
         self.observer.refused(reason)

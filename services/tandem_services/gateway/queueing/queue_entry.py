@@ -8,9 +8,9 @@ from typing import Protocol
 from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.gateway.queueing.fair_queue import Waiting
 from tandem_services.gateway.queueing.lanes import Lane
-from tandem_services.router.decision import Choice
+from tandem_services.router.decision import RouteDecision
 
-Ask = Callable[[], Awaitable[Choice]]
+Ask = Callable[[], Awaitable[RouteDecision]]
 """Queries the router, and reserves what it returns. Raises `NoWorkersError`."""
 
 
@@ -20,7 +20,7 @@ class Answer(Protocol):
     def done(self) -> bool:
         """No caller waits any more."""
 
-    def set_result(self, result: Choice, /) -> None:
+    def set_result(self, result: RouteDecision, /) -> None:
         """Admitted; to be called once."""
 
     def set_exception(self, exception: BaseException, /) -> None:
@@ -40,7 +40,7 @@ class QueueEntry(Waiting):
 
     prompt_tokens: int
     ask: Ask
-    choice: Answer
+    decision: Answer
     lane: Lane | None = None
     """None: it passes no other."""
     verdict: Verdict = Verdict.NO_ROOM

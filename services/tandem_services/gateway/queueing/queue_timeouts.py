@@ -12,7 +12,7 @@ from math import inf
 from tandem_engine.base.clock import Clock
 from tandem_services.common.recording import estimating, recording
 from tandem_services.gateway.queueing.worker_starts import MIN_S, WorkerStarts
-from tandem_services.router.decision import Choice
+from tandem_services.router.decision import RouteDecision
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -95,10 +95,12 @@ class QueueTimeouts:
         return max(until, min(self.starts.seen_at + self.policy.worker_s, since + self.policy.start_s))
 
     @recording
-    def note_choice(self, choice: Choice) -> None:
+    def note_choice(self, decision: RouteDecision) -> None:
         """A request goes there."""
         if self.starts is not None:
-            self.starts.note_served((choice.decode,) if choice.prefill is None else (choice.decode, choice.prefill))
+            self.starts.note_served(
+                (decision.decode,) if decision.prefill is None else (decision.decode, decision.prefill)
+            )
 
     @estimating(lambda _: 0.0)
     def until_start_s(self) -> float:

@@ -12,14 +12,14 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 from typing import Protocol
 
-from tandem_services.router.decision import Choice, NoWorkersError, RouteQuery
+from tandem_services.router.decision import NoWorkersError, RouteDecision, RouteQuery
 from tandem_services.router.scoring import has_to_wait
 
 
 class Chooser(Protocol):
     """What choices of one prompt need of the router; see `Router`."""
 
-    async def release(self, choice: Choice) -> None: ...
+    async def release(self, decision: RouteDecision) -> None: ...
 
 
 @dataclass(kw_only=True, slots=True)
@@ -35,30 +35,30 @@ class SharedRoute:
         self,
         chooser: Chooser,
         query: RouteQuery,
-        ask: Callable[[RouteQuery], Awaitable[Choice]],
-        alone: Callable[[], Awaitable[Choice]],
-    ) -> Choice:
+        ask: Callable[[RouteQuery], Awaitable[RouteDecision]],
+        alone: Callable[[], Awaitable[RouteDecision]],
+    ) -> RouteDecision:
         """Where the other choices of the prompt are, by `ask`, as long as there is room; else by `alone`.
 
         Raises what `alone` raises.
         """
         async with self.asking:
-            choice = await self._among(chooser, query, ask) if self.workers else None
-            if choice is None:
-                choice = await alone()
-            both = (choice.decode, choice.prefill)
+            decision = await self._among(chooser, query, ask) if self.workers else None
+            if decision is None:
+                decision = await alone()
+            both = (decision.decode, decision.prefill)
             self.workers = frozenset(worker.incarnation for worker in both if worker is not None)
-            return choice
+            return decision
 
     async def _among(
-        self, chooser: Chooser, query: RouteQuery, ask: Callable[[RouteQuery], Awaitable[Choice]]
-    ) -> Choice | None:
+        self, chooser: Chooser, query: RouteQuery, ask: Callable[[RouteQuery], Awaitable[RouteDecision]]
+    ) -> RouteDecision | None:
         """None where the workers of the others have no room."""
         try:
-            choice = await ask(replace(query, only=self.workers))
+            decision = await ask(replace(query, only=self.workers))
         except NoWorkersError:
             return None
-        if has_to_wait(choice.terms):
-            await chooser.release(choice)
+        if has_to_wait(decision.terms):
+            await chooser.release(decision)
             return None
-        return choice
+        return decision

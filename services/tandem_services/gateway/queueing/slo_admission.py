@@ -28,7 +28,7 @@ from tandem_services.gateway.objectives import STRICT_FACTOR, Objectives, SloMod
 from tandem_services.gateway.observe.metrics import MODEL
 from tandem_services.gateway.observe.predictions import Predictions
 from tandem_services.router.calibration import split
-from tandem_services.router.decision import Choice
+from tandem_services.router.decision import RouteDecision
 from tandem_services.router.latency import DECODE_STEP
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
 
@@ -112,7 +112,7 @@ class SloAdmission:
     @estimating(lambda *_, **__: None)
     def judge(
         self,
-        choice: Choice,
+        decision: RouteDecision,
         objectives: Objectives | None,
         *,
         tenant: str,
@@ -120,10 +120,10 @@ class SloAdmission:
         waited_s: float,
         work_s: Callable[[], float],
     ) -> ApiError | None:
-        """The rejection of a request that would have the workers of `choice`, after `waited_s` here."""
+        """The rejection of a request that would have the workers of `decision`, after `waited_s` here."""
         if objectives is None or self.mode is SloMode.OBSERVE:
             return None
-        predicted = self._predictions.predict(choice, gateway_wait_s=0.0)
+        predicted = self._predictions.predict(decision, gateway_wait_s=0.0)
         if predicted is None:
             return None
         ttft_s = waited_s + predicted.ttft_s * predicted.margin
@@ -134,7 +134,7 @@ class SloAdmission:
         factor = self._allowed(priority)
         misses_ttft = objectives.ttft_s is not None and ttft_s > factor * objectives.ttft_s
         misses_itl = objectives.itl_s is not None and itl_s > factor * objectives.itl_s
-        if not (misses_ttft or misses_itl) or _is_idle(choice):
+        if not (misses_ttft or misses_itl) or _is_idle(decision):
             return None
         queue_s, _ = split(predicted.terms)
         step_s = sum(term.seconds for term in predicted.terms if term.name == DECODE_STEP)
@@ -181,7 +181,7 @@ def _too_long(ttft_s: float) -> ApiError:
     )
 
 
-def _is_idle(choice: Choice) -> bool:
+def _is_idle(decision: RouteDecision) -> bool:
     """Whether the workers that are cheapest for a request have nothing to do: then no other time is better, and what it
     takes there corrects the model."""
-    return all(term.seconds <= 0.0 for term in choice.terms if term.name in BUSY_TERMS)
+    return all(term.seconds <= 0.0 for term in decision.terms if term.name in BUSY_TERMS)

@@ -29,10 +29,10 @@ from tandem_services.router.cells.neighbour_cell import KEPT, OPEN_WAIT_S, Neigh
 from tandem_services.router.cells.places import CellPlace
 from tandem_services.router.cells.proofs import CellProofs, SharedProofs
 from tandem_services.router.decision import (
-    Choice,
     MemberProofs,
     NoWorkersError,
     Placement,
+    RouteDecision,
     RouteQuery,
     Source,
     WorkerView,
@@ -140,11 +140,11 @@ class CellRouter:
         await self._background.settle()
         await asyncio.gather(self.home.stop(), *(cell.close() for cell in self._others))
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         """As `Router.choose`, in the own cell or in another one."""
         if query.only is not None:
             return await self._choose_among(query, query.only)
-        reserved: list[Choice] = []
+        reserved: list[RouteDecision] = []
         try:
             return await self._choose(query, reserved)
         except BaseException:
@@ -152,11 +152,11 @@ class CellRouter:
                 self._background.start(self.release(choice))
             raise
 
-    async def redeem(self, ticket_id: str, query: RouteQuery) -> Choice | None:
+    async def redeem(self, ticket_id: str, query: RouteQuery) -> RouteDecision | None:
         """As `Router.redeem`: tickets are of the own cell."""
         return await self.home.redeem(ticket_id, query)
 
-    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+    async def stay(self, query: RouteQuery, incarnation: str) -> RouteDecision:
         """As `Router.stay`, in whatever cell this worker is."""
         cell = self._cell_of(incarnation)
         if cell is not None:
@@ -173,7 +173,7 @@ class CellRouter:
                 raise
         return await cell.stay(query, incarnation)
 
-    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> RouteDecision:
         """As `Router.relocate`: within the cell of `leaving`, because KV moves only there."""
         cell = self._cell_of(leaving.incarnation)
         if cell is not None:
@@ -182,14 +182,14 @@ class CellRouter:
             raise NoWorkersError(f"worker {leaving.incarnation} is in no view", retry_after=RETRY_AFTER_S)
         return await self.home.relocate(query, leaving)
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         """As `Router.release`."""
         if choice.cell is None:
             await self.home.release(choice)
         else:
             await self._by_name[choice.cell.name].release(choice)
 
-    def release_soon(self, choice: Choice) -> None:
+    def release_soon(self, choice: RouteDecision) -> None:
         """As `Router.release_soon`."""
         if choice.cell is None:
             self.home.release_soon(choice)
@@ -296,7 +296,7 @@ class CellRouter:
         for cell in self._others:
             await cell.sleep_when_idle()
 
-    async def _choose(self, query: RouteQuery, reserved: list[Choice]) -> Choice:
+    async def _choose(self, query: RouteQuery, reserved: list[RouteDecision]) -> RouteDecision:
         """`reserved`: choices that are to be released if this is cancelled."""
         lacking: NoWorkersError | None = None
         try:
@@ -322,7 +322,7 @@ class CellRouter:
             raise lacking
         return reserved[0]
 
-    async def _choose_among(self, query: RouteQuery, names: frozenset[str]) -> Choice:
+    async def _choose_among(self, query: RouteQuery, names: frozenset[str]) -> RouteDecision:
         """One of these, which are of one cell: no other one has them."""
         cell = next((found for name in sorted(names) if (found := self._cell_of(name)) is not None), None)
         if cell is None:
@@ -332,12 +332,12 @@ class CellRouter:
             raise NoWorkersError(f"cell {cell.name} has lost these workers", retry_after=RETRY_AFTER_S)
         return choice
 
-    async def _release_all_but(self, kept: Choice, reserved: list[Choice]) -> None:
+    async def _release_all_but(self, kept: RouteDecision, reserved: list[RouteDecision]) -> None:
         for choice in [each for each in reserved if each is not kept]:
             await self.release(choice)
             reserved.remove(choice)
 
-    def _fault(self, choice: Choice) -> str:
+    def _fault(self, choice: RouteDecision) -> str:
         """Why another cell is asked although one has made this choice; "" if none is."""
         if choice.cell is None and choice.source is Source.LOCAL and not self.home.redis_answers:
             return "no_redis"

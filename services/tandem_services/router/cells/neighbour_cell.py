@@ -25,7 +25,7 @@ from tandem_services.common.redis_client import BACKGROUND_TIMEOUT_S, RarelyLogg
 from tandem_services.router.cells.places import CellPlace
 from tandem_services.router.cells.proofs import CellProofs, SharedProofs
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.decision import Choice, NoWorkersError, OtherCell, RouteQuery, WorkerView
+from tandem_services.router.decision import NoWorkersError, OtherCell, RouteDecision, RouteQuery, WorkerView
 from tandem_services.router.keys import MAX_WORKERS, Keys
 from tandem_services.router.redis_functions import FunctionLibrary, LibrarySource
 from tandem_services.router.registry import model_digest
@@ -143,7 +143,7 @@ class NeighbourCell:
         else:
             self._seen_at = self.clock.now()
 
-    async def choose(self, query: RouteQuery, *, reason: str) -> Choice | None:
+    async def choose(self, query: RouteQuery, *, reason: str) -> RouteDecision | None:
         """Reserved there; None when it has no workers for it now, which says nothing about other requests."""
         router = await self.open()
         if router is None:
@@ -154,25 +154,25 @@ class NeighbourCell:
             return None
         return self._taken(choice, reason)
 
-    async def stay(self, query: RouteQuery, incarnation: str) -> Choice:
+    async def stay(self, query: RouteQuery, incarnation: str) -> RouteDecision:
         """See `Router.stay`."""
         router = await self.open()
         if router is None:
             raise NoWorkersError(f"cell {self.name} cannot be reached", retry_after=OPEN_WAIT_S)
         return self._taken(await router.stay(query, incarnation), KEPT)
 
-    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> Choice:
+    async def relocate(self, query: RouteQuery, leaving: WorkerView) -> RouteDecision:
         """See `Router.relocate`. Only of a worker that it `knows`."""
         assert self.router is not None, "a cell that is asleep has no requests"
         return self._taken(await self.router.relocate(query, leaving), KEPT)
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         """See `Router.release`."""
         self._held.discard(choice.reservation.serial)
         if self.router is not None:
             await self.router.release(choice)
 
-    def release_soon(self, choice: Choice) -> None:
+    def release_soon(self, choice: RouteDecision) -> None:
         """See `Router.release_soon`."""
         self._held.discard(choice.reservation.serial)
         if self.router is not None:
@@ -257,7 +257,7 @@ class NeighbourCell:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("cannot open the view of a cell", exc_info=error, extra={"fields": {"cell": self.name}})
 
-    def _taken(self, choice: Choice, reason: str) -> Choice:
+    def _taken(self, choice: RouteDecision, reason: str) -> RouteDecision:
         self._used_at = self.clock.now()
         self._held.add(choice.reservation.serial)
         return replace(choice, cell=OtherCell(self.name, reason))

@@ -17,7 +17,7 @@ from tandem_services.gateway.config import GatewayConfig, ModelConfig
 from tandem_services.gateway.models import model as model_module
 from tandem_services.gateway.models.adapters import AdapterNames
 from tandem_services.gateway.models.service import Fleet
-from tandem_services.router.decision import Choice, RouteQuery, WorkerView
+from tandem_services.router.decision import RouteDecision, RouteQuery, WorkerView
 from tandem_services.router.registered_adapters import MAX_ANNOUNCED, RegisteredAdapters
 from tandem_testing.gateway_builders import FULL, FakeChooser, SessionShelf, serving_fleets
 from tandem_testing.key_files import bearer, write_keys
@@ -299,7 +299,7 @@ class PartlyFull(FakeChooser):
 
     full: bool = True
 
-    async def choose(self, query: RouteQuery) -> Choice:
+    async def choose(self, query: RouteQuery) -> RouteDecision:
         choice = await super().choose(query)
         return replace(choice, terms=(*choice.terms, FULL)) if query.adapter and self.full else choice
 

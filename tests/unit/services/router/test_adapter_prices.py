@@ -8,7 +8,15 @@ import pytest
 from tandem_engine.messages.control import AdapterMemory, ServedAdapter
 from tandem_services.router.adapter_prices import ASSUMED_BYTE_S, ASSUMED_SIZE, COMMAND_S, REPORTED_S, AdapterPrices
 from tandem_services.router.cost import Candidate, Demand
-from tandem_services.router.decision import Absence, Choice, Placement, Reservation, RouteQuery, Source, WorkerView
+from tandem_services.router.decision import (
+    Absence,
+    Placement,
+    Reservation,
+    RouteDecision,
+    RouteQuery,
+    Source,
+    WorkerView,
+)
 from tandem_services.router.scoring import options
 from tandem_testing.router_builders import make_load, make_query, make_view
 from tandem_testing.service_clock import ServiceClock
@@ -68,8 +76,8 @@ def test_adapter_being_loaded_costs_the_remaining_time(prices, clock):
     assert prices.absences(query(), [view]) == asked.absences
 
 
-def choice_of(view: WorkerView) -> Choice:
-    return Choice(
+def choice_of(view: WorkerView) -> RouteDecision:
+    return RouteDecision(
         request_id="r",
         decode=view,
         prefill=None,

@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from tandem_services.router.decision import Choice, Source
+from tandem_services.router.decision import RouteDecision, Source
 from tandem_services.router_server.routing_service import Held, Holds
 from tandem_services.router_server.schemas import ChoiceRecord, ChosenRoute
 from tandem_testing.router_builders import make_choice, make_view
@@ -18,10 +18,10 @@ class Ledger:
     released: list[str] = field(default_factory=list)
     unredeemed: list[str] = field(default_factory=list)
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         self.released.append(choice.request_id)
 
-    async def release_unredeemed(self, ticket_id: str, choice: Choice) -> None:
+    async def release_unredeemed(self, ticket_id: str, choice: RouteDecision) -> None:
         self.unredeemed.append(ticket_id)
 
 

@@ -9,7 +9,7 @@ from tandem_engine.messages.control import ServedAdapter
 from tandem_services.gateway.queueing.lanes import BlockedLanes, Lane
 from tandem_services.gateway.queueing.turnover import UNREPORTED_S, Turnover
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.decision import Choice, ScoreTerm, WorkerView
+from tandem_services.router.decision import RouteDecision, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
@@ -23,13 +23,13 @@ def worker(name: str, adapters: str = "", role: Role = Role.BOTH) -> WorkerView:
 
 
 def lane(adapter: str = "") -> Lane:
-    async def apart(_: frozenset[str]) -> Choice:
+    async def apart(_: frozenset[str]) -> RouteDecision:
         raise AssertionError("no router is queried here")
 
     return Lane(adapter=DIGESTS.get(adapter, b""), ask_apart=apart)
 
 
-def full(decode: WorkerView, prefill: WorkerView | None = None) -> Choice:
+def full(decode: WorkerView, prefill: WorkerView | None = None) -> RouteDecision:
     """For want of a place to generate."""
     choice = make_choice("r", decode, terms=(ScoreTerm(DECODE_ROOM, NO_ROOM_S),))
     return replace(choice, prefill=prefill)

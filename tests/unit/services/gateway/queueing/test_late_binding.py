@@ -24,7 +24,7 @@ from tandem_services.gateway.queueing.queue_entry import Verdict
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy, QueueTimeouts
 from tandem_services.gateway.queueing.worker_starts import WorkerStarts
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.decision import Choice, NoWorkersError, OtherCell, ScoreTerm, WorkerView
+from tandem_services.router.decision import NoWorkersError, OtherCell, RouteDecision, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
 from tandem_services.router.starting import StartingWorker
 from tandem_services.router.usage_counters import VirtualCounters
@@ -59,7 +59,7 @@ class Fleet:
     def starting(self) -> tuple[StartingWorker, ...]:
         return self.starts
 
-    async def ask(self, name: str, prompt: int) -> Choice:
+    async def ask(self, name: str, prompt: int) -> RouteDecision:
         self.asked.append(name)
         if self.gate is not None:
             await self.gate.wait()
@@ -70,7 +70,7 @@ class Fleet:
         terms = (ScoreTerm(PREFILL_QUEUE, self.queue_s), ScoreTerm(DECODE_ROOM, NO_ROOM_S if full else 0.0))
         return make_choice(name, make_view("w"), terms=terms)
 
-    async def release(self, choice: Choice) -> None:
+    async def release(self, choice: RouteDecision) -> None:
         del choice
         self.taken -= 1
 
@@ -108,12 +108,12 @@ class QueueHarness:
         prompt: int = 100,
         priority: int = 0,
         arrivals: asyncio.Semaphore | None = None,
-    ) -> "asyncio.Task[Choice]":
+    ) -> "asyncio.Task[RouteDecision]":
         return asyncio.create_task(self._come(name, tenant, prompt, priority, arrivals))
 
     async def _come(
         self, name: str, tenant: str, prompt: int, priority: int, arrivals: asyncio.Semaphore | None
-    ) -> Choice:
+    ) -> RouteDecision:
         holder = Tenant(name=tenant, sha256=()) if tenant else UNKNOWN
         choice = await self.admission.admit(
             lambda: self.fleet.ask(name, prompt),
@@ -128,7 +128,7 @@ class QueueHarness:
     async def waiting(self, count: int) -> None:
         await until(lambda: len(self.binding.queue) == count, 10.0, f"{count} wait")
 
-    async def done(self, choice: Choice) -> None:
+    async def done(self, choice: RouteDecision) -> None:
         await self.fleet.release(choice)
         self.admission.freed()
 
@@ -177,7 +177,7 @@ async def test_end_of_a_request_in_another_cell_is_no_room_in_the_own():
     await waiting
 
 
-async def serve_all(harness: QueueHarness, tasks: "list[asyncio.Task[Choice]]") -> list[str]:
+async def serve_all(harness: QueueHarness, tasks: "list[asyncio.Task[RouteDecision]]") -> list[str]:
     """End requests one after the other as they are admitted; returns who was admitted in which order."""
     pending = set(tasks)
     while pending:
@@ -198,7 +198,7 @@ async def test_tenants_take_turns():
     assert (await serve_all(harness, flood + calm))[1:5] == ["a0", "b0", "a1", "b1"]
 
 
-async def crowded(harness: QueueHarness) -> "list[asyncio.Task[Choice]]":
+async def crowded(harness: QueueHarness) -> "list[asyncio.Task[RouteDecision]]":
     """Prompts of the tenant `flood` wait behind others of it."""
     await harness.come("f0", "flood")
     harness.fleet.queue_s = 1.5
@@ -410,7 +410,7 @@ async def test_queue_wait_is_bounded_and_ends_with_503(alive, seconds, reason):
 STARTING = StartingWorker(worker_id="w", incarnation="w@2", role="both", model=MODEL, phase="weights", seconds=20.0)
 
 
-async def waits_on(harness: QueueHarness, waiting: "asyncio.Task[Choice]", seconds: float) -> bool:
+async def waits_on(harness: QueueHarness, waiting: "asyncio.Task[RouteDecision]", seconds: float) -> bool:
     """Whether it still waits so many seconds later."""
     harness.clock.advance(seconds)
     for _ in range(20):
@@ -649,7 +649,7 @@ async def test_disconnect_during_routing_leaves_no_reservation():
 async def test_surprise_in_one_turn_is_that_requests_alone():
     harness = QueueHarness(Fleet(places=0))
 
-    async def broken() -> Choice:
+    async def broken() -> RouteDecision:
         harness.fleet.places = 9
         raise RuntimeError("a bug")
 
@@ -697,7 +697,7 @@ async def test_request_behind_a_full_adapter_has_a_worker_all_the_same():
     lane = Lane(adapter=b"\xaa" * 16, ask_apart=lambda _: fleet.ask("apart", 1))
     entries = []
     for name in ("first", "second"):
-        answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[RouteDecision] = asyncio.get_running_loop().create_future()
         ask = partial(fleet.ask, name, 1)
         entry = harness.binding.entry(ask, answer, tenant=UNKNOWN, priority=0, prompt_tokens=1, lane=lane)
         assert await harness.binding.arrive(entry) is None
@@ -717,7 +717,7 @@ async def test_skipped_request_of_an_adapter_claims_no_place():
     fleet = Fleet(too_long=0)
     fleet.workers = lambda: (make_view("w", adapters=served),)
     harness = QueueHarness(fleet)
-    answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+    answer: asyncio.Future[RouteDecision] = asyncio.get_running_loop().create_future()
     lane = Lane(adapter=b"\xaa" * 16, ask_apart=lambda _: fleet.ask("apart", 1))
     ask = partial(fleet.ask, "first", 1)
     entry = harness.binding.entry(ask, answer, tenant=UNKNOWN, priority=0, prompt_tokens=1, lane=lane)

@@ -16,7 +16,7 @@ from tandem_services.gateway.queueing.queue_entry import Verdict
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_services.gateway.queueing.turnover import UNREPORTED_S
 from tandem_services.router.cost import NO_ROOM_S
-from tandem_services.router.decision import Choice, NoWorkersError, ScoreTerm, WorkerView
+from tandem_services.router.decision import NoWorkersError, RouteDecision, ScoreTerm, WorkerView
 from tandem_services.router.scoring import DECODE_ROOM
 from tandem_services.router.shared_state import QueueHead, RemoteHead, Report, Standing
 from tandem_services.router.usage_counters import VirtualCounters
@@ -54,16 +54,16 @@ class Full:
     def workers(self) -> tuple[WorkerView, ...]:
         return (make_view("w"),)
 
-    async def ask(self) -> Choice:
+    async def ask(self) -> RouteDecision:
         self.asked += 1
         if not self.able:
             raise NoWorkersError("nobody", retry_after=2.0)
         return make_choice("r", make_view("w"), terms=(ScoreTerm(DECODE_ROOM, NO_ROOM_S),))
 
-    async def refuse(self) -> Choice:
+    async def refuse(self) -> RouteDecision:
         raise NoWorkersError("nobody can take this one", retry_after=2.0)
 
-    async def release(self, choice: Choice) -> None: ...
+    async def release(self, choice: RouteDecision) -> None: ...
 
 
 class Gateway:
@@ -81,8 +81,8 @@ class Gateway:
             policy=AdmissionPolicy(),
         )
 
-    async def come(self, *, able: bool = True) -> "asyncio.Future[Choice]":
-        answer: asyncio.Future[Choice] = asyncio.get_running_loop().create_future()
+    async def come(self, *, able: bool = True) -> "asyncio.Future[RouteDecision]":
+        answer: asyncio.Future[RouteDecision] = asyncio.get_running_loop().create_future()
         ask = self.fleet.ask if able else self.fleet.refuse
         entry = self.binding.entry(ask, answer, tenant=TENANT, priority=0, prompt_tokens=100)
         assert await self.binding.arrive(entry) is None
@@ -161,7 +161,7 @@ async def test_unused_freed_slot_expires(left):
         gateway.board.places = 1
         gone = await gateway.come()
         assert (await gateway.report()).wanted == 1
-        gateway.binding.leave(next(entry for entry in gateway.binding.queue if entry.choice is gone))
+        gateway.binding.leave(next(entry for entry in gateway.binding.queue if entry.decision is gone))
     else:
         gateway.binding.freed()
     gateway.board.places = 0
