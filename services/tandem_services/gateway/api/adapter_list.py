@@ -29,51 +29,10 @@ MAX_FAILED = 8
 DIGEST_CHARACTERS = 32
 
 
-class ListedAdapter(msgspec.Struct, kw_only=True):
-    """One content of one name; see `HeldAdapter`."""
-
-    id: str
-    """MODEL:NAME@DIGEST, for `after`."""
-    model: str
-    name: str
-    digest: str
-    rank: int
-    root: str
-    requested: bool
-    registered: bool
-    source: str
-    workers: list[str]
-    """The first `MAX_WORKERS`, by id."""
-    num_workers: int
-    """All of them."""
-    failed: dict[str, str]
-    """Reasons of the first `MAX_FAILED`, by the id of the worker."""
-    num_failed: int
-    """All workers whose last load has failed."""
-
-    @classmethod
-    def of(cls, held: HeldAdapter) -> "ListedAdapter":
-        return cls(
-            id=f"{held.model}:{held.name}@{held.digest}",
-            model=held.model,
-            name=held.name,
-            digest=held.digest,
-            rank=held.rank,
-            root=held.root,
-            requested=held.requested,
-            registered=held.registered,
-            source=held.source,
-            workers=held.workers[:MAX_WORKERS],
-            num_workers=len(held.workers),
-            failed=dict(sorted(held.failed.items())[:MAX_FAILED]),
-            num_failed=len(held.failed),
-        )
-
-
 class AdapterPage(msgspec.Struct, kw_only=True):
     """A part of the list."""
 
-    data: list[ListedAdapter]
+    data: list[HeldAdapter]
     last_id: str
     """Of the page's last adapter; "" of an empty page."""
     has_more: bool
@@ -85,10 +44,16 @@ def adapter_list(models: ModelCatalog, request: Request) -> Response:
     limit, after = _limit(request.query_params.get("limit")), _place(request.query_params.get("after"))
     held = [each for service in models for each in service.model.adapters.held(service.model.name)]
     rest = sorted((each for each in held if after is None or each.place > after), key=lambda each: each.place)
-    page = [ListedAdapter.of(each) for each in rest[:limit]]
+    page = [_shortened(each) for each in rest[:limit]]
     return json_response(
         AdapterPage(data=page, last_id=page[-1].id if page else "", has_more=len(rest) > limit),
     )
+
+
+def _shortened(adapter: HeldAdapter) -> HeldAdapter:
+    """With the first `MAX_WORKERS` and `MAX_FAILED` workers, by id."""
+    failed = dict(sorted(adapter.failed.items())[:MAX_FAILED])
+    return msgspec.structs.replace(adapter, workers=adapter.workers[:MAX_WORKERS], failed=failed)
 
 
 def _limit(text: str | None) -> int:

@@ -9,6 +9,7 @@ a request keeps the adapter that its name stood for when it was planned.
 """
 
 from collections.abc import Collection, Iterable, Mapping
+from operator import itemgetter
 
 import msgspec
 
@@ -20,8 +21,10 @@ from tandem_services.router.registered_adapters import RegisteredAdapter
 
 
 class HeldAdapter(msgspec.Struct, kw_only=True):
-    """One content of one name, for administrators."""
+    """One content of one name, for administrators; an entry of `GET /v1/adapters`."""
 
+    id: str
+    """MODEL:NAME@DIGEST"""
     model: str
     name: str
     digest: str
@@ -34,9 +37,13 @@ class HeldAdapter(msgspec.Struct, kw_only=True):
     source: str
     """Folder of the registered name, in the workers' --lora-dir; "" of other content."""
     workers: list[str]
-    """Ids of those that have it in memory."""
+    """Ids of those that have it in memory, in order; an entry of a list names the first of them."""
+    num_workers: int
+    """All of them."""
     failed: dict[str, str]
-    """Why workers, by id, could not load it for a request not long ago."""
+    """Why workers, by id, could not load it for a request not long ago; an entry of a list names the first of them."""
+    num_failed: int
+    """All of them."""
 
     @property
     def place(self) -> tuple[str, str, str]:
@@ -87,22 +94,27 @@ class AdapterNames:
         sources = [*(tally.adapters for tally in self._tally()), self._former, self._registered]
         named = {(each.name, each.digest): each for source in sources for each in source.values()}
         holders, failures = self._holders(), self._failures()
-        held = {
-            key: HeldAdapter(
-                model=model,
-                name=adapter.name,
-                digest=adapter.digest,
-                rank=adapter.rank,
-                root=adapter.root,
-                requested=current[adapter.name].digest == adapter.digest,
-                registered=adapter.name in self._registered,
-                source=self._source_of(adapter),
-                workers=sorted(holders.get(adapter.digest, ())),
-                failed=failures.get(adapter.digest, {}),
+        held = []
+        for (name, digest), adapter in sorted(named.items(), key=itemgetter(0)):
+            workers, failed = sorted(holders.get(digest, ())), failures.get(digest, {})
+            held.append(
+                HeldAdapter(
+                    id=f"{model}:{name}@{digest}",
+                    model=model,
+                    name=name,
+                    digest=digest,
+                    rank=adapter.rank,
+                    root=adapter.root,
+                    requested=current[name].digest == digest,
+                    registered=name in self._registered,
+                    source=self._source_of(adapter),
+                    workers=workers,
+                    num_workers=len(workers),
+                    failed=failed,
+                    num_failed=len(failed),
+                )
             )
-            for key, adapter in named.items()
-        }
-        return [held[key] for key in sorted(held)]
+        return held
 
     def _tally(self) -> "tuple[_Tally, ...]":
         """Most workers of a fleet have the same adapters, by the same object: no name has to look at each of them."""

@@ -71,6 +71,9 @@ async def test_adapter_names_some_workers_and_counts_all(admin: httpx.AsyncClien
     assert (len(first["workers"]), first["num_workers"]) == (MAX_WORKERS, WORKERS)
     assert (len(first["failed"]), first["num_failed"]) == (MAX_FAILED, WORKERS)
     assert (second["failed"], second["num_failed"]) == ({}, 0)
+    described = "id model name digest rank root requested registered source".split()
+    assert [*first] == [*described, "workers", "num_workers", "failed", "num_failed"]
+    assert first["id"] == f"mock:a0@{0:032x}"
 
 
 async def test_page_begins_after_an_adapter_that_is_gone(admin: httpx.AsyncClient, chooser: FakeChooser) -> None:

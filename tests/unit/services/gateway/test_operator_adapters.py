@@ -177,6 +177,7 @@ async def test_adapters_of_a_thousand_workers_take_little(served, monkeypatch):
     workers = [f"chat-decode-{number:04d}-abcde" for number in range(1000)]
     held = [
         HeldThere(
+            id=f"mock:adapter-{number:03d}@{'a' * 32}",
             model="mock",
             name=f"adapter-{number:03d}",
             digest="a" * 32,
@@ -186,7 +187,9 @@ async def test_adapters_of_a_thousand_workers_take_little(served, monkeypatch):
             registered=True,
             source=f"claims/adapters/{number}",
             workers=workers[number:],
+            num_workers=1000 - number,
             failed=dict.fromkeys(workers, "x" * 512),
+            num_failed=1000,
         )
         for number in range(256)
     ]
