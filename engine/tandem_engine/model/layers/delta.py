@@ -21,6 +21,7 @@ from tandem_engine.memory.state_pool import DraftedInputs, DraftedRuns, Run, Sta
 from tandem_engine.model.attention.backend import Attend
 from tandem_engine.model.layers.attention import Rotation, SelfAttention
 from tandem_engine.model.layers.delta_rule import (
+    RuleInputs,
     causal_conv,
     listed_prompts,
     mixed_by_taps,
@@ -182,8 +183,8 @@ class GatedDelta:
         inputs.index_copy_(0, listed.kept_slots, window[listed.kept_inputs])
         convolved = mixed_by_taps(window, listed.conv_inputs, mixed, self.weights.conv)
         read = listed_prompts(
-            *self._heads(convolved, mixed.dtype), decay, beta, matrices, listed, kernels=self.kernels
-        )  # fmt: skip
+            RuleInputs(*self._heads(convolved, mixed.dtype), decay, beta), matrices, listed, kernels=self.kernels
+        )
         # Behind the last token is a place for decodes that there are not.
         out = projected.new_empty((tokens + 1, heads.value_width))
         out[:tokens] = self._gated(read, z)

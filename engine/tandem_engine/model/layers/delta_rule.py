@@ -15,6 +15,7 @@ Shapes use  L = tokens of a run, N = sequences, H = value heads, K = key_size, V
 """
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
@@ -32,6 +33,21 @@ MIN_TOGETHER = 32
 
 NORM_EPS = 1e-6
 """Of keys and queries, whatever `rms_norm_eps` says."""
+
+
+class RuleInputs(NamedTuple):
+    """What the rule takes of each of T tokens."""
+
+    query: Tensor
+    """[T, H, K] of length 1, divided by √K"""
+    key: Tensor
+    """[T, H, K] of length 1"""
+    value: Tensor
+    """[T, H, V]"""
+    decay: Tensor
+    """[T, H], as a logarithm"""
+    beta: Tensor
+    """[T, H]"""
 
 
 def causal_conv(history: Tensor, inputs: Tensor, weight: Tensor) -> Tensor:
@@ -117,25 +133,16 @@ def prompt(
     return torch.cat(outputs, dim=1)[:, :length].transpose(0, 1), [*states, state]
 
 
-def listed_prompts(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    matrices: Tensor,
-    listed: ListedRuns,
-    *,
-    kernels: DeltaKernels,
-) -> Tensor:
+def listed_prompts(inputs: RuleInputs, matrices: Tensor, listed: ListedRuns, *, kernels: DeltaKernels) -> Tensor:
     """As `prompt`, of all sequences of a step; the states of `matrices` [slots, H, K, V] move on.
 
-    Arguments are as of `next_token`, T for N. Returns float32 [T, H, V], 0 for tokens that no sequence has.
+    Returns float32 [T, H, V], 0 for tokens that no sequence has.
     """
+    value = inputs.value
     # Chunks have a place for each token that they lack: that behind the last.
     read = value.new_zeros((len(value) + 1, *value.shape[1:]))
     for own in chunks_together(len(listed.chunk_tokens), tokens=len(value)):
-        found = _listed_chunks(query, key, value, decay, beta, matrices, listed, own, kernels=kernels)
+        found = _listed_chunks(inputs, matrices, listed, own, kernels=kernels)
         read.index_copy_(0, listed.chunk_tokens[own].flatten(), found)
     return read[:-1]
 
@@ -154,23 +161,14 @@ def chunks_together(chunks: int, *, tokens: int) -> Iterator[slice]:
 
 
 def _listed_chunks(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    decay: Tensor,
-    beta: Tensor,
-    matrices: Tensor,
-    listed: ListedRuns,
-    own: slice,
-    *,
-    kernels: DeltaKernels,
+    inputs: RuleInputs, matrices: Tensor, listed: ListedRuns, own: slice, *, kernels: DeltaKernels
 ) -> Tensor:
     """What each place of the chunks `own` reads, float32 [places, H, V]; arguments as of `listed_prompts`."""
     tokens = listed.chunk_tokens[own]
-    query, key, value = (_of_chunks(each, tokens) for each in (query, key, value))
+    query, key, value, decay, beta = (_of_chunks(each, tokens) for each in inputs)
     # A token that there is not forgets nothing and corrects nothing.
-    missing = (tokens == len(decay))[:, None]
-    decay, beta = (_of_chunks(each, tokens).masked_fill_(missing, 0.0) for each in (decay, beta))
+    missing = (tokens == len(inputs.decay))[:, None]
+    decay, beta = (each.masked_fill_(missing, 0.0) for each in (decay, beta))
     total = decay.cumsum(-1)
     between = total[..., :, None] - total[..., None, :]
     later = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=total.device).triu(1)
