@@ -32,7 +32,7 @@ from tandem_services.gateway.api.request_fields import (
     requested_truncation,
     sampling_params,
 )
-from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.dispatch.plan import Choice, GenerationPlan
 from tandem_services.gateway.dispatch.sessions import SessionTurn
 from tandem_services.gateway.http.body import BodyDecoder
 from tandem_services.gateway.http.known_fields import check_no_fields
@@ -266,7 +266,7 @@ class ChatPlanner:
         sampling = fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size)
         return generation_plan(
             request,
-            [PlannedChoice(index=0, input_ids=input_ids, sampling=sampling)],
+            [Choice(index=0, input_ids=input_ids, sampling=sampling)],
             counts,
             grammar_field=None if grammar is None else grammar.field,
             generate=wanted != 0,

@@ -24,7 +24,7 @@ from tandem_services.gateway.api.openai_schemas import (
     PromptLogprobs,
     Usage,
 )
-from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.dispatch.plan import Choice, GenerationPlan
 from tandem_services.gateway.http.errors import error_json
 from tandem_services.gateway.http.sse import DONE, TextEvents, data_event, encode_json
 from tandem_services.gateway.output.choice_text import ChoicePiece, ScoredToken
@@ -51,7 +51,7 @@ class ChatFormat:
         plain_stream = plan.stream and self._is_plain and not self._tells_ids
         self.text_events = TextEvents(self._text_event) if plain_stream else None
 
-    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
+    def opening(self, choice: Choice, first: ChoicePiece, usage: Usage | None) -> bytes:
         del first  # a chat does not begin with its prompt
         delta = ChatDelta(role="assistant", content="", refusal=None)
         return self._chunk(ChatChunkChoice(index=choice.index, delta=delta), usage, self._prompt_ids())

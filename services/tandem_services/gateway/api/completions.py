@@ -37,7 +37,7 @@ from tandem_services.gateway.api.request_fields import (
     requested_truncation,
     sampling_params,
 )
-from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.dispatch.plan import Choice, GenerationPlan
 from tandem_services.gateway.dispatch.sessions import SessionTurn
 from tandem_services.gateway.http.body import BodyDecoder
 from tandem_services.gateway.http.errors import error_json
@@ -156,7 +156,7 @@ async def _choice(
     turn: SessionTurn | None,
     *,
     parse_special_tokens: bool,
-) -> PlannedChoice:
+) -> Choice:
     # Around a turn that continues a text there is nothing to add, such as BOS.
     begins = turn is None or turn.begins
     truncation = requested_truncation(request, prompts.context_length, max_tokens=wanted or 0)
@@ -176,7 +176,7 @@ async def _choice(
     check_context(len(input_ids), wanted or 0, context_length, "prompt")
     vocab_size = prompts.tokenizer.vocab_size
     sampling = middle_sampling(request, sampling, prompts.tokenizer)
-    return PlannedChoice(
+    return Choice(
         index=0,
         input_ids=input_ids,
         sampling=fit_output(sampling, context_length - len(input_ids), vocab_size=vocab_size),
@@ -233,7 +233,7 @@ class CompletionFormat:
         """Choices whose next chunk is their first, so that the ids of their prompts go with it."""
         self.text_events = None if plan.returns_ids else TextEvents(self._text_event)
 
-    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
+    def opening(self, choice: Choice, first: ChoicePiece, usage: Usage | None) -> bytes:
         if self._plan.returns_ids:
             self._owes_prompt.add(choice.index)
         if choice.echo is None:
@@ -327,7 +327,7 @@ class CompletionFormat:
         input_ids = self._planned(choice.index).input_ids
         return logprobs.prompt_logprobs(input_ids, choice.prompt_logprobs, self._vocabulary, top)
 
-    def _planned(self, index: int) -> PlannedChoice:
+    def _planned(self, index: int) -> Choice:
         """The first choice of the prompt that choice `index` of the answer belongs to."""
         return self._plan.choices[index // self._plan.kept * self._plan.n]
 

@@ -10,15 +10,15 @@ import asyncio
 import base64
 from array import array
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from sys import byteorder
 from typing import Any, Literal
 
 import msgspec
 from starlette.types import Receive, Scope, Send
 
+from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.base.logs import quoted
-from tandem_engine.messages.requests import AdapterRef, Pooling, PoolingParams
+from tandem_engine.messages.requests import Pooling, PoolingParams
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.tokenizer.text_tokenizer import TruncationSide
 from tandem_services.common.errors import bad_request, internal_error
@@ -26,8 +26,9 @@ from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.api.openai_schemas import Prompt, PromptItem, place_of, split_prompts
 from tandem_services.gateway.api.request_fields import requested_truncation
 from tandem_services.gateway.api.response_writer import Answering, new_record
-from tandem_services.gateway.dispatch.generation import Generator
-from tandem_services.gateway.dispatch.plan import ChoiceRequest
+from tandem_services.gateway.dispatch.choice_run import AcceptedRequest, ChoiceRun
+from tandem_services.gateway.dispatch.dispatcher import Dispatcher
+from tandem_services.gateway.dispatch.plan import Choice, RequestPlan
 from tandem_services.gateway.http.body import BodyDecoder, body_of, decode_body
 from tandem_services.gateway.http.interruption import Limit, client_of
 from tandem_services.gateway.http.middleware import RequestIdentity, identify_request, identity_of
@@ -43,7 +44,6 @@ from tandem_services.gateway.limits import (
 )
 from tandem_services.gateway.models.catalog import ModelCatalog
 from tandem_services.gateway.models.service import ModelService
-from tandem_services.gateway.observe.explain import RequestRecord
 from tandem_services.gateway.output.token_sequence import Accepted
 
 
@@ -98,32 +98,11 @@ CONCURRENT_INPUTS = 32
 NO_TEXT = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddingPlan:
-    """A validated request in token ids. Nothing has been sent yet."""
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
+class EmbeddingPlan(RequestPlan):
+    """One choice for each input."""
 
-    model: str
-    inputs: tuple[tuple[int, ...], ...]
-    pooling: PoolingParams
     as_base64: bool
-    cache_salt: str
-    priority: int
-    adapter: AdapterRef | None = None
-    """As of a `GenerationPlan`."""
-
-    @property
-    def prompt_tokens(self) -> int:
-        return sum(map(len, self.inputs))
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class EmbeddingJob:
-    """One accepted request. `deadline`: the gateway's clock."""
-
-    plan: EmbeddingPlan
-    record: RequestRecord
-    deadline: float
-    identity: RequestIdentity
 
 
 class EmbeddingPlanner:
@@ -146,23 +125,24 @@ class EmbeddingPlanner:
                 f"dimensions must be between 1 and {MAX_DIMENSIONS}, got {quoted(request.dimensions)}", "dimensions"
             )
         prompts = split_prompts(request.input, param="input", most=MAX_EMBEDDING_INPUTS)
+        inputs = await _encode(request, served, prompts, caller)
         return EmbeddingPlan(
             model=request.model or "",
-            inputs=await _encode(request, served, prompts, caller),
+            choices=tuple(Choice(index=n, input_ids=ids, sampling=NO_TEXT) for n, ids in enumerate(inputs)),
             pooling=PoolingParams(
                 pooling=request.pooling or Pooling.LAST,
                 normalize=request.normalize is not False,
                 dimensions=request.dimensions,
             ),
             as_base64=request.encoding_format == "base64",
-            cache_salt=caller.cache_salt(request.cache_salt or ""),
-            priority=caller.priority(request.priority or 0),
+            cache_salt=request.cache_salt or "",
+            priority=request.priority or 0,
         )
 
 
 async def _encode(
     request: EmbeddingRequest, served: ModelService, prompts: Sequence[Prompt], caller: Caller
-) -> tuple[tuple[int, ...], ...]:
+) -> list[tuple[int, ...]]:
     encoder = served.prompts
     # vLLM's side for models that it serves embeddings of: the topic of a text is at its beginning.
     truncation = requested_truncation(request, encoder.context_length, side="right")
@@ -190,7 +170,7 @@ async def _encode(
             ids = tuple(prompt) if truncation is None else truncation.of(prompt)
         check_context(len(ids), 0, encoder.context_length(), "input")
         inputs.append(ids)
-    return tuple(inputs)
+    return inputs
 
 
 class EmbeddingEndpoint:
@@ -216,13 +196,14 @@ class EmbeddingEndpoint:
         served = named.service
         request.model = request.model or served.model.name
         identity = identity_of(scope)
+        caller = identity.caller
         deadline = self._shared.deadline(identity, request.timeout)
         limit = self._shared.limit(deadline)
         try:
             with limit:
-                plan = await self._planner.plan(request, served, identity.caller)
+                plan = (await self._planner.plan(request, served, caller)).owned_by(caller)
                 identity.body.release()
-                plan = replace(plan, adapter=await named.resolved(identity.caller.tenant))
+                plan = plan.computed_by(await named.resolved(caller.tenant))
             await self._answer(plan, served, identity, limit, deadline, send)
         finally:
             limit.stop()
@@ -241,26 +222,36 @@ class EmbeddingEndpoint:
             endpoint=self.path,
             requested_model=plan.model,
             prompt_tokens=plan.prompt_tokens,
-            choices=len(plan.inputs),
+            choices=len(plan.choices),
             adapter=plan.adapter,
         )
 
+        request = AcceptedRequest(
+            plan=plan,
+            record=record,
+            arrived=identity.arrived,
+            deadline=deadline,
+            caller=identity.caller,
+            trace=identity.trace,
+        )
+
         async def answer() -> None:
-            job = EmbeddingJob(plan=plan, record=record, deadline=deadline, identity=identity)
-            vectors = await self._vectors(job, served.generator, limit)
+            vectors = await self._vectors(request, served.dispatcher, limit)
             await send_json(send, 200, _response(plan, vectors))
 
         await self._shared.accepted(record, identity, served, answer, tokens=plan.prompt_tokens)
 
-    async def _vectors(self, job: EmbeddingJob, generator: Generator, limit: Limit) -> list[bytes]:
+    async def _vectors(
+        self, request: AcceptedRequest[EmbeddingPlan], dispatcher: Dispatcher, limit: Limit
+    ) -> list[bytes]:
         """One per input, in their order. The first failure ends all of them."""
         seats = asyncio.Semaphore(CONCURRENT_INPUTS)
 
-        async def vector(index: int) -> bytes:
+        async def vector(choice: Choice) -> bytes:
             async with seats:
-                return await _vector(job, generator, index)
+                return await _vector(request, choice, dispatcher)
 
-        tasks = [asyncio.create_task(vector(index)) for index in range(len(job.plan.inputs))]
+        tasks = [asyncio.create_task(vector(choice)) for choice in request.plan.choices]
         try:
             with limit:
                 return await asyncio.gather(*tasks)
@@ -270,8 +261,8 @@ class EmbeddingEndpoint:
             await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _vector(job: EmbeddingJob, generator: Generator, index: int) -> bytes:
-    record = job.record.choices[index]
+async def _vector(request: AcceptedRequest[EmbeddingPlan], choice: Choice, dispatcher: Dispatcher) -> bytes:
+    run = ChoiceRun(request=request, choice=choice, record=request.record.choices[choice.index])
     found: list[bytes] = []
 
     async def take(accepted: Accepted) -> bool:
@@ -279,29 +270,11 @@ async def _vector(job: EmbeddingJob, generator: Generator, index: int) -> bytes:
             found.append(accepted.embedding)
         return bool(found)
 
-    await generator.dispatcher.run(_choice(job, generator.model, index), record, take)
+    await dispatcher.run(run, take)
     if not found:
         raise internal_error("The model worker ended without an embedding. Try again.")
-    record.finish_reason = "stop"
+    run.record.finish_reason = "stop"
     return found[0]
-
-
-def _choice(job: EmbeddingJob, model: str, index: int) -> ChoiceRequest:
-    plan = job.plan
-    return ChoiceRequest(
-        request_id=job.record.request_id,
-        index=index,
-        model=model,
-        input_ids=plan.inputs[index],
-        sampling=NO_TEXT,
-        pooling=plan.pooling,
-        cache_salt=plan.cache_salt,
-        adapter=plan.adapter,
-        priority=plan.priority,
-        deadline=job.deadline,
-        caller=job.identity.caller,
-        trace=job.identity.trace,
-    )
 
 
 def _response(plan: EmbeddingPlan, vectors: list[bytes]) -> bytes:

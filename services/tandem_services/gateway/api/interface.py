@@ -11,7 +11,7 @@ from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_services.common.errors import ApiError, bad_request
 from tandem_services.gateway.api.openai_schemas import CompletionTokensDetails, PromptTokensDetails, Usage
-from tandem_services.gateway.dispatch.plan import PlannedChoice
+from tandem_services.gateway.dispatch.plan import Choice
 from tandem_services.gateway.dispatch.sessions import SessionManager
 from tandem_services.gateway.http.sse import TextEvents
 from tandem_services.gateway.models.model import ServedModel
@@ -54,7 +54,7 @@ def share_prompt_logprobs(choices: Sequence[WholeChoice], n: int) -> None:
 class AnswerFormat(Protocol):
     """JSON of one answer, and the events of a streamed one; made for one request."""
 
-    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
+    def opening(self, choice: Choice, first: ChoicePiece, usage: Usage | None) -> bytes:
         """The events before the first piece of a choice, if there are any. They are written before those of `first`."""
         ...
 

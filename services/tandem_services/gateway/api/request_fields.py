@@ -13,7 +13,7 @@ from tandem_engine.messages.sampling import MAX_PROMPT_LOGPROBS, MAX_TOP_LOGPROB
 from tandem_engine.tokenizer.text_tokenizer import Truncation, TruncationSide
 from tandem_services.common.errors import bad_request
 from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRequest, GenerationFields, StreamOptions
-from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.dispatch.plan import Choice, GenerationPlan
 from tandem_services.gateway.dispatch.sessions import SessionTurn
 from tandem_services.gateway.limits import (
     MAX_BEST_OF,
@@ -128,7 +128,7 @@ PROMPT_ALONE_TOKENS = 2
 token; the second ends the output at the decode worker, which so has the prompt in its cache, too."""
 
 
-def _prompt_alone(prompt: PlannedChoice) -> PlannedChoice:
+def _prompt_alone(prompt: Choice) -> Choice:
     """Nothing that could end the output with its first token, at the prefill worker."""
     sampling = msgspec.structs.replace(
         prompt.sampling, ignore_eos=True, stop=(), stop_token_ids=(), grammar=None, reasoning_budget=None
@@ -242,7 +242,7 @@ def choice_counts(request: GenerationFields, *, prompts: int) -> ChoiceCounts:
 
 def generation_plan(
     request: GenerationFields,
-    prompts: Sequence[PlannedChoice],
+    prompts: Sequence[Choice],
     counts: ChoiceCounts,
     *,
     grammar_field: str | None,
@@ -254,7 +254,8 @@ def generation_plan(
     generated = counts.generated
     if not generate:
         prompts = [_prompt_alone(prompt) for prompt in prompts]
-    shows_logprobs = any(prompt.sampling.logprobs is not None for prompt in prompts)
+    # All prompts are sampled alike.
+    shows_logprobs = prompts[0].sampling.logprobs is not None
     if generated > counts.kept:
         prompts = [_scored(prompt) for prompt in prompts]
     options = request.stream_options
@@ -262,7 +263,9 @@ def generation_plan(
     _check_prompt_logprobs(prompts, counts.kept)
     return GenerationPlan(
         model=request.model or "",
-        choices=tuple(
+        choices=(prompts[0],)
+        if generated == len(prompts) == 1
+        else tuple(
             _nth_choice(prompt, position * generated + nth, nth, scores_prompt=nth == 0 or bool(request.stream))
             for position, prompt in enumerate(prompts)
             for nth in range(generated)
@@ -313,7 +316,7 @@ def completion_logprobs(request: CompletionRequest) -> int | None:
     return top
 
 
-def _scored(prompt: PlannedChoice) -> PlannedChoice:
+def _scored(prompt: Choice) -> Choice:
     """With the logprobs that choices are ranked by."""
     logprobs = prompt.sampling.logprobs or 0
     return replace(prompt, sampling=msgspec.structs.replace(prompt.sampling, logprobs=logprobs))
@@ -329,7 +332,7 @@ def completion_prompt_logprobs(request: CompletionRequest) -> int | None:
     return request.logprobs if asked is None else max(asked, request.logprobs)
 
 
-def _check_prompt_logprobs(prompts: Sequence[PlannedChoice], kept: int) -> None:
+def _check_prompt_logprobs(prompts: Sequence[Choice], kept: int) -> None:
     """Bounds on what one answer may hold: each of its choices repeats those of its prompt."""
     total = 0
     for prompt in prompts:
@@ -344,13 +347,13 @@ def _check_prompt_logprobs(prompts: Sequence[PlannedChoice], kept: int) -> None:
         )
 
 
-def _nth_choice(prompt: PlannedChoice, index: int, nth: int, *, scores_prompt: bool) -> PlannedChoice:
+def _nth_choice(prompt: Choice, index: int, nth: int, *, scores_prompt: bool) -> Choice:
     """`scores_prompt`: it requests the prompt's logprobs. In a stream each does, so that none waits for another."""
     if nth == 0 and index == prompt.index and (scores_prompt or prompt.sampling.prompt_logprobs is None):
         return prompt
     seed = (prompt.sampling.seed + nth - _SEED_LOWEST) % _SEED_RANGE + _SEED_LOWEST
     sampling = msgspec.structs.replace(prompt.sampling, seed=seed)
-    return PlannedChoice(
+    return Choice(
         index=index,
         input_ids=prompt.input_ids,
         sampling=sampling if scores_prompt else sampling.without_prompt_logprobs(),

@@ -35,7 +35,8 @@ from tandem_services.gateway.api.interface import (
     share_prompt_logprobs,
 )
 from tandem_services.gateway.api.openai_schemas import Usage
-from tandem_services.gateway.dispatch.generation import Generator, Job
+from tandem_services.gateway.dispatch.choice_run import AcceptedRequest
+from tandem_services.gateway.dispatch.generation import Generator
 from tandem_services.gateway.dispatch.plan import GenerationPlan
 from tandem_services.gateway.http.body import body_of, decode_body
 from tandem_services.gateway.http.errors import UNEXPECTED, as_api_error
@@ -300,7 +301,7 @@ class GenerationEndpoint(Generic[R]):
             adapter=plan.adapter,
         )
         record.objectives = objectives or None
-        job = Job(
+        request = AcceptedRequest(
             plan=plan,
             record=record,
             arrived=identity.arrived,
@@ -310,11 +311,11 @@ class GenerationEndpoint(Generic[R]):
             trace=identity.trace,
         )
 
-        async def answer() -> None:
+        def answer() -> Awaitable[None]:
             answer_format = self._planner.format(plan, served, identity.request_id, record.created)
             threads, at_once = served.prompts.threads, identity.answer_at_once
-            written = Answer(job, answer_format, served.generator, limit, client, send, at_once, threads)
-            await (written.stream() if plan.stream else written.whole())
+            written = Answer(request, answer_format, served.generator, limit, client, send, at_once, threads)
+            return written.stream() if plan.stream else written.whole()
 
         tokens = 0 if identity.caller.limits is None else plan.expected_tokens
         await self._shared.accepted(record, identity, served, answer, tokens=tokens)
@@ -357,7 +358,7 @@ class Answer:
 
     def __init__(
         self,
-        job: Job,
+        request: AcceptedRequest[GenerationPlan],
         answer_format: AnswerFormat,
         generator: Generator,
         limit: Limit,
@@ -366,7 +367,9 @@ class Answer:
         at_once: AtOnce,
         threads: TokenizerThreads,
     ) -> None:
-        self._job = job
+        self._request = request
+        self._plan = request.plan
+        self._record = request.record
         self._format = answer_format
         self._generator = generator
         self._limit = limit
@@ -379,17 +382,22 @@ class Answer:
 
     async def whole(self) -> None:
         """Gather everything, then answer once."""
-        choices = [WholeChoice(index=c.index, texts=[c.echo or ""]) for c in self._job.plan.choices]
+        choices = [WholeChoice(index=c.index, texts=[c.echo or ""]) for c in self._plan.choices]
+
+        async def add(pieces: Sequence[ChoicePiece]) -> None:
+            for piece in pieces:
+                choices[piece.index].add(piece)
+
         with self._limit:
-            await self._gather(choices)
-            share_prompt_logprobs(choices, self._job.plan.n)
-            best = keep_best(choices, generated=self._job.plan.n, kept=self._job.plan.kept)
+            await self._generator.run(self._request, add)
+            share_prompt_logprobs(choices, self._plan.n)
+            best = keep_best(choices, generated=self._plan.n, kept=self._plan.kept)
             body = await self._written(best, partial(self._format.whole, best, self._usage()))
-        await send_json(self._send, 200, body, header_of(self._job.record), at_once=self._at_once)
+        await send_json(self._send, 200, body, header_of(self._record), at_once=self._at_once)
 
     async def stream(self) -> None:
         """Answer while it is generated. Raises only before the first event."""
-        headers = partial(header_of, self._job.record)
+        headers = partial(header_of, self._record)
         async with EventStream(self._send, self._client.body, headers) as events:
             try:
                 with self._limit:
@@ -400,18 +408,11 @@ class Answer:
                     raise
                 await self._write_failure(events, error)
 
-    async def _gather(self, choices: list[WholeChoice]) -> None:
-        async def add(pieces: Sequence[ChoicePiece]) -> None:
-            for piece in pieces:
-                choices[piece.index].add(piece)
-
-        await self._generator.run(self._job, add)
-
     async def _write_events(self, events: EventStream) -> bytes:
         """Returns those with which the last choice ends: they leave with the end of the stream."""
-        text_events = None if self._job.plan.continuous_usage else self._format.text_events
+        text_events = None if self._plan.continuous_usage else self._format.text_events
         writer = _DirectWriter(events, self._piece_events, text_events)
-        unfinished, last = len(self._job.plan.choices), b""
+        unfinished, last = len(self._plan.choices), b""
 
         async def write(batch: Sequence[ChoicePiece]) -> None:
             nonlocal unfinished, last
@@ -423,7 +424,7 @@ class Answer:
                 last += written
 
         try:
-            await self._generator.run(self._job, write, writer)
+            await self._generator.run(self._request, write, writer)
         except BaseException:
             # The choice has ended all the same.
             await events.write(last)
@@ -441,11 +442,11 @@ class Answer:
         return b"".join([self._piece_events(piece) for piece in batch])
 
     def _piece_events(self, piece: ChoicePiece) -> bytes:
-        usage = self._usage() if self._job.plan.continuous_usage else None
+        usage = self._usage() if self._plan.continuous_usage else None
         if piece.index in self._opened:
             return self._format.chunk(piece, usage)
         self._opened.add(piece.index)
-        opening = self._format.opening(self._job.plan.choices[piece.index], piece, usage)
+        opening = self._format.opening(self._plan.choices[piece.index], piece, usage)
         return opening + self._format.chunk(piece, usage)
 
     async def _write_failure(self, events: EventStream, error: Exception) -> None:
@@ -454,14 +455,14 @@ class Answer:
             logger.error(
                 "stream failed unexpectedly",
                 exc_info=error,
-                extra={"fields": about_request(self._job.record.request_id, trace_id=self._job.record.trace_id)},
+                extra={"fields": about_request(self._record.request_id, trace_id=self._record.trace_id)},
             )
             refusal = UNEXPECTED
-        self._job.record.status, self._job.record.error = refusal.status, str(refusal)
+        self._record.status, self._record.error = refusal.status, str(refusal)
         await events.finish(self._format.failure(refusal))
 
     def _usage(self) -> Usage:
-        record = self._job.record
+        record = self._record
         return make_usage(
             prompt_tokens=record.prompt_tokens,
             completion_tokens=record.output_tokens,

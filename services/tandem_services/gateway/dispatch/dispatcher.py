@@ -30,43 +30,48 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import WireError
 from tandem_engine.base.release import RELEASE
 from tandem_engine.messages.outputs import Finish, FinishReason
-from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch
+from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer, PrefixFetch, attempt_id
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway.access.tenants import Tenant
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, FailureCause, TokenSink
+from tandem_services.gateway.dispatch.choice_run import (
+    LEAVING,
+    LOST,
+    ChoiceRun,
+    RetryPolicy,
+    at_fault,
+    gave_up,
+    turn_failed,
+)
 from tandem_services.gateway.dispatch.engine_client import EngineConnection
 from tandem_services.gateway.dispatch.engine_pool import EnginePool
 from tandem_services.gateway.dispatch.placement import Placing
-from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
-from tandem_services.gateway.dispatch.progress import LEAVING, LOST, Progress, at_fault, gave_up, turn_failed
 from tandem_services.gateway.dispatch.quarantine import Quarantine, Suspects, quarantined
-from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord
+from tandem_services.gateway.observe.explain import AttemptRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.observe.predictions import Predictions
 from tandem_services.gateway.observe.tracing import UNTRACED, AttemptStart, AttemptTrace
 from tandem_services.gateway.output.token_sequence import Accepted, Consume
-from tandem_services.gateway.queueing.admission import Admission, OutputCharge
+from tandem_services.gateway.queueing.admission import OutputCharge
 from tandem_services.router.calibration import Prediction
 from tandem_services.router.decision import Placement, PlannedFetch, RouteDecision, WorkerView
 
 
-def request_alone(
-    request: ChoiceRequest, progress: Progress, trace: AttemptTrace, *, deadline_s: float
-) -> GenerateRequest:
+def request_alone(run: ChoiceRun, trace: AttemptTrace, *, deadline_s: float) -> GenerateRequest:
     """The request for the generating worker; `deadline_s` from now."""
+    choice, plan = run.choice, run.request.plan
     return GenerateRequest(
-        rid=progress.rid,
-        input_ids=request.input_ids,
-        sampling=request.sampling.without_prompt_logprobs() if progress.scored else request.sampling,
-        resume_ids=tuple(progress.received),
-        cache_salt=request.cache_salt,
-        adapter=request.adapter,
-        priority=request.priority,
-        tenant=request.caller.tenant.name,
-        group=request.group,
-        pooling=request.pooling,
-        session=None if request.turn is None else request.turn.ref,
+        rid=run.rid,
+        input_ids=choice.input_ids,
+        sampling=choice.sampling.without_prompt_logprobs() if run.scored else choice.sampling,
+        resume_ids=tuple(run.received),
+        cache_salt=plan.cache_salt,
+        adapter=plan.adapter,
+        priority=plan.priority,
+        tenant=run.request.caller.tenant.name,
+        group=run.group,
+        pooling=plan.pooling,
+        session=None if plan.turn is None else plan.turn.ref,
         deadline_s=deadline_s,
         trace=trace.context,
         release=RELEASE,
@@ -109,15 +114,15 @@ def _without_end(request: GenerateRequest, context_length: int) -> GenerateReque
 
 
 def pair_of_requests(
-    alone: GenerateRequest, choice: RouteDecision, generation: int, *, moving: bool
+    alone: GenerateRequest, decision: RouteDecision, generation: int, *, moving: bool
 ) -> tuple[GenerateRequest, GenerateRequest]:
-    """For the decode worker and for the prefill worker of `choice`, which is a pair."""
-    assert choice.prefill is not None, "a worker alone hands nothing over"
-    receive = with_handoff(alone, HandoffSide.RECEIVE, generation, peer=choice.prefill)
-    computing = with_fetch(alone, choice.fetch)
+    """For the decode worker and for the prefill worker of `decision`, which is for a pair."""
+    assert decision.prefill is not None, "a worker alone hands nothing over"
+    receive = with_handoff(alone, HandoffSide.RECEIVE, generation, peer=decision.prefill)
+    computing = with_fetch(alone, decision.fetch)
     if alone.session is not None:
-        computing = _without_end(computing, choice.prefill.context_length)
-    return receive, with_handoff(computing, HandoffSide.SEND, generation, peer=choice.decode, moving=moving)
+        computing = _without_end(computing, decision.prefill.context_length)
+    return receive, with_handoff(computing, HandoffSide.SEND, generation, peer=decision.decode, moving=moving)
 
 
 def _address(worker: WorkerView) -> Peer:
@@ -131,38 +136,12 @@ def _address(worker: WorkerView) -> Peer:
     )
 
 
-@dataclass(slots=True)
-class _Receipt:
-    """What is noted of the tokens of one attempt, before the choice gets them."""
-
-    progress: Progress
-    decode: WorkerView
-    trace: AttemptTrace
-    admission: Admission
-    tenant: Tenant
-
-    def note(self, accepted: Accepted) -> None:
-        self.progress.receive(accepted, by=self.decode)
-        self.trace.received(len(accepted.token_ids))
-        self.admission.binding.charge_output(self.tenant, len(accepted.token_ids))
-
-    def sink_of(self, choice: TokenSink) -> "_Pouring":
-        """Notes tokens on their way to the sink of the choice."""
-        return _Pouring(
-            progress=self.progress,
-            decode=self.decode,
-            traced=None if self.trace is UNTRACED else self.trace.received,
-            charge=self.admission.output_charge(self.tenant),
-            is_ready=choice.is_ready,
-            pass_on=choice.take,
-        )
-
-
 @checked_dataclass(frozen=True, kw_only=True, slots=True)
 class _Pouring:
-    """The sink of one attempt. Implements `TokenSink`."""
+    """Notes tokens of one attempt on their way to the sink of the choice, as `Dispatcher._note` does. Implements
+    `TokenSink`."""
 
-    progress: Progress
+    run: ChoiceRun
     decode: WorkerView
     traced: Callable[[int], None] | None
     charge: OutputCharge
@@ -171,7 +150,7 @@ class _Pouring:
     pass_on: Callable[[list[int], float], bool]
 
     def take(self, token_ids: list[int], at: float) -> bool:
-        self.progress.receive_tokens(token_ids, by=self.decode)
+        self.run.receive_tokens(token_ids, by=self.decode)
         if self.traced is not None:
             self.traced(len(token_ids))
         if not self.charge.tokens:
@@ -204,9 +183,7 @@ class Dispatcher:
     """Tokens that end an output of the model, as far as its tokenizer names them."""
     suspects: Suspects = field(default_factory=Suspects)
 
-    async def run(
-        self, request: ChoiceRequest, record: ChoiceRecord, consume: Consume, sink: TokenSink | None = None
-    ) -> None:
+    async def run(self, run: ChoiceRun, consume: Consume, sink: TokenSink | None = None) -> None:
         """`consume` gets new tokens as they come, the last of them with the finish. Cancel it to abort.
 
         With a `sink`, ordinary tokens may go there instead. Tokens without any for `consume` then say that it has taken
@@ -214,136 +191,144 @@ class Dispatcher:
 
         Raises `ApiError` when no attempt succeeded, and what `consume` raises.
         """
-        if request.turn is None or request.turn.begins:
-            self.quarantine.check(request)
+        request, choice, plan = run.request, run.choice, run.request.plan
+        if plan.turn is None or plan.turn.begins:
+            self.quarantine.check(plan, choice)
         self.placing.budget.choice_began()
         self.metrics.choices.inc()
         began = self.clock.now()
-        progress = Progress()
-        while len(progress.received) < request.sampling.max_tokens:
-            place, progress.place = progress.place, None
-            progress.rid = request.attempt_id(progress)
-            choice = place or await self.placing.choose(request, progress, record)
-            workers = choice if request.pooling is None else _one_worker(choice)
-            note = record.begin_attempt(
+        while len(run.received) < choice.sampling.max_tokens:
+            place, run.place = run.place, None
+            run.rid = attempt_id(request.record.request_id, choice.index, run.number)
+            decision = place or await self.placing.choose(run)
+            workers = decision if plan.pooling is None else _one_worker(decision)
+            note = run.record.begin_attempt(
                 workers,
-                predicted=self._predicted(request, choice, progress),
-                resumed_tokens=len(progress.received),
+                predicted=self._predicted(run, decision),
+                resumed_tokens=len(run.received),
                 began_s=self.clock.now() - began,
             )
-            trace = request.trace.attempt(_attempt_start(request, progress, choice, note))
+            trace: AttemptTrace = UNTRACED
+            if request.trace is not UNTRACED:
+                trace = request.trace.attempt(_attempt_start(run, decision, note))
             attempt = Attempt(
-                progress.rid,
-                len(progress.received),
-                record,
+                run.rid,
+                len(run.received),
+                run.record,
                 began=self.clock.now(),
-                awaits_prompt=request.sampling.prompt_logprobs is not None and not progress.scored,
+                awaits_prompt=choice.sampling.prompt_logprobs is not None and not run.scored,
             )
             try:
-                if request.turn is not None:
-                    await request.turn.bind(workers.decode.incarnation, about=request.about)
-                await self._enter(attempt, workers, progress)
-                self._send(attempt, request, workers, progress, trace, moving=place is not None)
-                received = _Receipt(progress, workers.decode, trace, self.placing.admission, request.caller.tenant)
-                pouring = None if sink is None else received.sink_of(sink)
+                if plan.turn is not None:
+                    await plan.turn.bind(workers.decode.incarnation, about=run.about)
+                await self._enter(run, attempt, workers)
+                self._send(run, attempt, workers, trace, moving=place is not None)
+                pouring = None if sink is None else self._pouring(run, workers.decode, trace, sink)
                 while True:
-                    waiting = attempt.next(pouring) if progress.silent_since is None else self._next(attempt, progress)
+                    waiting = attempt.next(pouring) if run.silent_since is None else self._next(run, attempt)
                     accepted = await waiting
-                    received.note(accepted)
+                    self._note(run, accepted, workers.decode, trace)
                     if accepted.finish is not None:
                         note.outcome = "finished"
                     if await consume(accepted) or accepted.finish is not None:
                         return
-                    if attempt.leaving is not None and await self.placing.finds_place(attempt, request, progress):
+                    if attempt.leaving is not None and await self.placing.finds_place(attempt, run):
                         note.outcome = MOVED
                         break
             except AttemptFailedError as failure:
                 note.outcome = failure.cause.value
                 if failure.cause in LOST:
-                    progress.note_silence(attempt.quiet_since)
-                await self._note_failure(request, workers, progress, failure)
+                    run.note_silence(attempt.quiet_since)
+                await self._note_failure(run, workers, failure)
             except ApiError:
                 note.outcome = "refused"
                 raise
             finally:
                 attempt.close()
-                progress.end_trial()
-                self._correct_charge(request, choice, progress, record)
-                self._ended(choice, note, at=self.clock.now() - began)
+                run.end_trial()
+                self._correct_charge(run, decision)
+                self._ended(decision, note, at=self.clock.now() - began)
                 trace.ended()
         # The worker died between its last token and its finish.
         await consume(Accepted([], [], Finish(reason=FinishReason.LENGTH)))
 
-    def _predicted(self, request: ChoiceRequest, choice: RouteDecision, progress: Progress) -> Prediction | None:
-        """Of a first attempt to generate."""
-        if progress.number or request.pooling is not None:
-            return None
-        return self.predictions.predict(choice, gateway_wait_s=progress.expected_wait_s)
+    def _note(self, run: ChoiceRun, accepted: Accepted, decode: WorkerView, trace: AttemptTrace) -> None:
+        """New tokens of `decode`, before the choice gets them."""
+        run.receive(accepted, by=decode)
+        trace.received(len(accepted.token_ids))
+        self.placing.admission.binding.charge_output(run.request.caller.tenant, len(accepted.token_ids))
 
-    def _ended(self, choice: RouteDecision, note: AttemptRecord, *, at: float) -> None:
+    def _pouring(self, run: ChoiceRun, decode: WorkerView, trace: AttemptTrace, sink: TokenSink) -> _Pouring:
+        return _Pouring(
+            run=run,
+            decode=decode,
+            traced=None if trace is UNTRACED else trace.received,
+            charge=self.placing.admission.output_charge(run.request.caller.tenant),
+            is_ready=sink.is_ready,
+            pass_on=sink.take,
+        )
+
+    def _predicted(self, run: ChoiceRun, decision: RouteDecision) -> Prediction | None:
+        """Of a first attempt to generate."""
+        if run.number or run.request.plan.pooling is not None:
+            return None
+        return self.predictions.predict(decision, gateway_wait_s=run.expected_wait_s)
+
+    def _ended(self, decision: RouteDecision, note: AttemptRecord, *, at: float) -> None:
         """An attempt is over, however it ended; `at` seconds after the choice began."""
         if note.outcome == "running":
             note.outcome = "stopped"
         note.ended_s = at
         self.metrics.attempt_ended(note.outcome)
-        self.placing.release(choice)
+        self.placing.release(decision)
 
-    def _correct_charge(
-        self, request: ChoiceRequest, choice: RouteDecision, progress: Progress, record: ChoiceRecord
-    ) -> None:
+    def _correct_charge(self, run: ChoiceRun, decision: RouteDecision) -> None:
         """The tenant was charged for the prompt of each choice by what the router predicted to be cached. Once, for the
         first attempt."""
-        if progress.number == 0 and record.cached_tokens is not None:
+        if run.number == 0 and run.record.cached_tokens is not None:
             self.placing.admission.binding.correct_prompt(
-                request.caller.tenant,
-                len(request.input_ids),
-                predicted=choice.matched_tokens,
-                cached=record.cached_tokens,
+                run.request.caller.tenant,
+                len(run.choice.input_ids),
+                predicted=decision.matched_tokens,
+                cached=run.record.cached_tokens,
             )
 
-    async def _enter(self, attempt: Attempt, workers: RouteDecision, progress: Progress) -> None:
+    async def _enter(self, run: ChoiceRun, attempt: Attempt, workers: RouteDecision) -> None:
         """Note where an attempt goes whose request may have killed a worker; it may have to wait its turn."""
-        progress.began_at = len(progress.received)
+        run.began_at = len(run.received)
         both = [worker.incarnation for worker in (workers.decode, workers.prefill) if worker is not None]
-        progress.trial = await self.suspects.enter(progress.suspicion, progress.rid, both)
-        if progress.suspicion.needs_trial:
+        run.trial = await self.suspects.enter(run.suspicion, run.rid, both)
+        if run.suspicion.needs_trial:
             # The wait was no worker's silence.
-            attempt.began, progress.silent_since = self.clock.now(), None
+            attempt.began, run.silent_since = self.clock.now(), None
 
-    async def _next(self, attempt: Attempt, progress: Progress) -> Accepted:
+    async def _next(self, run: ChoiceRun, attempt: Attempt) -> Accepted:
         """The next output of `attempt`, after lost workers: a silent one has only the time that they left."""
-        assert progress.silent_since is not None, "no worker was lost"
-        left = progress.silent_since + self.policy.silence_s - self.clock.now()
+        assert run.silent_since is not None, "no worker was lost"
+        left = run.silent_since + self.policy.silence_s - self.clock.now()
         try:
             async with asyncio.timeout(left):
                 accepted = await attempt.next()
         except TimeoutError as error:
             if attempt.quiet_since == attempt.began:
                 raise attempt.gone_silent() from error
-            progress.silent_since = None
+            run.silent_since = None
             return await attempt.next()
-        progress.silent_since = None
+        run.silent_since = None
         return accepted
 
     def _send(
-        self,
-        attempt: Attempt,
-        request: ChoiceRequest,
-        choice: RouteDecision,
-        progress: Progress,
-        trace: AttemptTrace,
-        *,
-        moving: bool,
+        self, run: ChoiceRun, attempt: Attempt, decision: RouteDecision, trace: AttemptTrace, *, moving: bool
     ) -> None:
-        left_s = max(request.deadline - self.clock.now(), 0.0)
-        alone = request_alone(request, progress, trace, deadline_s=left_s)
-        if choice.prefill is None:
-            attempt.submit(self._connect(choice.decode), with_fetch(alone, choice.fetch), is_prefill=False)
+        left_s = max(run.request.deadline - self.clock.now(), 0.0)
+        alone = request_alone(run, trace, deadline_s=left_s)
+        if decision.prefill is None:
+            attempt.submit(self._connect(decision.decode), with_fetch(alone, decision.fetch), is_prefill=False)
             return
-        receive, send = pair_of_requests(alone, choice, progress.number, moving=moving)
-        attempt.submit(self._connect(choice.decode), receive, is_prefill=False)
+        receive, send = pair_of_requests(alone, decision, run.number, moving=moving)
+        attempt.submit(self._connect(decision.decode), receive, is_prefill=False)
         withheld = None if receive.session is None else self._may_end(receive.sampling)
-        attempt.submit(self._connect(choice.prefill), send, is_prefill=True, withheld=withheld)
+        attempt.submit(self._connect(decision.prefill), send, is_prefill=True, withheld=withheld)
 
     def _may_end(self, sampling: SamplingParams) -> Callable[[Sequence[int]], bool]:
         """Whether tokens may end an output. Which of them complete a stop string is not known here."""
@@ -360,57 +345,54 @@ class Dispatcher:
             self.placing.chooser.mark_dead(worker.incarnation)
             raise AttemptFailedError(FailureCause.UNREACHABLE, worker.incarnation) from error
 
-    async def _note_failure(
-        self, request: ChoiceRequest, choice: RouteDecision, progress: Progress, failure: AttemptFailedError
-    ) -> None:
+    async def _note_failure(self, run: ChoiceRun, decision: RouteDecision, failure: AttemptFailedError) -> None:
         """Decide whether there is another attempt; raises `ApiError` when there is none."""
-        progress.suspicion.clear_losses(worker.incarnation for worker in self.placing.chooser.workers())
-        progress.note_failure(failure, alone=self.suspects.alone(failure.incarnation))
-        progress.failed.add(at_fault(choice, failure))
+        run.suspicion.clear_losses(worker.incarnation for worker in self.placing.chooser.workers())
+        run.note_failure(failure, alone=self.suspects.alone(failure.incarnation))
+        run.failed.add(at_fault(decision, failure))
         if (state := LEAVING.get(failure.code or "")) is not None:
             self.placing.chooser.note_refusal(failure.incarnation, state)
-            progress.sent_away[failure.incarnation] = self.clock.now() + AWAY_S
+            run.sent_away[failure.incarnation] = self.clock.now() + AWAY_S
         fields = {
-            **request.about,
-            "attempt": progress.attempts,
+            **run.about,
+            "attempt": run.attempts,
             "cause": failure.cause.value,
             "worker": failure.incarnation,
             "code": failure.code,
         }
         logger.warning("attempt failed", extra={"fields": fields})
-        if request.turn is not None and not request.turn.begins:
+        turn = run.request.plan.turn
+        if turn is not None and not turn.begins:
             raise turn_failed(failure) from failure
-        suspected = progress.suspicion.needs_trial or progress.exhausted(self.policy.max_attempts)
+        suspected = run.suspicion.needs_trial or run.exhausted(self.policy.max_attempts)
         if failure.cause is FailureCause.WORKER_LOST and suspected:
-            killed = await self.quarantine.killed_for_memory({*progress.suspicion.lost, failure.incarnation})
-            progress.note_memory_kills(killed, last=failure.incarnation)
-        if progress.suspicion.is_poison:
-            self.quarantine.quarantine(request, about=request.about, workers=progress.suspicion.lost)
+            killed = await self.quarantine.killed_for_memory({*run.suspicion.lost, failure.incarnation})
+            run.note_memory_kills(killed, last=failure.incarnation)
+        if run.suspicion.is_poison:
+            self.quarantine.quarantine(run.request.plan, run.choice, about=run.about, workers=run.suspicion.lost)
             raise quarantined() from failure
-        if not failure.retryable or progress.exhausted(self.policy.max_attempts):
-            raise gave_up(failure, out_of_memory=progress.out_of_memory) from failure
+        if not failure.retryable or run.exhausted(self.policy.max_attempts):
+            raise gave_up(failure, out_of_memory=run.out_of_memory) from failure
 
 
-def _attempt_start(
-    request: ChoiceRequest, progress: Progress, choice: RouteDecision, note: AttemptRecord
-) -> AttemptStart:
+def _attempt_start(run: ChoiceRun, decision: RouteDecision, note: AttemptRecord) -> AttemptStart:
     return AttemptStart(
-        attempt_id=progress.rid,
-        index=request.index,
-        number=progress.number,
-        requested_at=progress.requested_at,
-        decided_s=progress.decided_s,
-        choice=choice,
+        attempt_id=run.rid,
+        index=run.choice.index,
+        number=run.number,
+        requested_at=run.requested_at,
+        decided_s=run.decided_s,
+        decision=decision,
         note=note,
-        sampling=request.sampling,
-        model=request.model,
+        sampling=run.choice.sampling,
+        model=run.request.record.model,
     )
 
 
-def _one_worker(choice: RouteDecision) -> RouteDecision:
+def _one_worker(decision: RouteDecision) -> RouteDecision:
     """A prompt alone is the prefill worker's work, where there is one."""
     return (
-        choice
-        if choice.prefill is None
-        else replace(choice, decode=choice.prefill, prefill=None, placement=Placement.ALONE)
+        decision
+        if decision.prefill is None
+        else replace(decision, decode=decision.prefill, prefill=None, placement=Placement.ALONE)
     )

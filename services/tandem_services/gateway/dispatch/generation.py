@@ -4,42 +4,25 @@ Cancelling it aborts every choice on every worker. The first choice that fails f
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol, TypeAlias
 
-from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.base.clock import Clock
 from tandem_engine.messages.outputs import TokenLogprob
 from tandem_engine.tokenizer.vocabulary import Vocabulary
 from tandem_services.common.errors import ApiError
-from tandem_services.gateway.access.caller import Caller
+from tandem_services.gateway.dispatch.choice_run import AcceptedRequest, ChoiceRun
 from tandem_services.gateway.dispatch.dispatcher import Dispatcher
-from tandem_services.gateway.dispatch.plan import ChoiceRequest, GenerationPlan, PlannedChoice
+from tandem_services.gateway.dispatch.plan import GenerationPlan
 from tandem_services.gateway.dispatch.sessions import remembered
-from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord
+from tandem_services.gateway.observe.explain import ChoiceRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
-from tandem_services.gateway.observe.tracing import UNTRACED, RequestTrace
 from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoicePiece, ChoiceText
 from tandem_services.gateway.output.structured_output import name_grammar_field
 from tandem_services.gateway.output.token_sequence import Accepted
 from tandem_services.gateway.queueing.shared_route import SharedRoute
-from tandem_services.router.tickets import RouteTicket
-
-
-@checked_dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
-    """One accepted request: what to do, where to note it, and by when. Times are the gateway's clock."""
-
-    plan: GenerationPlan
-    record: RequestRecord
-    arrived: float
-    deadline: float
-    caller: Caller
-    ticket: RouteTicket
-    trace: RequestTrace = UNTRACED
-
 
 Deliver: TypeAlias = Callable[[Sequence[ChoicePiece]], Awaitable[None]]
 """Takes pieces of one request, in order of each choice."""
@@ -62,8 +45,8 @@ class PieceWriter(Protocol):
 
 @dataclass(slots=True)
 class _Merging:
-    """Where the pieces of one choice meet those of the others. Implements `PieceWriter`, so that an ordinary token
-    wakes no task of its choice."""
+    """Where the pieces of a request's choices meet. Implements `PieceWriter`, so that an ordinary token wakes no task
+    of its choice."""
 
     arrived: "asyncio.Queue[ChoicePiece | BaseException]"
 
@@ -81,6 +64,21 @@ class _Merging:
     def plain(self, choice: int) -> None:
         """Others of the same request are merged with it."""
 
+    def note_failure(self, task: "asyncio.Task[None]") -> None:
+        """However a choice fails, it is raised where the choices are merged."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self.arrived.put_nowait(error)
+
+    async def gathered(self) -> list[ChoicePiece]:
+        """At least one piece, and all that have arrived by now. Raises what a choice has raised."""
+        batch: list[ChoicePiece] = []
+        while not batch or not self.arrived.empty():
+            item = await self.arrived.get()
+            if isinstance(item, BaseException):
+                raise item
+            batch.append(item)
+        return batch
+
 
 def _always() -> bool:
     return True
@@ -93,16 +91,16 @@ A request may have hundreds."""
 
 @dataclass(kw_only=True, slots=True)
 class Generator:
-    """Runs jobs. One per model service."""
+    """Runs requests. One per model service."""
 
-    model: str
-    """Its name among the workers."""
     dispatcher: Dispatcher
     vocabulary: Vocabulary
     clock: Clock
     metrics: GatewayMetrics
 
-    async def run(self, job: Job, deliver: Deliver, writer: PieceWriter | None = None) -> None:
+    def run(
+        self, request: AcceptedRequest[GenerationPlan], deliver: Deliver, writer: PieceWriter | None = None
+    ) -> Awaitable[None]:
         """`deliver` gets pieces of all choices, each time what has gathered since the last. Cancel it to abort.
 
         Ordinary pieces of a single choice may go to `writer` instead, while the run waits for the next ones. Those of
@@ -110,28 +108,25 @@ class Generator:
 
         Raises `ApiError`, and what `deliver` raises.
         """
-        if len(job.plan.choices) == 1:
-            choice = job.plan.choices[0]
-            await _ChoiceOutput(self, job, choice, deliver, writer).run(_choice_request(self.model, job, choice))
-        else:
-            await self._merged(job, deliver)
+        if len(request.plan.choices) > 1:
+            return self._merged(request, deliver)
+        run = ChoiceRun(request=request, choice=request.plan.choices[0], record=request.record.choices[0])
+        return _ChoiceOutput(self, request.plan, run, deliver, writer).run()
 
-    async def _merged(self, job: Job, deliver: Deliver) -> None:
-        arrived: asyncio.Queue[ChoicePiece | BaseException] = asyncio.Queue()
-        routes, arrivals = self._routes(job.plan), asyncio.Semaphore(AT_ONCE)
+    async def _merged(self, request: AcceptedRequest[GenerationPlan], deliver: Deliver) -> None:
+        merging = _Merging(asyncio.Queue())
         tasks: list[asyncio.Task[None]] = []
-        unfinished = len(job.plan.choices)
+        unfinished = len(request.plan.choices)
         try:
-            for choice in job.plan.choices:
+            for run in _runs(request):
                 if tasks and len(tasks) % AT_ONCE == 0:
                     await asyncio.sleep(0)
-                route = routes[choice.index // job.plan.n]
-                request = _choice_request(self.model, job, choice, route=route, arrivals=arrivals)
-                task = asyncio.create_task(self._feed(job, choice, request, arrived))
-                task.add_done_callback(partial(_note_failure, arrived))
+                output = _ChoiceOutput(self, request.plan, run, merging.deliver, merging)
+                task = asyncio.create_task(output.run())
+                task.add_done_callback(merging.note_failure)
                 tasks.append(task)
             while unfinished:
-                batch = await _gathered(arrived)
+                batch = await merging.gathered()
                 unfinished -= sum(piece.finish is not None for piece in batch)
                 await deliver(batch)
         finally:
@@ -139,45 +134,40 @@ class Generator:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    def _routes(self, plan: GenerationPlan) -> list[SharedRoute | None]:
-        """One for each prompt that has several choices."""
-        prompts = len(plan.choices) // plan.n
-        if plan.n == 1:
-            return [None] * prompts
-        return [SharedRoute() for _ in range(prompts)]
 
-    async def _feed(
-        self,
-        job: Job,
-        choice: PlannedChoice,
-        request: ChoiceRequest,
-        arrived: "asyncio.Queue[ChoicePiece | BaseException]",
-    ) -> None:
-        merging = _Merging(arrived)
-        await _ChoiceOutput(self, job, choice, merging.deliver, merging).run(request)
+def _runs(request: AcceptedRequest[GenerationPlan]) -> Iterator[ChoiceRun]:
+    """Of all its choices. Those of one prompt share a route."""
+    plan, arrivals = request.plan, asyncio.Semaphore(AT_ONCE)
+    group = ""
+    route: SharedRoute | None = None
+    for choice in plan.choices:
+        if plan.n > 1 and choice.index % plan.n == 0:
+            group, route = f"{request.record.request_id}-{choice.index // plan.n}", SharedRoute()
+        record = request.record.choices[choice.index]
+        yield ChoiceRun(request=request, choice=choice, record=record, group=group, route=route, arrivals=arrivals)
 
 
 class _ChoiceOutput:
     """The output of one choice, from tokens to pieces. Implements `TokenSink`."""
 
     def __init__(
-        self, generator: Generator, job: Job, choice: PlannedChoice, deliver: Deliver, writer: PieceWriter | None
+        self, generator: Generator, plan: GenerationPlan, run: ChoiceRun, deliver: Deliver, writer: PieceWriter | None
     ) -> None:
         self._generator = generator
-        self._job = job
-        self._choice = choice
+        self._plan = plan
+        self._run = run
         self._deliver = deliver
         self._writer = writer
-        self._record = job.record.choices[choice.index]
+        self._record = run.record
         self._text = ChoiceText(
-            choice.index,
+            run.choice.index,
             generator.vocabulary,
-            choice.sampling,
-            skip_special_tokens=job.plan.skip_special_tokens,
-            keep_stop=job.plan.keep_stop,
-            reading=job.plan.reading,
-            returns_ids=job.plan.returns_ids,
-            interval=job.plan.stream_interval,
+            run.choice.sampling,
+            skip_special_tokens=plan.skip_special_tokens,
+            keep_stop=plan.keep_stop,
+            reading=plan.reading,
+            returns_ids=plan.returns_ids,
+            interval=plan.stream_interval,
         )
         self._first_token_at = 0.0
         self._last_token_at: float | None = None
@@ -188,20 +178,21 @@ class _ChoiceOutput:
         self._last_piece: ChoicePiece | None = None
         """What a stop string has completed on the way to `writer`: it ends the run."""
 
-    async def run(self, request: ChoiceRequest) -> None:
+    async def run(self) -> None:
         """Until its end. An error about the grammar calls it by the name that the client used."""
-        dispatcher, turn = self._generator.dispatcher, self._job.plan.turn
+        dispatcher, turn = self._generator.dispatcher, self._plan.turn
         try:
             if turn is None:
                 # A writer gets what is generated.
-                sink = self if self._writer is not None and self._job.plan.generate else None
-                await dispatcher.run(request, self._record, self._take_accepted, sink)
+                sink = self if self._writer is not None and self._plan.generate else None
+                await dispatcher.run(self._run, self._take_accepted, sink)
             else:
                 # Each output is written into the session's record.
-                run = partial(dispatcher.run, request, self._record)
-                await remembered(run, self._take_accepted, turn, prompt_tokens=len(request.input_ids))
+                run = partial(dispatcher.run, self._run)
+                prompt_tokens = len(self._run.choice.input_ids)
+                await remembered(run, self._take_accepted, turn, prompt_tokens=prompt_tokens)
         except ApiError as error:
-            name_grammar_field(error, self._job.plan.grammar_field)
+            name_grammar_field(error, self._plan.grammar_field)
             raise
 
     @property
@@ -232,7 +223,7 @@ class _ChoiceOutput:
             return False
         self._writer.write(piece)
         if self._text.is_plain:
-            self._plain = self._writer.plain(self._choice.index)
+            self._plain = self._writer.plain(self._run.choice.index)
         return True
 
     async def _take_accepted(self, accepted: Accepted) -> bool:
@@ -249,10 +240,10 @@ class _ChoiceOutput:
         if accepted.token_ids:
             self._time_tokens(len(accepted.token_ids), at)
         self._scores = accepted.prompt_logprobs or self._scores
-        if self._job.plan.generate:
+        if self._plan.generate:
             piece = self._text.absorb(accepted)
         else:
-            piece = _prompt_alone(self._choice, accepted, self._scores)
+            piece = _prompt_alone(self._run.choice.index, accepted, self._scores)
         # Tokens that are not written yet have been made all the same.
         self._record.output_tokens = self._text.tokens
         if piece is not None:
@@ -263,69 +254,20 @@ class _ChoiceOutput:
 
     def _time_tokens(self, count: int, at: float) -> None:
         if self._last_token_at is None:
-            self._record.ttft_s, self._first_token_at = at - self._job.arrived, at
+            self._record.ttft_s, self._first_token_at = at - self._run.request.arrived, at
         else:
             self._observe_gap((at - self._last_token_at) / count)
         self._last_token_at = at
 
 
-def _note_failure(arrived: "asyncio.Queue[ChoicePiece | BaseException]", task: "asyncio.Task[None]") -> None:
-    """However a choice fails, it is raised where the choices are merged."""
-    if not task.cancelled() and (error := task.exception()) is not None:
-        arrived.put_nowait(error)
-
-
-async def _gathered(arrived: "asyncio.Queue[ChoicePiece | BaseException]") -> list[ChoicePiece]:
-    """At least one piece, and all that have arrived by now. Raises what a choice has raised."""
-    batch: list[ChoicePiece] = []
-    while not batch or not arrived.empty():
-        item = await arrived.get()
-        if isinstance(item, BaseException):
-            raise item
-        batch.append(item)
-    return batch
-
-
-def _choice_request(
-    model: str,
-    job: Job,
-    choice: PlannedChoice,
-    *,
-    route: SharedRoute | None = None,
-    arrivals: asyncio.Semaphore | None = None,
-) -> ChoiceRequest:
-    return ChoiceRequest(
-        request_id=job.record.request_id,
-        index=choice.index,
-        model=model,
-        input_ids=choice.input_ids,
-        sampling=choice.sampling,
-        cache_salt=job.plan.cache_salt,
-        adapter=job.plan.adapter,
-        session_key=job.plan.session_key,
-        priority=job.plan.priority,
-        group="" if route is None else f"{job.record.request_id}-{choice.index // job.plan.n}",
-        route=route,
-        arrivals=arrivals,
-        ticket=job.ticket,
-        turn=job.plan.turn,
-        objectives=job.record.objectives,
-        deadline=job.deadline,
-        caller=job.caller,
-        trace=job.trace,
-    )
-
-
-def _prompt_alone(
-    choice: PlannedChoice, accepted: Accepted, scores: tuple[TokenLogprob | None, ...] | None
-) -> ChoicePiece | None:
+def _prompt_alone(index: int, accepted: Accepted, scores: tuple[TokenLogprob | None, ...] | None) -> ChoicePiece | None:
     """All of an answer without output. The one token that was computed to get there is dropped.
 
     None until the worker is done: to leave earlier would abort the transfer of the prompt's KV.
     """
     if accepted.finish is None:
         return None
-    return ChoicePiece(choice.index, "", 0, [], ChoiceFinish("length", None), scores)
+    return ChoicePiece(index, "", 0, [], ChoiceFinish("length", None), scores)
 
 
 def _note_piece(record: ChoiceRecord, piece: ChoicePiece) -> None:

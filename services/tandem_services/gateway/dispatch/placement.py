@@ -22,10 +22,8 @@ from typing import Protocol
 from tandem_engine.base.clock import Clock
 from tandem_services.common.errors import ApiError, unavailable
 from tandem_services.gateway.dispatch.attempt import Attempt
-from tandem_services.gateway.dispatch.plan import ChoiceRequest, RetryPolicy
-from tandem_services.gateway.dispatch.progress import Progress, no_workers
+from tandem_services.gateway.dispatch.choice_run import ChoiceRun, RetryPolicy, no_workers
 from tandem_services.gateway.dispatch.sessions import session_lost
-from tandem_services.gateway.observe.explain import ChoiceRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.queueing.admission import Admission
 from tandem_services.gateway.queueing.lanes import Lane
@@ -59,17 +57,17 @@ class PairChooser(Protocol):
         ...
 
     async def relocate(self, query: RouteQuery, leaving: WorkerView) -> RouteDecision:
-        """Reserve and return the worker that takes over from `leaving`, which is the choice's prefill worker.
+        """Reserve and return the worker that takes over from `leaving`, which is the decision's prefill worker.
 
         Raises `NoWorkersError` when no worker has capacity.
         """
         ...
 
-    async def release(self, choice: RouteDecision) -> None:
-        """Give the reservation back. This or `release_soon` is called exactly once per choice."""
+    async def release(self, decision: RouteDecision) -> None:
+        """Give the reservation back. This or `release_soon` is called exactly once per decision."""
         ...
 
-    def release_soon(self, choice: RouteDecision) -> None:
+    def release_soon(self, decision: RouteDecision) -> None:
         """Give the reservation back, without a wait."""
         ...
 
@@ -162,151 +160,153 @@ class Placing:
     admission: Admission
     objectives: SloAdmission
 
-    async def choose(self, request: ChoiceRequest, progress: Progress, record: ChoiceRecord) -> RouteDecision:
+    async def choose(self, run: ChoiceRun) -> RouteDecision:
         """Workers for the next attempt, reserved. Raises `ApiError` when there are none in time."""
-        if progress.unpaid:
-            await self._pay(progress)
-        progress.requested_at = self.clock.now()
-        if progress.number == 0 and self.admission.binding.queue:
-            progress.expected_wait_s = self.admission.binding.expected_wait_s(
-                tenant=request.caller.tenant, priority=request.priority, prompt_tokens=len(request.input_ids)
+        if run.unpaid:
+            await self._pay(run)
+        run.requested_at = self.clock.now()
+        if run.number == 0 and self.admission.binding.queue:
+            run.expected_wait_s = self.admission.binding.expected_wait_s(
+                tenant=run.request.caller.tenant,
+                priority=run.request.plan.priority,
+                prompt_tokens=len(run.choice.input_ids),
             )
         try:
-            choice = await self._choose_once(request, progress)
+            decision = await self._choose_once(run)
         except NoWorkersError as error:
-            record.lacked_workers = True
-            return await self._await_worker(request, progress, error)
-        if progress.attempts == 0:
-            record.admission_s = self.clock.now() - progress.requested_at
-            record.lacked_workers = self.admission.binding.has_lacked_workers_since(progress.requested_at)
-        return choice
+            run.record.lacked_workers = True
+            return await self._await_worker(run, error)
+        if run.attempts == 0:
+            run.record.admission_s = self.clock.now() - run.requested_at
+            run.record.lacked_workers = self.admission.binding.has_lacked_workers_since(run.requested_at)
+        return decision
 
-    async def finds_place(self, attempt: Attempt, request: ChoiceRequest, progress: Progress) -> bool:
+    async def finds_place(self, attempt: Attempt, run: ChoiceRun) -> bool:
         """Whether the worker of `attempt` requests its migration and another has capacity: the next attempt runs there.
 
         Without capacity the request stays where it is, until the next request for its migration.
         """
         leaving, attempt.leaving = attempt.leaving, None
-        if leaving is None or len(progress.received) >= request.sampling.max_tokens:
+        if leaving is None or len(run.received) >= run.choice.sampling.max_tokens:
             return False
-        progress.requested_at = self.clock.now()
+        run.requested_at = self.clock.now()
         try:
-            place = await self._timed(self.chooser.relocate(self._query(request, progress), leaving), progress)
+            place = await self._timed(run, self.chooser.relocate(self._query(run), leaving))
         except NoWorkersError:
             return False
-        progress.move_to(place, leaving)
-        fields = {**request.about, "worker": leaving.incarnation, "to": place.decode.incarnation}
+        run.move_to(place, leaving)
+        fields = {**run.about, "worker": leaving.incarnation, "to": place.decode.incarnation}
         logger.info("migrating request", extra={"fields": fields})
         return True
 
-    def release(self, choice: RouteDecision) -> None:
+    def release(self, decision: RouteDecision) -> None:
         """An attempt is over: the reservation goes back."""
-        self.chooser.release_soon(choice)
-        self.admission.freed(choice.decode.incarnation, choice.cell)
+        self.chooser.release_soon(decision)
+        self.admission.freed(decision.decode.incarnation, decision.cell)
 
-    async def _pay(self, progress: Progress) -> None:
+    async def _pay(self, run: ChoiceRun) -> None:
         """For another attempt. A stream that has begun waits for its turn; what has not is refused with a 503."""
-        while progress.unpaid and not self.budget.spend():
-            if not progress.received:
+        while run.unpaid and not self.budget.spend():
+            if not run.received:
                 self.metrics.retries_refused.inc()
                 raise unavailable("The model workers are failing. Try again later.", retry_after=self.budget.wait_s)
             await asyncio.sleep(self.budget.wait_s)
-        progress.unpaid = False
+        run.unpaid = False
 
-    async def _await_worker(self, request: ChoiceRequest, progress: Progress, error: NoWorkersError) -> RouteDecision:
+    async def _await_worker(self, run: ChoiceRun, error: NoWorkersError) -> RouteDecision:
         # There is no worker that could be silent.
-        progress.silent_since = None
+        run.silent_since = None
         give_up_at = self.clock.now() + self.policy.recovery_s
         while self.clock.now() < give_up_at:
             await asyncio.sleep(self.policy.poll_s)
             if not self.chooser.workers():
                 continue
             try:
-                return await self._choose_once(request, progress)
+                return await self._choose_once(run)
             except NoWorkersError as again:
                 error = again
         raise no_workers(error) from error
 
-    async def _keeper(self, query: RouteQuery, incarnation: str, progress: Progress) -> RouteDecision:
+    async def _keeper(self, run: ChoiceRun, query: RouteQuery, incarnation: str) -> RouteDecision:
         """For a turn of an existing session, which no other worker can serve."""
         try:
-            return await self._timed(self.chooser.stay(query, incarnation), progress)
+            return await self._timed(run, self.chooser.stay(query, incarnation))
         except NoWorkersError as error:
             raise session_lost() from error
 
-    async def _choose_once(self, request: ChoiceRequest, progress: Progress) -> RouteDecision:
-        query = self._query(request, progress)
-        if request.turn is not None and request.turn.keeper is not None:
-            return await self._keeper(query, request.turn.keeper, progress)
-        if progress.attempts == 0:
-            return await self._admitted(request, query, progress)
+    async def _choose_once(self, run: ChoiceRun) -> RouteDecision:
+        query, turn = self._query(run), run.request.plan.turn
+        if turn is not None and turn.keeper is not None:
+            return await self._keeper(run, query, turn.keeper)
+        if run.attempts == 0:
+            return await self._admitted(run, query)
         try:
-            return await self._choose_suitable(query, progress)
+            return await self._choose_suitable(run, query)
         except NoWorkersError:
-            if not progress.failed:
+            if not run.failed:
                 raise
         # A live worker that has failed this request once is better than none; the dead stay excluded, and so do those
         # that have just sent it away.
         now = self.clock.now()
-        away = frozenset(incarnation for incarnation, until in progress.sent_away.items() if now < until)
-        return await self._choose_suitable(replace(query, exclude=away), progress)
+        away = frozenset(incarnation for incarnation, until in run.sent_away.items() if now < until)
+        return await self._choose_suitable(run, replace(query, exclude=away))
 
-    async def _admitted(self, request: ChoiceRequest, query: RouteQuery, progress: Progress) -> RouteDecision:
+    async def _admitted(self, run: ChoiceRun, query: RouteQuery) -> RouteDecision:
         """For the first attempt; with the other choices of its prompt, if there are any."""
-        if request.objectives is not None:
-            self._judge_wait(request, query, progress)
+        request = run.request
+        if request.record.objectives is not None:
+            self._judge_wait(run, query)
 
         async def apart(avoided: frozenset[str]) -> RouteDecision:
             """Without the workers that requests before it wait for; a ticket may be for one of them."""
-            return await self._judged(request, replace(query, exclude=query.exclude | avoided), progress, None)
+            return await self._judged(run, replace(query, exclude=query.exclude | avoided), None)
 
         return await self.admission.admit(
-            partial(self._judged, request, query, progress, request.ticket),
+            partial(self._judged, run, query, request.ticket),
             tenant=request.caller.tenant,
-            priority=request.priority,
+            priority=request.plan.priority,
             prompt_tokens=len(query.token_ids),
             lane=Lane(adapter=query.adapter, registered=query.registered, ask_apart=apart),
-            arrivals=request.arrivals,
+            arrivals=run.arrivals,
         )
 
-    def _judge_wait(self, request: ChoiceRequest, query: RouteQuery, progress: Progress) -> None:
+    def _judge_wait(self, run: ChoiceRun, query: RouteQuery) -> None:
         """Raises `ApiError` 429 for a request that its wait alone would make miss its objectives."""
         try:
             self.objectives.judge_wait(
-                request.objectives,
-                tenant=request.caller.tenant.name,
-                priority=request.priority,
-                wait_s=progress.expected_wait_s,
+                run.request.record.objectives,
+                tenant=run.request.caller.tenant.name,
+                priority=run.request.plan.priority,
+                wait_s=run.expected_wait_s,
                 work_s=partial(self._work_s, query),
             )
         except ApiError:
             self.admission.binding.note_rejected(len(query.token_ids))
             raise
 
-    async def _judged(
-        self, request: ChoiceRequest, query: RouteQuery, progress: Progress, ticket: RouteTicket | None
-    ) -> RouteDecision:
+    async def _judged(self, run: ChoiceRun, query: RouteQuery, ticket: RouteTicket | None) -> RouteDecision:
         """Where the other choices of its prompt are, if there are any and it fits. Raises `ApiError` 429 where that
         cannot meet the objectives of the request."""
-        if request.route is None:
-            choice = await self._choose_suitable(query, progress, ticket)
+        if run.route is None:
+            decision = await self._choose_suitable(run, query, ticket)
         else:
-            beside = partial(self._choose_suitable, progress=progress)
-            alone = partial(self._choose_suitable, query, progress, ticket)
-            choice = await request.route.choose(self.chooser, query, beside, alone)
-        if request.objectives is None:
-            return choice
+            beside = partial(self._choose_suitable, run)
+            alone = partial(self._choose_suitable, run, query, ticket)
+            decision = await run.route.choose(self.chooser, query, beside, alone)
+        objectives = run.request.record.objectives
+        if objectives is None:
+            return decision
         rejection = self.objectives.judge(
-            choice,
-            request.objectives,
-            tenant=request.caller.tenant.name,
-            priority=request.priority,
-            waited_s=self.clock.now() - progress.requested_at,
+            decision,
+            objectives,
+            tenant=run.request.caller.tenant.name,
+            priority=run.request.plan.priority,
+            waited_s=self.clock.now() - run.requested_at,
             work_s=partial(self._work_s, query),
         )
         if rejection is None:
-            return choice
-        self.chooser.release_soon(choice)
+            return decision
+        self.chooser.release_soon(decision)
         raise rejection
 
     def _work_s(self, query: RouteQuery) -> float:
@@ -314,50 +314,49 @@ class Placing:
         rate = self.chooser.prefill_rate(query.model)
         return len(query.token_ids) / rate if rate > 0.0 else 0.0
 
-    def _query(self, request: ChoiceRequest, progress: Progress) -> RouteQuery:
+    def _query(self, run: ChoiceRun) -> RouteQuery:
+        choice, plan, record = run.choice, run.request.plan, run.request.record
+        adapter = plan.adapter
         return RouteQuery(
-            request_id=progress.rid,
-            model=request.model,
+            request_id=run.rid,
+            model=record.model,
             # Choices of one prompt share the object, and so the digests of its blocks.
-            token_ids=(*request.input_ids, *progress.received) if progress.received else request.input_ids,
-            cache_salt=request.cache_salt,
-            adapter=b"" if request.adapter is None else request.adapter.digest,
-            registered=request.adapter is not None and bool(request.adapter.source),
-            adapter_size=0 if request.adapter is None else request.adapter.size,
-            max_tokens=request.sampling.max_tokens - len(progress.received),
-            exclude=frozenset(progress.failed),
-            compat_hash=self._kind_wanted(progress),
-            session_key=request.session_key,
+            token_ids=(*choice.input_ids, *run.received) if run.received else choice.input_ids,
+            cache_salt=plan.cache_salt,
+            adapter=b"" if adapter is None else adapter.digest,
+            registered=adapter is not None and bool(adapter.source),
+            adapter_size=0 if adapter is None else adapter.size,
+            max_tokens=choice.sampling.max_tokens - len(run.received),
+            exclude=frozenset(run.failed),
+            compat_hash=None if run.written_by is None else self._kind_wanted(run.written_by),
+            session_key=plan.session_key,
             # A slow worker would miss its objectives, or get all choices of its prompt.
-            may_probe=request.route is None
-            and (request.objectives is None or not self.objectives.may_reject(request.priority)),
+            may_probe=run.route is None
+            and (record.objectives is None or not self.objectives.may_reject(plan.priority)),
         )
 
-    def _kind_wanted(self, progress: Progress) -> str | None:
-        """Weights that begin an output continue it [same-kind-paired], unless their worker has been given others
-        since."""
-        writer = progress.written_by
-        if writer is None:
-            return None
+    def _kind_wanted(self, writer: WorkerView) -> str | None:
+        """Weights that begin an output continue it [same-kind-paired], unless `writer`, their worker, has been given
+        others since."""
         now = next((worker for worker in self.chooser.workers() if worker.incarnation == writer.incarnation), writer)
         return writer.compat_hash if now.compat_hash == writer.compat_hash else None
 
     async def _choose_suitable(
-        self, query: RouteQuery, progress: Progress, ticket: RouteTicket | None = None
+        self, run: ChoiceRun, query: RouteQuery, ticket: RouteTicket | None = None
     ) -> RouteDecision:
         """Not one whose decode worker would compute the prompt for want of others, when that is not wanted."""
         chosen = None if ticket is None else ticket.take()
-        choice = None if chosen is None else await self.chooser.redeem(chosen, query)
-        if choice is None:
-            choice = await self._timed(self.chooser.choose(query), progress)
-        if choice.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
-            return choice
-        self.chooser.release_soon(choice)
+        decision = None if chosen is None else await self.chooser.redeem(chosen, query)
+        if decision is None:
+            decision = await self._timed(run, self.chooser.choose(query))
+        if decision.placement is not Placement.DEGRADED or self.policy.prefill_fallback:
+            return decision
+        self.chooser.release_soon(decision)
         raise NoWorkersError("no prefill worker is left", retry_after=1.0)
 
-    async def _timed(self, decision: Awaitable[RouteDecision], progress: Progress) -> RouteDecision:
-        asked = self.clock.now()
-        choice = await decision
-        progress.decided_s = self.clock.now() - asked
-        self.metrics.decision.observe(progress.decided_s)
-        return choice
+    async def _timed(self, run: ChoiceRun, asked: Awaitable[RouteDecision]) -> RouteDecision:
+        began = self.clock.now()
+        decision = await asked
+        run.decided_s = self.clock.now() - began
+        self.metrics.decision.observe(run.decided_s)
+        return decision

@@ -39,11 +39,10 @@ from typing import Any, Protocol
 import msgspec
 
 from tandem_engine.base.clock import Clock
-from tandem_engine.messages.requests import AdapterRef, PoolingParams
-from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.common.tasks import run_periodically
+from tandem_services.gateway.dispatch.plan import Choice, RequestPlan
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.router.keys import HEARTBEAT_S
 from tandem_services.router.registry import Endings
@@ -56,25 +55,6 @@ REPORT_S, REPORT_POLL_S = 1.0, 0.1
 
 MAX_REMEMBERED = 1024
 """Digests; the oldest makes room for the next."""
-
-
-class Executed(Protocol):
-    """What of a request can kill a worker."""
-
-    @property
-    def model(self) -> str: ...
-
-    @property
-    def input_ids(self) -> tuple[int, ...]: ...
-
-    @property
-    def sampling(self) -> SamplingParams: ...
-
-    @property
-    def pooling(self) -> PoolingParams | None: ...
-
-    @property
-    def adapter(self) -> AdapterRef | None: ...
 
 
 class Board(Protocol):
@@ -97,6 +77,8 @@ class EndReports(Protocol):
 class Quarantine:
     """What this gateway refuses. One per model service; belongs to its event loop."""
 
+    model: str
+    """Its name among the workers."""
     clock: Clock
     metrics: GatewayMetrics
     salt: bytes
@@ -108,11 +90,11 @@ class Quarantine:
     """Digest → monotonic time, the oldest first."""
     _unpublished: set[str] = field(default_factory=set)
 
-    def check(self, request: Executed) -> None:
+    def check(self, plan: RequestPlan, choice: Choice) -> None:
         """Raises `ApiError` 500 for a request that is remembered."""
         if not self._expires:
             return
-        expires = self._expires.get(self._digest(request))
+        expires = self._expires.get(self._digest(plan, choice))
         if expires is not None and self.clock.now() < expires:
             self.metrics.quarantine_refusals.inc()
             raise quarantined()
@@ -132,9 +114,9 @@ class Quarantine:
                 await asyncio.sleep(REPORT_POLL_S)
         return killed
 
-    def quarantine(self, request: Executed, *, about: dict[str, Any], workers: Collection[str]) -> None:
-        """Remember `request`, here now and everywhere else soon. `about`: fields of its log records."""
-        digest = self._digest(request)
+    def quarantine(self, plan: RequestPlan, choice: Choice, *, about: dict[str, Any], workers: Collection[str]) -> None:
+        """Remember the request, here now and everywhere else soon. `about`: fields of its log records."""
+        digest = self._digest(plan, choice)
         self._unpublished.add(digest)
         self._remember(digest, QUARANTINE_S)
         self.metrics.convictions.inc()
@@ -177,15 +159,16 @@ class Quarantine:
             self._unpublished.discard(digest)
         self.metrics.quarantined.set(len(self._expires))
 
-    def _digest(self, request: Executed) -> str:
-        parameters = msgspec.structs.replace(request.sampling, seed=0)
+    def _digest(self, plan: RequestPlan, choice: Choice) -> str:
+        """Of all that can kill a worker."""
+        parameters = msgspec.structs.replace(choice.sampling, seed=0)
         digest = blake2b(
-            msgspec.msgpack.encode((request.model, parameters, request.pooling)),
+            msgspec.msgpack.encode((self.model, parameters, plan.pooling)),
             key=self.salt,
             digest_size=16,
-            salt=b"" if request.adapter is None else request.adapter.digest,
+            salt=b"" if plan.adapter is None else plan.adapter.digest,
         )
-        digest.update(array("q", request.input_ids).tobytes())
+        digest.update(array("q", choice.input_ids).tobytes())
         return digest.hexdigest()
 
 

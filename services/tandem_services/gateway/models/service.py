@@ -16,12 +16,12 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.keys import deployment_secret
 from tandem_services.gateway.config import ModelConfig
+from tandem_services.gateway.dispatch.choice_run import RetryPolicy
 from tandem_services.gateway.dispatch.dispatcher import Dispatcher
 from tandem_services.gateway.dispatch.engine_client import LivenessTiming, Revival
 from tandem_services.gateway.dispatch.engine_pool import EnginePool
 from tandem_services.gateway.dispatch.generation import Generator
 from tandem_services.gateway.dispatch.placement import PairChooser, Placing, RetryBudget
-from tandem_services.gateway.dispatch.plan import RetryPolicy
 from tandem_services.gateway.dispatch.quarantine import Board as QuarantineBoard
 from tandem_services.gateway.dispatch.quarantine import EndReports, Quarantine
 from tandem_services.gateway.dispatch.reading_pace import ReadingPace
@@ -216,6 +216,7 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         predictions=predictions,
         eos_token_ids=frozenset(tokenizer.eos_token_ids),
         quarantine=Quarantine(
+            model=model.name,
             clock=shared.clock,
             metrics=metrics,
             salt=deployment_secret(fleet.context.keys, config.cluster),
@@ -230,7 +231,6 @@ def build_model_service(fleet: Fleet, shared: Shared) -> ModelService:
         chooser=fleet.chooser,
         engines=engines,
         generator=Generator(
-            model=model.name,
             dispatcher=dispatcher,
             vocabulary=tokenizer.vocabulary,
             clock=shared.clock,

@@ -113,7 +113,7 @@ ONCE_BROKEN = {
     "attempt:Side.on_output",
     "caller:Caller.headers",
     "errors:speaks_anthropic",
-    "generation:Generator._feed",
+    "generation:_ChoiceOutput.run",
     "chat_answer:ChatFormat.closing",
     "completions:CompletionFormat.closing",
     "answers:MessagesFormat.closing",

@@ -1,6 +1,7 @@
 """Which requests are quarantined for killing workers, and for how long gateways remember them [poison-quarantined]."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 import pytest
 
@@ -9,18 +10,16 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.errors import ApiError
 from tandem_services.common.metrics import MetricFamilies, new_registry
 from tandem_services.common.redis_client import RedisUnavailableError
+from tandem_services.gateway.dispatch.plan import Choice, RequestPlan
 from tandem_services.gateway.dispatch.quarantine import MAX_REMEMBERED, QUARANTINE_S, Quarantine
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_testing.service_clock import ServiceClock
 
 
-@dataclass(frozen=True)
-class Ask:
-    model: str = "m"
-    input_ids: tuple[int, ...] = (1, 2, 3)
-    sampling: SamplingParams = field(default_factory=lambda: SamplingParams(max_tokens=9, seed=4))
-    pooling: PoolingParams | None = None
-    adapter: AdapterRef | None = None
+def asked(*, input_ids: tuple[int, ...] = (1, 2, 3), max_tokens: int = 9, seed: int = 4, **shared: Any) -> RequestPlan:
+    """A request of one choice."""
+    sampling = SamplingParams(max_tokens=max_tokens, seed=seed)
+    return RequestPlan(model="any name", choices=(Choice(index=0, input_ids=input_ids, sampling=sampling),), **shared)
 
 
 @dataclass
@@ -56,21 +55,20 @@ def board() -> SharedBoard:
 
 @pytest.fixture
 def make(clock, board):
-    def quarantine(*, salt: bytes = b"salt") -> Quarantine:
-        return Quarantine(
-            clock=clock, metrics=GatewayMetrics(MetricFamilies(new_registry()), model="m"), salt=salt, board=board
-        )
+    def quarantine(*, model: str = "m", salt: bytes = b"salt") -> Quarantine:
+        metrics = GatewayMetrics(MetricFamilies(new_registry()), model=model)
+        return Quarantine(model=model, clock=clock, metrics=metrics, salt=salt, board=board)
 
     return quarantine
 
 
-def convict(quarantine: Quarantine, ask: Ask) -> None:
-    quarantine.quarantine(ask, about={"request_id": "r"}, workers={"a@1", "b@1"})
+def convict(quarantine: Quarantine, plan: RequestPlan) -> None:
+    quarantine.quarantine(plan, plan.choices[0], about={"request_id": "r"}, workers={"a@1", "b@1"})
 
 
-def refuses(quarantine: Quarantine, ask: Ask) -> bool:
+def refuses(quarantine: Quarantine, plan: RequestPlan) -> bool:
     try:
-        quarantine.check(ask)
+        quarantine.check(plan, plan.choices[0])
     except ApiError as error:
         return (error.status, error.reason) == (500, "request_quarantined")
     return False
@@ -81,72 +79,79 @@ def refuses(quarantine: Quarantine, ask: Ask) -> bool:
 
 def test_quarantine_matches_request_regardless_of_seed(make):
     quarantine = make()
-    assert not refuses(quarantine, Ask())
-    convict(quarantine, Ask())
-    assert refuses(quarantine, Ask())
-    assert refuses(quarantine, Ask(sampling=SamplingParams(max_tokens=9, seed=77)))
+    assert not refuses(quarantine, asked())
+    convict(quarantine, asked())
+    assert refuses(quarantine, asked())
+    assert refuses(quarantine, asked(seed=77))
     for other in (
-        Ask(input_ids=(1, 2)),
-        Ask(model="n"),
-        Ask(sampling=SamplingParams(max_tokens=8)),
-        Ask(pooling=PoolingParams()),
-        Ask(adapter=AdapterRef(name="sql", digest=b"a" * 16)),
+        asked(input_ids=(1, 2)),
+        asked(max_tokens=8),
+        asked(pooling=PoolingParams()),
+        asked(adapter=AdapterRef(name="sql", digest=b"a" * 16)),
     ):
         assert not refuses(quarantine, other)
 
 
 def test_quarantine_ends_after_its_duration(make, clock):
     quarantine = make()
-    convict(quarantine, Ask())
+    convict(quarantine, asked())
     clock.advance(QUARANTINE_S - 1)
-    assert refuses(quarantine, Ask())
+    assert refuses(quarantine, asked())
     clock.advance(1)
-    assert not refuses(quarantine, Ask())
+    assert not refuses(quarantine, asked())
 
 
 async def test_other_gateways_learn_of_it(make):
     first, second = make(), make()
-    convict(first, Ask())
+    convict(first, asked())
     await first.sync()
     await second.sync()
-    assert refuses(second, Ask())
+    assert refuses(second, asked())
 
 
 async def test_quarantine_without_redis_is_local_and_shared_later(make, board):
     first, second = make(), make()
     board.reachable = False
-    convict(first, Ask())
+    convict(first, asked())
     await first.sync()
-    assert refuses(first, Ask())
+    assert refuses(first, asked())
     board.reachable = True
     await first.sync()
     await second.sync()
-    assert refuses(second, Ask())
+    assert refuses(second, asked())
 
 
 async def test_cleared_request_is_served_again(make, board):
     first, second = make(), make()
-    convict(first, Ask())
+    convict(first, asked())
     await first.sync()
     await second.sync()
     board.held.clear()
     await first.sync()
     await second.sync()
-    assert not refuses(first, Ask())
-    assert not refuses(second, Ask())
+    assert not refuses(first, asked())
+    assert not refuses(second, asked())
 
 
 def test_memory_is_bounded(make):
     quarantine = make()
-    asks = [Ask(input_ids=(number,)) for number in range(MAX_REMEMBERED + 3)]
+    asks = [asked(input_ids=(number,)) for number in range(MAX_REMEMBERED + 3)]
     for ask in asks:
         convict(quarantine, ask)
     assert [refuses(quarantine, ask) for ask in asks[:4]] == [False, False, False, True]
 
 
-async def test_digest_says_nothing_without_the_salt(make, board):
-    ours, theirs = make(), make(salt=b"other")
-    convict(ours, Ask())
+async def test_digest_is_of_one_model(make):
+    ours, theirs = make(), make(model="n")
+    convict(ours, asked())
     await ours.sync()
     await theirs.sync()
-    assert not refuses(theirs, Ask())
+    assert not refuses(theirs, asked())
+
+
+async def test_digest_says_nothing_without_the_salt(make, board):
+    ours, theirs = make(), make(salt=b"other")
+    convict(ours, asked())
+    await ours.sync()
+    await theirs.sync()
+    assert not refuses(theirs, asked())

@@ -20,14 +20,14 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.common.metrics import MetricFamilies
 from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.dispatch.attempt import Attempt, AttemptFailedError, Side, TokenSink
+from tandem_services.gateway.dispatch.choice_run import AcceptedRequest, ChoiceRun
 from tandem_services.gateway.dispatch.engine_client import Pouring
-from tandem_services.gateway.dispatch.generation import AT_ONCE, Generator, Job
-from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.dispatch.generation import AT_ONCE, Generator
+from tandem_services.gateway.dispatch.plan import Choice, GenerationPlan
 from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord
 from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_services.gateway.output.choice_text import ChoicePiece, ChoiceText
 from tandem_services.gateway.output.token_sequence import Accepted, Consume
-from tandem_services.router.tickets import RouteTicket
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.tokenizer_builders import EOS
 
@@ -62,10 +62,10 @@ class Attempts:
     passed: int = 0
     """Outputs that went through the task of a choice."""
 
-    async def run(self, request: Any, record: ChoiceRecord, consume: Consume, sink: TokenSink | None = None) -> None:
-        self.started.append(request.index)
+    async def run(self, run: ChoiceRun, consume: Consume, sink: TokenSink | None = None) -> None:
+        self.started.append(run.choice.index)
         while True:
-            accepted = await self.attempts[request.index].next(sink)
+            accepted = await self.attempts[run.choice.index].next(sink)
             self.passed += 1
             if await consume(accepted) or accepted.finish is not None:
                 return
@@ -113,7 +113,7 @@ class Stream:
         self.client.reads.set()
         plan = GenerationPlan(
             model="m",
-            choices=tuple(PlannedChoice(index=n, input_ids=(5,), sampling=sampling) for n in range(choices)),
+            choices=tuple(Choice(index=n, input_ids=(5,), sampling=sampling) for n in range(choices)),
             shows_logprobs=False,
             n=choices,
             kept=choices,
@@ -124,7 +124,7 @@ class Stream:
         )
         records = [ChoiceRecord(index=n) for n in range(choices)]
         self.record = records[0]
-        request = RequestRecord(
+        record = RequestRecord(
             request_id="r",
             client_request_id=None,
             endpoint="/v1/completions",
@@ -141,21 +141,20 @@ class Stream:
             for is_prefill in (False, True):
                 attempt.submit(engine, None, is_prefill=is_prefill)  # type: ignore[arg-type]
         generator = Generator(
-            model="m",
             dispatcher=self.dispatcher,  # type: ignore[arg-type]
             vocabulary=tokenizer.vocabulary,
             clock=ServiceClock(),
             metrics=GatewayMetrics(MetricFamilies(CollectorRegistry()), model="m"),
         )
-        job = Job(plan=plan, record=request, arrived=0.0, deadline=1e9, caller=Caller(), ticket=RouteTicket())
-        self.task = asyncio.create_task(self._consume(generator, job))
+        request = AcceptedRequest(plan=plan, record=record, arrived=0.0, deadline=1e9, caller=Caller())
+        self.task = asyncio.create_task(self._consume(generator, request))
 
-    async def _consume(self, generator: Generator, job: Job) -> None:
+    async def _consume(self, generator: Generator, request: AcceptedRequest[GenerationPlan]) -> None:
         async def deliver(pieces: Sequence[ChoicePiece]) -> None:
             await self.client.reads.wait()
             self.client.pieces += pieces
 
-        await generator.run(job, deliver, self.client)
+        await generator.run(request, deliver, self.client)
 
     def send(
         self, output: TokenOutput, *, by_prefill: bool = False, choice: int = 0, more_follows: bool = False

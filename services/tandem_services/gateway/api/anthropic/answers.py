@@ -21,7 +21,7 @@ from tandem_services.gateway.api.anthropic.schemas import MessagesModel, Message
 from tandem_services.gateway.api.chat_answer import call_id
 from tandem_services.gateway.api.interface import WholeChoice
 from tandem_services.gateway.api.openai_schemas import Usage
-from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.dispatch.plan import Choice, GenerationPlan
 from tandem_services.gateway.http.errors import anthropic_error
 from tandem_services.gateway.http.sse import encode_json, named_event
 from tandem_services.gateway.models.model import ModelCard, ModelList
@@ -159,7 +159,7 @@ class MessagesFormat:
         self._blocks = OutputBlocks(self._id, call_id_characters=plan.reading.call_id_characters)
         self._finish: ChoiceFinish | None = None
 
-    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
+    def opening(self, choice: Choice, first: ChoicePiece, usage: Usage | None) -> bytes:
         del choice, first
         assert usage is not None, "planned without usage"
         return _events([{"type": "message_start", "message": self._message(usage)}, {"type": "ping"}])

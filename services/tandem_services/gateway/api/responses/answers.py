@@ -33,7 +33,7 @@ from tandem_services.gateway.api.responses.schemas import (
     ResponseStatus,
     ResponseUsage,
 )
-from tandem_services.gateway.dispatch.plan import GenerationPlan, PlannedChoice
+from tandem_services.gateway.dispatch.plan import Choice, GenerationPlan
 from tandem_services.gateway.http.sse import encode_json, named_event
 from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoicePiece
 from tandem_services.gateway.output.later_reasoning import SEPARATOR
@@ -172,7 +172,7 @@ class ResponsesFormat:
         self._finish: ChoiceFinish | None = None
         self._sequence = 0
 
-    def opening(self, choice: PlannedChoice, first: ChoicePiece, usage: Usage | None) -> bytes:
+    def opening(self, choice: Choice, first: ChoicePiece, usage: Usage | None) -> bytes:
         del choice, first, usage
         begun = self._response("in_progress")
         return self._events(

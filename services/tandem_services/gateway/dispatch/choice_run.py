@@ -1,7 +1,17 @@
-"""Progress of one choice over all its attempts, and how they ended."""
+"""One choice that runs: what it is of which request, how far it has come over all its attempts, and how they ended.
 
+    AcceptedRequest   what the choices of one request share
+    ChoiceRun         one object for each of them, from its first attempt to its end
+
+What is planned does not change: a run refers to it (ADR 157).
+"""
+
+import asyncio
+import math
 from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
 
+from tandem_engine.base.checked_dataclass import checked_dataclass
 from tandem_engine.base.errors import (
     AdapterMissingError,
     DrainingError,
@@ -9,13 +19,22 @@ from tandem_engine.base.errors import (
     PausedError,
     TransferError,
 )
+from tandem_engine.base.logs import about_request
 from tandem_services.common.errors import ApiError, internal_error, unavailable
+from tandem_services.gateway.access.caller import Caller
 from tandem_services.gateway.dispatch.attempt import AttemptFailedError, FailureCause
+from tandem_services.gateway.dispatch.plan import Choice, RequestPlan
 from tandem_services.gateway.dispatch.quarantine import PROOF_TOKENS, Suspicion, Trial
 from tandem_services.gateway.dispatch.sessions import session_lost
+from tandem_services.gateway.observe.explain import ChoiceRecord, RequestRecord
+from tandem_services.gateway.observe.tracing import UNTRACED, RequestTrace
 from tandem_services.gateway.output.token_sequence import Accepted
+from tandem_services.gateway.queueing.shared_route import SharedRoute
 from tandem_services.router.decision import NoWorkersError, RouteDecision, WorkerView
 from tandem_services.router.registry import WorkerState
+from tandem_services.router.tickets import RouteTicket
+
+PlanT_co = TypeVar("PlanT_co", bound=RequestPlan, covariant=True)
 
 LOST = (FailureCause.WORKER_LOST, FailureCause.UNREACHABLE)
 
@@ -31,10 +50,49 @@ OUT_OF_ROOM_S = 5.0
 """Retry-After where memory, threads or processes are short: a killed worker has started again by then."""
 
 
-@dataclass(kw_only=True, slots=True)
-class Progress:
-    """Kept by the task of the choice."""
+@checked_dataclass(frozen=True, kw_only=True, slots=True)
+class AcceptedRequest(Generic[PlanT_co]):
+    """What to do for one request, where to note it, and by when. Times are the gateway's clock."""
 
+    plan: PlanT_co
+    record: RequestRecord
+    arrived: float
+    deadline: float
+    caller: Caller
+    ticket: RouteTicket = field(default_factory=RouteTicket)
+    """Where the first attempt of all is to go, if a stand-alone router has chosen."""
+    trace: RequestTrace = UNTRACED
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RetryPolicy:
+    """How long a choice fights for its life."""
+
+    max_attempts: int = 3
+    """In a row, each with fewer than `PROOF_TOKENS` new tokens."""
+    recovery_s: float = math.inf
+    """A choice that has begun waits this long for a worker when there is none; in any case its deadline ends it."""
+    silence_s: float = 10.0
+    """Workers that say nothing at all, one after the other, have this long together [bounded-waits]."""
+    poll_s: float = 0.1
+    prefill_fallback: bool = True
+    """Without prefill workers decode workers compute prompts, instead of failing them [decode-computes-prompts]."""
+
+
+@dataclass(kw_only=True, slots=True)
+class ChoiceRun:
+    """One choice of a running request, over all its attempts. Belongs to the task of the choice."""
+
+    request: AcceptedRequest[RequestPlan]
+    choice: Choice
+    record: ChoiceRecord
+    """Of the choice, in that of the request."""
+    group: str = ""
+    """Name that all choices of its prompt share, "" when there is one."""
+    route: SharedRoute | None = None
+    """Where their first attempts go."""
+    arrivals: asyncio.Semaphore | None = None
+    """What its request's choices share: so many arrive in the queue at the same time. None: it is the only one."""
     received: list[int] = field(default_factory=list)
     written_by: WorkerView | None = None
     """The decode worker of the last of them, as it was then."""
@@ -77,6 +135,12 @@ class Progress:
     """Since when lost workers have kept the choice waiting; None while none has."""
 
     @property
+    def about(self) -> dict[str, Any]:
+        """Fields of log records about it."""
+        record = self.request.record
+        return {**about_request(record.request_id, trace_id=record.trace_id), "choice": self.choice.index}
+
+    @property
     def gained(self) -> int:
         """Tokens of the attempt under way."""
         return len(self.received) - self.began_at
@@ -91,7 +155,8 @@ class Progress:
         self.received += token_ids
         if self.received:
             self.written_by = by
-        if (self.trial is not None or self.suspicion.lost) and self.gained >= PROOF_TOKENS:
+        # `gained` would be another call for each token.
+        if (self.trial is not None or self.suspicion.lost) and len(self.received) - self.began_at >= PROOF_TOKENS:
             self.suspicion.proved()
             self.end_trial()
 
@@ -148,10 +213,10 @@ class Progress:
             self.trial = None
 
 
-def at_fault(choice: RouteDecision, failure: AttemptFailedError) -> str:
+def at_fault(decision: RouteDecision, failure: AttemptFailedError) -> str:
     """The worker to avoid next time. A receiver that reports a failed transfer is well: its sender is not."""
-    if failure.code == TransferError.code and choice.prefill is not None:
-        return choice.prefill.incarnation
+    if failure.code == TransferError.code and decision.prefill is not None:
+        return decision.prefill.incarnation
     return failure.incarnation
 
 
