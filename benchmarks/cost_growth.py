@@ -2,11 +2,12 @@
 
     python tools/random_model.py 25M /tmp/random-25m
     python benchmarks/cost_growth.py --model /tmp/random-25m [--only batch,workers,views,gateways,blocks]
-                                     [--plots docs/benchmarks] [--rounds 3] [--threads 2] [--quick] [--out r.json]
+                                     [--plots docs/benchmarks] [--rounds 3] [--threads 2] [--quick] [--table]
+                                     [--out r.json] [--keep]
 
 Prints one JSON object: for each cost its points, the power of the axis that it follows over the upper half of the axis,
 and the terms of the parabola that fits best. Exits with 1 when one grows faster than its axis, or than its known reason
-explains.
+explains. `--table`: a table in Markdown instead. `--keep`: with the costs that `--out` has of other parts.
 
     batch     a decode step by 1 to 128 running requests; a decode step and a prompt by 128 to 32k tokens, of a real
               engine: wall time, prefix cached for decodes. The model must have 32k positions
@@ -30,12 +31,14 @@ import platform
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 from growth_fit import Curve  # noqa: E402
 from line_plot import draw  # noqa: E402
+from peers.report import table  # noqa: E402
 
 PARTS = ("batch", "workers", "views", "gateways", "blocks")
 BATCHES = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -55,23 +58,29 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--threads", type=int, default=os.cpu_count())
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--table", action="store_true")
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--keep", action="store_true")
     options = parser.parse_args()
     parts = options.only.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--only takes {', '.join(PARTS)}, not {', '.join(sorted(unknown))}")
     if "batch" in parts and options.model is None:
         parser.error("batch needs --model; or leave it out with --only workers,views,gateways,blocks")
+    if options.keep and options.out is None:
+        parser.error("--keep needs the --out of the earlier run")
     curves, left_out = measured(options, parts)
     report = {
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
         "costs": {name: curve.told() for name, curve in curves.items()},
-        "left_out": left_out,
+        "left_out": {str(count): why for count, why in left_out.items()},
         "superlinear_without_reason": [name for name, curve in curves.items() if curve.unexplained],
     }
+    if options.keep and options.out.exists():
+        report = with_earlier(json.loads(options.out.read_text()), report)
     text = json.dumps(report, indent=1, ensure_ascii=False)
-    print(text)
+    print(table_of(report["costs"]) if options.table else text)
     if options.out is not None:
         options.out.write_text(text + "\n")
     if options.plots is not None:
@@ -113,6 +122,29 @@ def measured(options: argparse.Namespace, parts: list[str]) -> tuple[dict[str, C
         found, left_out = block_curves(BLOCKS[:3] if options.quick else BLOCKS, rounds=options.rounds)
         curves |= found
     return curves, left_out
+
+
+def with_earlier(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, Any]:
+    """`report`, with costs of `earlier` that it has not measured."""
+    costs, unexplained = report["costs"], report["superlinear_without_reason"]
+    known = [name for name in earlier["superlinear_without_reason"] if name not in costs]
+    return {
+        **report,
+        "costs": earlier["costs"] | costs,
+        "left_out": report["left_out"] or earlier["left_out"],
+        "superlinear_without_reason": [*known, *unexplained],
+    }
+
+
+def table_of(costs: Mapping[str, Mapping[str, Any]]) -> str:
+    """Markdown: the first point of each cost, one in the middle, the last one, its power and the highest allowed."""
+    rows = []
+    for name, told in costs.items():
+        points = [(float(at), cost) for at, cost in told["points"].items()]
+        shown = (points[0], points[len(points) // 2], points[-1]) if points else ()
+        places = [f"{cost:,g} at {at:,.0f}" for at, cost in shown]
+        rows.append([name, told["unit"], *places, f"{told['power']:g}", f"{told['allowed']:g}"])
+    return table(["cost", "unit", "", "", "", "power", "at most"], rows)
 
 
 def plot(folder: Path, curves: Mapping[str, Curve]) -> None:

@@ -18,7 +18,7 @@ from tandem_testing.redis_server import RedisServer
 from tandem_testing.service_clock import ServiceClock
 
 HOUR_MS = 3_600_000
-LASTING = {"LEASE_MS": HOUR_MS, "FENCE_AFTER_MS": 2 * HOUR_MS}
+LASTING = {"LEASE_MS": HOUR_MS, "FENCE_AFTER_MS": 2 * HOUR_MS, "DESCRIBED_TTL_MS": HOUR_MS}
 JOINS = 16
 AT_ONCE = 64
 

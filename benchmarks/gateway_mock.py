@@ -2,7 +2,7 @@
 
     python benchmarks/gateway_mock.py [--only whole,streamed] [--base DIR|COMMIT]... [--rounds 1] [--requests 2000]
                                       [--streams 64] [--tokens 256] [--step-ms 5] [--rate 200] [--many 2000]
-                                      [--out r.json]
+                                      [--targets [--peers-venv DIR]] [--out r.json]
 
 Gateway, engine and load run in processes of their own. Figures are per core of the gateway: work divided by
 the CPU time that its process used, so that a busy machine does not blur them. Every token of every answer is checked
@@ -10,7 +10,13 @@ against the prompt that it is a function of.
 
 `--base` measures the gateway of another checkout or commit too, in turn with this one, each case of each round. It may
 be given several times. `ratios` has the medians of this one's CPU time and latencies over those of each base. Other
-figures are of the round with the least CPU, on either side. Cases:
+figures are of the round with the least CPU, on either side.
+
+`--targets`: with one `--base`, a table in Markdown of all figures of the gateway's speed that have a target, and exit
+status 1 if one is missed. It runs `gateway_peers.py` of both checkouts too, with router and Redis, in turn, and beside
+sglang-router where `--peers-venv` or TANDEM_PEERS_VENV has it.
+
+Cases:
 
     whole     chat, not streamed, one output token: cost of a request
     streamed  chat, streamed, one token per step: cost of a token
@@ -30,14 +36,14 @@ import sys
 import tempfile
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import asdict, dataclass, fields
 from functools import partial
 from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 CHECKOUT = "GATEWAY_MOCK_CHECKOUT"
 """Environment variable: the checkout whose gateway is run."""
@@ -48,6 +54,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "test
 import uvloop  # noqa: E402
 from chat_load import Question, closed_loop, open_loop  # noqa: E402
 from mock_fleet import CONTEXT_LENGTH, behaviour, expected_answer, mock_tokenizer  # noqa: E402
+from msgspec import to_builtins  # noqa: E402
 
 from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
@@ -71,6 +78,13 @@ def of_first(name: str, modules: Sequence[str]) -> Any:
 
 WorkerView = of_first("WorkerView", ("router.decision", "router.choice"))
 listen = of_first("listen", ("common.sockets", "gateway.serve"))
+
+if TYPE_CHECKING:
+    # Another checkout, whose gateway is run, may have other ones.
+    from peers.targets import Target
+
+PEER = "sglang-cache_aware"
+PEER_TOKEN = 0.6
 
 SWITCH_S = 0.0005
 """As `tandem gateway` sets it."""
@@ -215,9 +229,11 @@ Runs = dict[str, dict[str, list[Measured]]]
 """Of each side and case, one per round."""
 
 
-def run_load(options: argparse.Namespace) -> dict[str, object]:
+def run_load(options: argparse.Namespace) -> tuple[dict[str, object], "list[Target]"]:
+    """All figures, and those with a target."""
     tokenizer = mock_tokenizer()
     chosen = cases(options)
+    routed: dict[str, list[dict[str, Any]]] = {}
     with ExitStack() as stack:
         sides: dict[str, Path | None] = {"here": None}
         sides |= {base: stack.enter_context(checkout_of(base)) for base in options.base}
@@ -226,6 +242,8 @@ def run_load(options: argparse.Namespace) -> dict[str, object]:
             for name, case in chosen.items():
                 for side, checkout in sides.items():
                     runs[side][name].append(run_case(case, tokenizer, checkout))
+            for side, checkout in sides.items() if options.targets else ():
+                routed.setdefault(side, []).append(run_routed(checkout or ROOT, options))
     least = {
         side: {name: min(measured, key=lambda each: each.cpu_seconds) for name, measured in named.items()}
         for side, named in runs.items()
@@ -234,7 +252,69 @@ def run_load(options: argparse.Namespace) -> dict[str, object]:
         side: {name: {**asdict(each), **each.figures} for name, each in named.items()} for side, named in least.items()
     }
     machine: dict[str, object] = {"machine": platform.machine(), "cores": os.cpu_count(), "rounds": options.rounds}
-    return {**machine, **figures, "ratios": {base: ratios(runs["here"], runs[base]) for base in options.base}}
+    found = {**machine, **figures, "ratios": {base: ratios(runs["here"], runs[base]) for base in options.base}}
+    return found, targets(runs, routed, options.base[0]) if options.targets else []
+
+
+def run_routed(checkout: Path, options: argparse.Namespace) -> dict[str, Any]:
+    """`systems` and `absent` of `gateway_peers.py` of a checkout; sglang-router is measured beside this one alone."""
+    only = f"tandem,{PEER}" if checkout == ROOT else "tandem"
+    with tempfile.TemporaryDirectory(prefix="tandem-benchmark-") as folder:
+        out = Path(folder) / "found.json"
+        parts = ("engine", "services", "lab", "tests/support", "benchmarks")
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join(str(checkout / part) for part in parts)}
+        environment.pop(CHECKOUT, None)
+        command = [sys.executable, str(checkout / "benchmarks" / "gateway_peers.py"), "--only", only, "--out", str(out)]
+        if options.peers_venv is not None:
+            command += ["--peers-venv", str(options.peers_venv)]
+        subprocess.run(command, env=environment, stdout=subprocess.DEVNULL, check=True)
+        found: dict[str, Any] = json.loads(out.read_text())
+        return found
+
+
+def gateway_us(round_: Mapping[str, Any], system: str, unit: str) -> float:
+    """Of the gateway's own processes, for a request or a token."""
+    told = round_["systems"][system]["whole" if unit == "request" else "streamed"]
+    return float(told[f"us_per_{unit}"]) - float(told.get(f"us_per_{unit}_in_redis", 0.0))
+
+
+def targets(runs: "Runs", routed: Mapping[str, list[dict[str, Any]]], base: str) -> "list[Target]":
+    """Ratios are those of medians over the rounds."""
+    from peers.targets import Target
+
+    over = ratios(runs["here"], runs[base])
+    ours, theirs = (
+        {unit: median(gateway_us(each, "tandem", unit) for each in routed[side]) for unit in ("request", "token")}
+        for side in ("here", base)
+    )
+
+    def ms(case: str, figure: str) -> float:
+        return median(each.timings[figure] for each in runs["here"][case])
+
+    rows = [
+        Target(name="request, over the base", ratio=over["whole"]["cpu"], target=0.5, at_most=True),
+        Target(
+            name="request with router, Redis and log, over the base",
+            ratio=ours["request"] / theirs["request"],
+            target=0.55,
+            at_most=True,
+        ),
+        Target(name="streamed token, over the base", ratio=over["streamed"]["cpu"], target=0.6, at_most=True),
+    ]
+    names = {unit: f"sglang-router's time for a {unit} over ours" for unit in ours}
+    if absent := routed["here"][0]["absent"].get(PEER):
+        rows += [Target(name=name, ratio=None, target=PEER_TOKEN, reason=absent) for name in names.values()]
+    else:
+        peer = {unit: median(gateway_us(each, PEER, unit) for each in routed["here"]) for unit in ours}
+        least = {"request": 2 * peer["request"] / theirs["request"], "token": PEER_TOKEN}
+        rows += [Target(name=names[unit], ratio=peer[unit] / ours[unit], target=least[unit]) for unit in ours]
+    first = "2,000 streams that start at once: first token,"
+    return [
+        *rows,
+        Target(name=f"{first} median, s", ratio=ms("many", "first_p50_ms") / 1e3, target=0.6, at_most=True),
+        Target(name=f"{first} 99th percentile, s", ratio=ms("many", "first_p99_ms") / 1e3, target=1.0, at_most=True),
+        Target(name="one token at 200/s, median, ms", ratio=ms("latency", "whole_p50_ms"), target=1.0, at_most=True),
+    ]
 
 
 @contextmanager
@@ -283,6 +363,8 @@ def main() -> None:
     parser.add_argument("--step-ms", type=float, default=5.0)
     parser.add_argument("--rate", type=float, default=200.0)
     parser.add_argument("--many", type=int, default=2000)
+    parser.add_argument("--targets", action="store_true")
+    parser.add_argument("--peers-venv", type=Path, default=os.environ.get("TANDEM_PEERS_VENV"))
     parser.add_argument("--out", type=Path)
     parser.add_argument("--engine", type=float, help=argparse.SUPPRESS)
     parser.add_argument("--gateway", help=argparse.SUPPRESS)
@@ -292,10 +374,19 @@ def main() -> None:
     elif options.gateway is not None:
         run_gateway(options.gateway)
     else:
-        results = json.dumps(run_load(options), indent=2)
-        print(results)
+        if options.targets and (len(options.base) != 1 or options.only):
+            parser.error("--targets needs one --base, and all cases: leave out --only")
+        found, rows = run_load(options)
+        results = json.dumps({**found, **({"targets": [*map(to_builtins, rows)]} if rows else {})}, indent=2)
+        if rows:
+            from peers.report import targets_table
+
+            print(targets_table(rows))
+        else:
+            print(results)
         if options.out is not None:
             options.out.write_text(results + "\n")
+        sys.exit(any(row.ratio is not None and not row.met for row in rows))
 
 
 if __name__ == "__main__":

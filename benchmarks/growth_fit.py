@@ -40,15 +40,21 @@ class Curve:
         return self.power > SUPERLINEAR
 
     @property
+    def allowed(self) -> float:
+        """The power of the axis, or of the reason, and noise."""
+        return round(self.reason_power + SUPERLINEAR - 1.0, 2)
+
+    @property
     def unexplained(self) -> bool:
         """Whether it grows faster than its axis, or than its reason explains, beyond noise."""
-        return self.power > self.reason_power + SUPERLINEAR - 1.0
+        return self.power > self.allowed
 
     def told(self) -> dict[str, object]:
         told: dict[str, object] = {
             "unit": self.unit,
             "points": {f"{x:g}": float(f"{y:.4g}") for x, y in sorted(self.points.items())},
             "power": self.power,
+            "allowed": self.allowed,
             "terms": self.terms,
         }
         return told | ({"reason": self.reason} if self.superlinear and self.reason else {})

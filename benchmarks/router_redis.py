@@ -2,6 +2,8 @@
 
     python benchmarks/router_redis.py [--workers 8,64] [--tokens 1024,32768] [--calls 200] [--rounds 5] [--explained]
                                       [--views | --local] [--out r.json]
+    python benchmarks/router_redis.py --targets [--only decisions,views,…] [--trace FILE] [--base COMMIT]
+                                      [--peers-venv DIR] [--calls 320] [--rounds 3] [--out r.json [--keep]]
 
 Starts its own redis-server on a free loopback port. For each case: CPU time of Redis per decision, network and protocol
 included, with one caller and with 16 at once, and so the decisions per second of one core of Redis; the round trip that
@@ -18,6 +20,9 @@ view that is read as a whole (`fleet_views.py`).
 
 Then what a million blocks in the index take of Redis's memory; and a decision without Redis by the last view, with the
 CPU of a gateway for its first view and for one in which nothing has changed. `--local`: only these.
+
+`--targets`: a table in Markdown of all figures of the control plane that have a target (`scale_targets.py`), and exit
+status 1 if one is missed. `--only` measures some parts of it; `--keep` prints the others as `--out` has them.
 """
 
 import argparse
@@ -28,9 +33,11 @@ import platform
 import random
 import sys
 import time
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from statistics import median
+from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
@@ -60,8 +67,8 @@ CALLERS = 16
 BEATING = 1024
 FOREIGN = 500_000
 """Blocks of other prompts in the index, over all workers, at most 2000 each."""
-LEASES = {"LEASE_MS": 3_600_000, "FENCE_AFTER_MS": 7_200_000}
-"""A fleet whose heartbeats take longer than a second stays registered."""
+LEASES = {"LEASE_MS": 3_600_000, "FENCE_AFTER_MS": 7_200_000, "DESCRIBED_TTL_MS": 3_600_000}
+"""A fleet whose heartbeats take longer than a second stays registered and described."""
 SLICE = 1000
 """Blocks of one update of the index."""
 
@@ -100,10 +107,17 @@ def links_of(number: int, workers: int) -> tuple[LinkReport, ...]:
 
 
 class Bench:
-    def __init__(self, server: RedisServer, workers: int, *, explained: bool = False) -> None:
+    def __init__(
+        self,
+        server: RedisServer,
+        workers: int,
+        *,
+        explained: bool = False,
+        constants: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self.server, self.explained, self.cold = server, explained, False
         self.client = RedisClient(RedisAddress(url=server.url), timeout_s=5)
-        library = FunctionLibrary(self.client, library_source({**CONSTANTS, **LEASES}))
+        library = FunctionLibrary(self.client, library_source({**CONSTANTS, **LEASES, **constants}))
         self.index = BlockIndex(library=library, keys=Keys("bench"))
         self.registry = Registry(library=library, keys=Keys("bench"))
         self.records = [record(n, workers) for n in range(workers)]
@@ -167,11 +181,13 @@ class Case:
     tokens: int
     state: str
     explained: bool = False
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Of the functions, other than those of the product."""
 
 
 async def measure(server: RedisServer, case: Case, *, calls: int, rounds: int) -> dict[str, object]:
     await asyncio.to_thread(server.command, "FLUSHALL")
-    bench = Bench(server, case.workers, explained=case.explained)
+    bench = Bench(server, case.workers, explained=case.explained, constants=case.constants)
     chain = [os.urandom(16) for _ in range(case.tokens // PAGE)]
     packed = b"".join(chain)
     await bench.fill(case.state, chain)
@@ -280,7 +296,7 @@ async def views(server: RedisServer, workers: int, *, rounds: int) -> FleetCosts
     return await measure_views(server, records[:workers], records[workers:], rounds=rounds)
 
 
-async def main() -> None:
+async def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="8,64")
     parser.add_argument("--tokens", default="1024,32768")
@@ -290,20 +306,28 @@ async def main() -> None:
     parser.add_argument("--explained", action="store_true")
     parser.add_argument("--views", action="store_true")
     parser.add_argument("--local", action="store_true")
+    parser.add_argument("--targets", action="store_true")
+    parser.add_argument("--only", help="parts of --targets, separated by commas")
+    parser.add_argument("--trace", type=Path, help="the conversation trace, for parts of --targets")
+    parser.add_argument("--base", help="an earlier checkout or commit, for a part of --targets")
+    parser.add_argument("--peers-venv", type=Path, default=os.environ.get("TANDEM_PEERS_VENV"))
+    parser.add_argument("--keep", action="store_true")
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     random.seed(1)
+    if arguments.targets:
+        return await judge(parser, arguments)
     fleets = [int(workers) for workers in arguments.workers.split(",")]
     machine = {"machine": platform.processor() or platform.machine(), "cpus": os.cpu_count()}
     if arguments.local:
         report({**machine, "local": local_costs(fleets)}, arguments.out)
-        return
+        return 0
     server = RedisServer.start()
     try:
         if arguments.views:
             found = [await views(server, workers, rounds=arguments.rounds) for workers in fleets]
             report({**machine, "views": [each._asdict() for each in found]}, arguments.out)
-            return
+            return 0
         cases = [
             await measure(
                 server,
@@ -319,6 +343,21 @@ async def main() -> None:
     finally:
         server.stop()
     report({**machine, "cases": cases, "index": index, "local": local_costs(fleets)}, arguments.out)
+    return 0
+
+
+async def judge(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> int:
+    """`--targets`."""
+    from scale_targets import PARTS, WITH_TRACE, judged
+
+    names = arguments.only.split(",") if arguments.only else [*PARTS]
+    if unknown := [name for name in names if name not in PARTS]:
+        parser.error(f"--only: no part {unknown[0]!r}; choose from {', '.join(PARTS)}")
+    if arguments.trace is None and (tracing := [name for name in names if name in WITH_TRACE]):
+        parser.error(f"{', '.join(tracing)} need --trace; or leave them out with --only")
+    if arguments.keep and arguments.out is None:
+        parser.error("--keep needs the --out of the earlier run")
+    return await judged(arguments, names)
 
 
 def local_costs(fleets: list[int]) -> list[dict[str, float]]:
@@ -333,4 +372,4 @@ def report(found: dict[str, object], out: Path | None) -> None:
 
 
 if __name__ == "__main__":
-    asyncio.run(main())
+    sys.exit(asyncio.run(main()))

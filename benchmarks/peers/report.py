@@ -16,7 +16,7 @@ SIDES = ("tandem", "vllm", "llama.cpp", "transformers", "transformers CB", "tand
 def markdown(results: Results) -> str:
     """All tables, each under a line that says what it shows."""
     parts = [_heading(results), *_engines(results), _bounds(results), _loads(results), _interference(results)]
-    parts += [_memory(results), _held(results), _startup(results), _targets(targets(results)), _missing(results)]
+    parts += [_memory(results), _held(results), _startup(results), targets_table(targets(results)), _missing(results)]
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -174,7 +174,8 @@ def _startup(results: Results) -> str:
     return f"{ready}; `tandem --help` takes {times.help_s:.2f} s."
 
 
-def _targets(found: Sequence[Target]) -> str:
+def targets_table(found: Sequence[Target]) -> str:
+    """Each with its bound, and whether it is met."""
     rows = [
         [
             target.name,

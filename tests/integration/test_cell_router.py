@@ -25,6 +25,7 @@ from tandem_testing.router_builders import (
     PAGE,
     PATIENT_S,
     Fleet,
+    chain_of,
     make_load,
     make_query,
     make_record,
@@ -133,6 +134,46 @@ async def test_full_cells_leave_the_request_with_their_own(servers):
         await router.start()
         assert await chosen(router) == (HOME, "")
         assert [cell.awake for cell in router.figures()] == [False]
+
+
+async def test_prompt_waits_for_the_worker_that_has_its_prefix(servers):
+    """Another cell computed it again, and the next turn of the conversation found less at home."""
+    known, new = tuple(range(8_000)), tuple(range(100_000, 108_000))
+    async with cells(servers) as (router, fleets):
+        busy = make_record("home-0", load=make_load(queue_tokens=2_000), context_length=32_768)
+        await fleets[HOME].beat(busy)
+        await fleets[HOME].cache(busy, chain_of(known))
+        await fleets[WEST].beat(make_record("west-0", context_length=32_768))
+        await router.start()
+        places = []
+        for tokens in (known, new):
+            choice = await router.choose(make_query(tokens))
+            places.append(choice.decode.worker_id)
+            await router.release(choice)
+        assert places == ["home-0", "west-0"]
+        assert router._others[0].may_take(len(known)), "it has capacity for others"
+
+
+async def test_place_that_becomes_free_in_a_full_cell_is_found_before_the_next_second(servers, monkeypatch):
+    monkeypatch.setattr(neighbour_cell, "PASSED_OVER_S", 0.0)
+    async with cells(servers) as (router, fleets):
+        await populate(fleets, home=FULL, west=FULL)
+        await router.start()
+        router._looking.cancel()
+        await fleets[WEST].beat(make_record("west-0"))
+        assert await chosen(router) == (HOME, "")
+        await router._background.settle()
+        assert await chosen(router) == (WEST, "full")
+
+
+async def test_full_cell_is_not_looked_at_for_each_request_that_waits(servers, monkeypatch):
+    monkeypatch.setattr(neighbour_cell, "PASSED_OVER_S", PATIENT_S)
+    async with cells(servers) as (router, fleets):
+        await populate(fleets, home=FULL, west=FULL)
+        await router.start()
+        for number in range(10):
+            assert await chosen(router, first=number) == (HOME, "")
+        assert not router._background._tasks
 
 
 async def test_cell_without_room_for_a_prompt_is_asked_for_shorter_ones(servers, monkeypatch):

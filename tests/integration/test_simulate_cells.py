@@ -1,10 +1,12 @@
 """Cells in the simulator: who serves what, with the product's routers in one Redis."""
 
 import json
+from collections import Counter
 
 import msgspec
 import pytest
 
+from tandem_lab.simulate import fleet
 from tandem_lab.simulate.fleet import FleetShape
 from tandem_lab.simulate.gateway import GatewayShape
 from tandem_lab.simulate.replay import Outcome, replay
@@ -14,6 +16,7 @@ from tandem_lab.traces import TRACE_BLOCK, TraceRow
 from tandem_services.cli.main import main
 from tandem_services.common.redis_client import RedisAddress
 from tandem_services.router.policies import PolicyNames
+from tandem_services.router.registry import Registry
 
 
 def rows(count: int, *, gap_s: float) -> list[TraceRow]:
@@ -72,6 +75,23 @@ async def test_cells_are_repeatable(server):
         policy_report(await replayed(server, requests, rows_each=2), pooled=0.0, slo=None, cells=2) for _ in range(2)
     ]
     assert msgspec.json.encode(reports[0]) == msgspec.json.encode(reports[1])
+
+
+async def test_workers_of_many_cells_beat_only_with_news(server, monkeypatch):
+    """Each of twenty cells of 500 workers was taken for a small fleet, all of which beat each second."""
+    beats = Counter[int]()
+    heartbeat = Registry.heartbeat
+
+    async def counted(registry: Registry, *args: object, **kwargs: object) -> object:
+        beats[fleet.ALL_BEAT] += 1
+        return await heartbeat(registry, *args, **kwargs)
+
+    monkeypatch.setattr(Registry, "heartbeat", counted)
+    requests = simulated_requests(rows(2, gap_s=30.0), limit=None, speed=1.0)
+    for most in (3, 4):
+        monkeypatch.setattr(fleet, "ALL_BEAT", most)
+        assert len((await replayed(server, requests)).served) == 2
+    assert beats[3] < beats[4] / 3
 
 
 async def test_one_cell_reports_no_others(server):

@@ -14,6 +14,7 @@ from tandem_lab.simulate.clock import PATIENCE_S, SimulatedRedis
 from tandem_lab.simulate.fleet import MODEL, Fleet, FleetShape
 from tandem_lab.simulate.worker import ModelledWorker
 from tandem_services.router.cells.cell_router import CellRouter
+from tandem_services.router.cells.neighbour_cell import NeighbourCell
 from tandem_services.router.cells.places import CellPlace
 from tandem_services.router.router import Router, RouterConfig
 
@@ -42,7 +43,8 @@ class CellFleets:
         """There is a multiple of as many workers of each role."""
         count = len(redis)
         part = replace(shape, both=shape.both // count, prefill=shape.prefill // count, decode=shape.decode // count)
-        self.cells = [Fleet(part, place, cell=f"c{number:02}-") for number, place in enumerate(redis)]
+        others = shape.size - part.size
+        self.cells = [Fleet(part, place, cell=f"c{number:02}-", others=others) for number, place in enumerate(redis)]
         self.redis = redis[0]
         """Its time is that of all."""
         self.workers: MutableMapping[str, ModelledWorker] = ChainMap(*(cell.workers for cell in self.cells))
@@ -77,6 +79,11 @@ class SimulatedCellRouter(CellRouter):
         for router in tuple(self.in_use()):
             await router.refresh()
         await self.look()
+
+    async def _look_again(self, cells: Sequence[NeighbourCell]) -> None:
+        """In no time: a task would end at another moment in each run."""
+        for cell in cells:
+            await cell.look(MODEL)
 
 
 def cell_router(

@@ -6,7 +6,7 @@ Leases, report ages and reservations count simulated milliseconds, which `Simula
 of Redis. Redis itself expires keys by its own time, so nothing is set to expire within a day.
 """
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass, field
 from heapq import heappop, heappush
 
@@ -55,10 +55,16 @@ START_MS = 1_000_000
 """Redis time at the start: leases and reservations are never of before it."""
 
 DAY_MS = 86_400_000
-EXPIRIES = {"INDEX_TTL_MS": DAY_MS, "FLEET_TTL_MS": DAY_MS, "LEASE_MS": DAY_MS, "FENCE_AFTER_MS": DAY_MS}
+EXPIRIES = dict.fromkeys(("INDEX_TTL_MS", "FLEET_TTL_MS", "LEASE_MS", "FENCE_AFTER_MS", "DESCRIBED_TTL_MS"), DAY_MS)
 
 REPEATABLE = {"SWEPT_BUCKETS": 0}
 """The sweep of the index by block looks at random entries."""
+
+PRICE_ALL = {"ALL_UP_TO": MAX_WORKERS}
+"""All workers are candidates of each decision, in a fleet of any size."""
+
+NO_NOTES = {"EXPIRY_FACTOR": 0, "EXPIRY_SLACK_MS": 0}
+"""Prompts in flight are not noted for longer than a moment."""
 
 ORDERED_HASHES = {"hash-max-listpack-entries": 4096, "hash-max-listpack-value": 4096}
 """As many workers as there may be where a run is to give the same result again, and rows with as many reservations as
@@ -80,8 +86,8 @@ class SimulatedRedis:
     events: EventQueue
     clock_of: str = ""
     """Cluster whose time this one has; "": its own."""
-    price_all: bool = False
-    """All workers are candidates of each decision, in a fleet of any size."""
+    constants: Mapping[str, float] = field(default_factory=dict)
+    """Of the functions, other than those of the product."""
     keys: Keys = field(init=False)
     source: LibrarySource = field(init=False)
     client: RedisClient = field(init=False)
@@ -92,8 +98,7 @@ class SimulatedRedis:
 
     def __post_init__(self) -> None:
         self.keys = Keys(self.cluster)
-        candidates = {"ALL_UP_TO": MAX_WORKERS} if self.price_all else {}
-        constants = {**CONSTANTS, **EXPIRIES, **REPEATABLE, **candidates}
+        constants = {**CONSTANTS, **EXPIRIES, **REPEATABLE, **self.constants}
         self.source = library_source(constants, clock=CLOCK.format(key=self._clock_key))
         self.client = RedisClient(self.address, timeout_s=PATIENCE_S)
         library = FunctionLibrary(self.client, self.source)

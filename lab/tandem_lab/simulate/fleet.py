@@ -1,6 +1,6 @@
 """Simulated workers as the router sees them: heartbeats and prefix index through the product's own registry code.
 
-heartbeat     each second; in a fleet of more than `ALL_BEAT` workers when a worker's load has changed, and every
+heartbeat     each second; in a run of more than `ALL_BEAT` workers when a worker's load has changed, and every
               `BEAT_AGAIN_S`, as Redis has nothing to learn from the others
 index         what a cache has stored and removed, at most every `PACE_S`, revision by revision
 join, leave   a worker registers with an empty cache; one that leaves is not routable any more, finishes its
@@ -83,9 +83,10 @@ class FleetShape:
 class Fleet:
     """All workers of one run. `begin` registers them."""
 
-    def __init__(self, shape: FleetShape, redis: SimulatedRedis, *, cell: str = "") -> None:
-        """`cell`: begins the names of its workers."""
+    def __init__(self, shape: FleetShape, redis: SimulatedRedis, *, cell: str = "", others: int = 0) -> None:
+        """`cell`: begins the names of its workers. `others`: workers of the run that are in other cells."""
         self.redis = redis
+        self._others = others
         self._cell = cell
         self._shape = shape
         self._revision: dict[str, int] = {}
@@ -166,7 +167,8 @@ class Fleet:
         await self.redis.follow()
         await self._let_go()
         everybody = tuple(self.workers.values())
-        beating = everybody if len(everybody) <= ALL_BEAT else tuple(filter(self._has_news, everybody))
+        all_beat = len(everybody) + self._others <= ALL_BEAT
+        beating = everybody if all_beat else tuple(filter(self._has_news, everybody))
         for some in _slices(beating):
             await asyncio.gather(*(self._heartbeat(worker) for worker in some))
         self.redis.events.after(HEARTBEAT_S, self._beat)

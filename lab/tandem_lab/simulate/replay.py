@@ -11,9 +11,10 @@
 """
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from random import Random
+from types import MappingProxyType
 
 from tandem_engine.config import Role
 from tandem_lab.simulate.autoscaling import Autoscaling, Scaler, ScalingCosts, SeenLoad
@@ -120,12 +121,12 @@ async def replay(
     gateways: GatewayShape | None = None,
     scaled: Scaled | None = None,
     on_ended: Callable[[Served], None] = lambda _: None,
-    price_all: bool = False,
+    constants: Mapping[str, float] = MappingProxyType({}),
     cells: int = 1,
 ) -> Outcome:
     """Run to the last token. The Redis must hold nothing of `cluster` yet.
 
-    `on_ended` gets each request that has ended or was refused; what it raises ends the run. `price_all` as of
+    `on_ended` gets each request that has ended or was refused; what it raises ends the run. `constants` as of
     `SimulatedRedis`. `cells`: workers and gateways are divided among so many. Raises `RedisUnavailableError`.
     """
     events, gateways = EventQueue(), gateways or GatewayShape()
@@ -135,7 +136,7 @@ async def replay(
             cluster=f"{cluster}.{number}" if number else cluster,
             clock_of=cluster,
             events=events,
-            price_all=price_all,
+            constants=constants,
         )
         for number in range(cells)
     ]

@@ -1,6 +1,7 @@
 """Results of a run: one `PolicyReport` for each policy, and the trace's own limits next to them.
 
-Equal inputs give equal reports, byte for byte: only `requests_per_minute`, a separate field, depends on the machine.
+Equal inputs give equal reports, byte for byte: only `requests_per_minute` and `redis_share`, separate fields, depend on
+the machine.
 """
 
 import math
@@ -93,6 +94,8 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     policies: dict[str, PolicyReport]
     requests_per_minute: float
     """Replayed by this machine, all policies together."""
+    redis_share: float
+    """CPU seconds of Redis for one simulated second of one cell."""
 
 
 def policy_report(outcome: Outcome, *, pooled: float, slo: Slo | None, cells: int = 1) -> PolicyReport:
@@ -292,7 +295,11 @@ def table(report: Report) -> str:
         if each.refusals:
             lines.append(f"refused by {name}: " + ", ".join(f"{why} {count}" for why, count in each.refusals.items()))
         lines += _tenant_lines(name, each)
-    lines += ["", f"replayed {report.requests_per_minute:.0f} requests per minute"]
+    lines += [
+        "",
+        f"replayed {report.requests_per_minute:.0f} requests per minute; "
+        f"Redis took {report.redis_share:.4f} s of CPU for a second of a cell",
+    ]
     return "\n".join(lines)
 
 

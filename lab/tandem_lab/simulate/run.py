@@ -5,9 +5,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from itertools import product
+from typing import cast
 
 from tandem_lab.bench.load import Slo
 from tandem_lab.simulate.block_cache import infinite_cache, pooled_lru
+from tandem_lab.simulate.clock import PATIENCE_S, PRICE_ALL
 from tandem_lab.simulate.fleet import FleetShape
 from tandem_lab.simulate.gateway import GatewayShape
 from tandem_lab.simulate.replay import Scaled, replay
@@ -22,7 +24,7 @@ from tandem_lab.simulate.report import (
     scaler_report,
 )
 from tandem_lab.simulate.requests import SimulatedRequest
-from tandem_services.common.redis_client import RedisAddress
+from tandem_services.common.redis_client import RedisAddress, RedisClient
 from tandem_services.router.policies import PolicyNames
 
 
@@ -56,8 +58,16 @@ class Simulation:
 
     async def run(self, redis: RedisAddress, on_served: Callable[[str], None]) -> Report:
         """`on_served` is called with a name of `names` for each request. Raises `RedisUnavailableError`."""
-        limits = self.limits()
-        began = time.monotonic()
+        limits, client = self.limits(), RedisClient(redis, timeout_s=PATIENCE_S)
+        try:
+            return await self._run(redis, on_served, limits, client)
+        finally:
+            await client.close()
+
+    async def _run(
+        self, redis: RedisAddress, on_served: Callable[[str], None], limits: TraceLimits, client: RedisClient
+    ) -> Report:
+        began, spent_s = time.monotonic(), await _cpu_s(client)
         reports: dict[str, PolicyReport] = {}
         for number, (name, (policies, limit)) in enumerate(self.names().items()):
             outcome = await replay(
@@ -70,15 +80,17 @@ class Simulation:
                 seed=self.seed,
                 on_served=lambda name=name: on_served(name),  # type: ignore[misc]
                 gateways=self.gateways,
-                price_all=limit is CandidateLimit.ALL,
+                constants=PRICE_ALL if limit is CandidateLimit.ALL else {},
                 cells=self.cells,
             )
             reports[name] = policy_report(outcome, pooled=limits.pooled_lru_hit_rate, slo=self.slo, cells=self.cells)
         minutes = (time.monotonic() - began) / 60
+        simulated_s = sum(each.simulated_s for each in reports.values())
         return Report(
             trace=limits,
             policies=reports,
             requests_per_minute=len(self.requests) * len(reports) / minutes,
+            redis_share=(await _cpu_s(client) - spent_s) / (simulated_s * self.cells) if simulated_s else 0.0,
         )
 
     def limits(self) -> TraceLimits:
@@ -92,6 +104,12 @@ class Simulation:
             infinite_cache_hit_rate=infinite_cache(chains).share,
             pooled_lru_hit_rate=pooled_lru(chains, capacity).share,
         )
+
+
+async def _cpu_s(client: RedisClient) -> float:
+    """Of Redis, since it was started. Raises `RedisUnavailableError`."""
+    fields = cast("Mapping[str, float]", await client.command("INFO", "cpu"))
+    return fields["used_cpu_user"] + fields["used_cpu_sys"]
 
 
 def distinct_blocks(requests: Sequence[SimulatedRequest]) -> int:

@@ -14,7 +14,7 @@ another by more than the cost of a few requests. Unused share is not saved up:
     charged   prompt tokens when they are computed, output tokens as they arrive
     leaves    none of its requests waits any more
 
-A counter below the value to which its tenant would be raised is deleted, which bounds the memory.
+A counter below the value to which its tenant would be raised is forgotten, which bounds the memory.
 """
 
 from collections import OrderedDict
@@ -175,6 +175,9 @@ MAX_TENANTS = 4_096
 
 UNCACHED_WEIGHT = 1.0
 
+MIN_DELETED = 16
+"""Counters that are deleted together, at least: to look for one would cost as much as to look for all."""
+
 OUTPUT_WEIGHT = 2.0
 """An output token takes a step by itself; the weights are those of the paper."""
 
@@ -197,10 +200,16 @@ class VirtualCounters:
     floor: float = 0.0
     """Where the last tenant left."""
     _values: dict[str, float] = field(default_factory=dict)
+    """Of some tenants at the floor as well: they are deleted when they are about as many as the others."""
     _backlogged: set[str] = field(default_factory=set)
+    _recent: set[str] = field(default_factory=set)
+    """Tenants whose value counts even below the floor: it was written, or they left the queue, after the floor was."""
+    _kept: int = 0
+    """Values that the last deletion left."""
 
     def value(self, tenant: str) -> float:
-        return self._values.get(tenant, self.floor)
+        value = self._values.get(tenant, self.floor)
+        return self.floor if self._is_forgotten(tenant, value) else value
 
     @property
     def backlogged(self) -> frozenset[str]:
@@ -211,16 +220,18 @@ class VirtualCounters:
         """A request of it waits from now on. Does nothing when one waits already."""
         if tenant in self._backlogged:
             return
-        self._values[tenant] = max(self.value(tenant), self._level())
+        self._write(tenant, max(self.value(tenant), self._level()))
         self._backlogged.add(tenant)
 
     def charge(self, tenant: str, cost: float) -> None:
         """`cost`: virtual tokens over its weight; below 0 takes back what was charged too much."""
-        self._values[tenant] = self._values.get(tenant, self.floor) + cost
+        self._write(tenant, self.value(tenant) + cost)
 
     def leave(self, tenant: str) -> None:
         """Nothing of it waits any more."""
-        self._backlogged.discard(tenant)
+        if tenant in self._backlogged:
+            self._backlogged.remove(tenant)
+            self._recent.add(tenant)
         if not self._backlogged:
             self.floor = max(self.floor, self.value(tenant))
             self._forget()
@@ -228,7 +239,7 @@ class VirtualCounters:
     def pass_by(self, tenant: str) -> None:
         """As `arrive` and then `leave`: a request that did not wait. Nothing else of it waits."""
         if self._backlogged:
-            self._values[tenant] = max(self.value(tenant), self._level())
+            self._write(tenant, max(self.value(tenant), self._level()))
             return
         # It was level with the floor alone, which is where it leaves.
         self.floor = max(self._values.pop(tenant, self.floor), self.floor)
@@ -237,13 +248,29 @@ class VirtualCounters:
 
     def adopt(self, values: dict[str, float], floor: float) -> None:
         """What all gateways together have counted."""
+        self._delete()  # by the floor of before, which may have been higher
         self._values.update(values)
         self.floor = floor
-        self._forget()
+        self._recent.clear()
+        self._delete()
+
+    def _write(self, tenant: str, value: float) -> None:
+        self._values[tenant] = value
+        self._recent.add(tenant)
 
     def _level(self) -> float:
         return min((self.value(tenant) for tenant in self._backlogged), default=self.floor)
 
+    def _is_forgotten(self, tenant: str, value: float) -> bool:
+        return value <= self.floor and tenant not in self._recent and tenant not in self._backlogged
+
     def _forget(self) -> None:
-        keep = self._backlogged
-        self._values = {name: value for name, value in self._values.items() if name in keep or value > self.floor}
+        """Values up to the floor count no more. Costs the same, by request, with any number of tenants."""
+        self._recent.clear()
+        if len(self._values) > 2 * self._kept + MIN_DELETED:
+            self._delete()
+
+    def _delete(self) -> None:
+        """What is forgotten."""
+        self._values = {name: value for name, value in self._values.items() if not self._is_forgotten(name, value)}
+        self._kept = len(self._values)

@@ -85,3 +85,22 @@ def test_reason_explains_its_power_and_no_more(growth, power, unexplained):
     curve = growth.Curve(points={x: x**power for x in AXIS}, unit="ms", reason="because", reason_power=2.0)
     assert curve.unexplained is unexplained
     assert growth.Curve(points=curve.points, unit="ms").unexplained is (power > 1.0)
+
+
+def test_table_has_the_costs_of_all_parts_that_were_measured(growth):
+    with benchmarks_importable():
+        cost_growth = importlib.import_module("cost_growth")
+    line = growth.Curve(points={x: 1000 * x for x in AXIS}, unit="µs")
+    square = growth.Curve(points={x: x**2 for x in AXIS}, unit="ms")
+    earlier, now = (
+        {"costs": {name: curve.told()}, "left_out": {}, "superlinear_without_reason": faults}
+        for name, curve, faults in (("square", square, ["square"]), ("line", line, []))
+    )
+    whole = cost_growth.with_earlier(earlier, now)
+    assert whole["superlinear_without_reason"] == ["square"]
+    assert cost_growth.table_of(whole["costs"]).splitlines()[2:] == [
+        "| square | ms | 1 at 1 | 256 at 16 | 16,380 at 128 | 2 | 1.15 |",
+        "| line | µs | 1,000 at 1 | 16,000 at 16 | 128,000 at 128 | 1 | 1.15 |",
+    ]
+    again = {"costs": {"square": line.told()}, "left_out": {}, "superlinear_without_reason": []}
+    assert cost_growth.with_earlier(whole, again)["superlinear_without_reason"] == []

@@ -4,9 +4,11 @@
                      Redis answers
     2. other cells   otherwise those that seem to have room are asked, at most `MAX_ASKED`: in the order of a hash of
                      the beginning of the prompt, so that prompts with one prefix meet. The first choice with capacity
-                     is taken
+                     is taken; of a prompt that waits for others alone, if it costs no more than that with what is
+                     cached here
     3. none          the choice of the own cell stands: the request waits in the gateway's queue as without cells, or
-                     is routed by the last view while Redis is away
+                     is routed by the last view while Redis is away. Summaries of full cells are read again, so that
+                     one with capacity is asked when the queue tries the request the next time
 
 Each attempt begins with the own cell, so requests return to it as soon as it has capacity. KV moves within a cell
 alone: a stream that loses its worker is computed again where it continues, as after the death of any worker.
@@ -52,6 +54,9 @@ MAX_ASKED = 2
 
 ORDER_TOKENS = 256
 """Prompts that begin with so many equal tokens go to the same other cell."""
+
+FULL = "full"
+"""Reason of a request that another cell serves because the chosen worker of the own one has no capacity now."""
 
 START_WAIT_S = 5.0
 """A gateway starts without the Redis of its own cell after this long, if another cell answers."""
@@ -307,16 +312,23 @@ class CellRouter:
             reason = self._fault(reserved[0])
         if not reason:
             return reserved[0]
+        # It has a place, and waits for the prompts of a worker that may have more of its own cached than another cell
+        # computes meanwhile.
+        waits = reserved[0] if reason == FULL and not has_to_wait(reserved[0].terms) else None
         for cell in self._in_order(query):
             other = await cell.choose(query, reason=reason)
             if other is None:
                 continue
             reserved.append(other)
-            if not self._fault(other):
+            fault = self._fault(other)
+            if not fault and (waits is None or _price(other) <= _price(waits)):
                 await self._release_all_but(other, reserved)
                 return other
-            cell.pass_over(len(query.token_ids))
+            if fault:
+                cell.pass_over(len(query.token_ids))
             await self._release_all_but(reserved[0], reserved)
+        full = [cell for cell in self._others if cell.is_worth_a_look and self._suits(cell)]
+        await self._look_again(_ordered(query, full)[:MAX_ASKED])
         if not reserved:
             assert lacking is not None
             raise lacking
@@ -344,17 +356,16 @@ class CellRouter:
         if self._needs_prefill and choice.placement is Placement.DEGRADED:
             return "no_worker"
         waits = has_to_wait(choice.terms) or prefill_wait_s(choice.terms) > self._worker_wait_s
-        return "full" if waits else ""
+        return FULL if waits else ""
 
     def _in_order(self, query: RouteQuery) -> list[NeighbourCell]:
         able = [cell for cell in self._others if cell.may_take(len(query.token_ids)) and self._suits(cell)]
-        if len(able) < 2:
-            return able
-        beginning = blake2b(array("q", query.token_ids[:ORDER_TOKENS]).tobytes(), digest_size=8)
-        beginning.update(query.cache_salt.encode("utf-8", "surrogatepass"))
-        prompt = beginning.digest()
-        able.sort(key=lambda cell: blake2b(cell.name.encode(), key=prompt, digest_size=8).digest())
-        return able[:MAX_ASKED]
+        return _ordered(query, able)[:MAX_ASKED]
+
+    async def _look_again(self, cells: Sequence[NeighbourCell]) -> None:
+        """At what they have, without waiting for it."""
+        for cell in cells:
+            self._background.start(cell.look(self._model))
 
     def _suits(self, cell: NeighbourCell) -> bool:
         return not self._needs_prefill or cell.summary.prefill.workers > 0
@@ -372,6 +383,20 @@ class CellRouter:
     async def _keep_looking(self) -> None:
         failure = "cannot read the summaries of other cells"
         await run_periodically(self.look, every_s=HEARTBEAT_S, logger=logger, failure=failure)
+
+
+def _price(decision: RouteDecision) -> float:
+    return sum(term.seconds for term in decision.terms)
+
+
+def _ordered(query: RouteQuery, cells: list[NeighbourCell]) -> list[NeighbourCell]:
+    """By a hash of the beginning of the prompt."""
+    if len(cells) < 2:
+        return cells
+    beginning = blake2b(array("q", query.token_ids[:ORDER_TOKENS]).tobytes(), digest_size=8)
+    beginning.update(query.cache_salt.encode("utf-8", "surrogatepass"))
+    prompt = beginning.digest()
+    return sorted(cells, key=lambda cell: blake2b(cell.name.encode(), key=prompt, digest_size=8).digest())
 
 
 class _Joined:

@@ -93,6 +93,7 @@ class NeighbourCell:
     """None while it is asleep."""
     _summary: CellSummary = NO_SUMMARY
     _seen_at: float = -inf
+    _looked_at: float = -inf
     _library: FunctionLibrary | None = None
     _opening: "asyncio.Task[None] | None" = None
     _held: set[int] = field(default_factory=set)
@@ -125,8 +126,15 @@ class NeighbourCell:
         is_passed_over = prompt_tokens >= self._passed_over_tokens and self.clock.now() < self._passed_over_until
         return self.summary.has_room and not is_passed_over
 
+    @property
+    def is_worth_a_look(self) -> bool:
+        """Whether it is full, as far as a summary tells that is no longer new: a place may be free by now."""
+        looked_s = self.clock.now() - self._looked_at
+        return self.reachable and not self.summary.has_room and looked_s >= PASSED_OVER_S
+
     async def look(self, model: str) -> None:
-        """Read the summary. Called once a second."""
+        """Read the summary. Called once a second, and while requests wait for it to have room."""
+        self._looked_at = self.clock.now()
         keys = Keys(self.name, self.config.deployment.namespace)
         try:
             if self._library is None:

@@ -71,6 +71,7 @@ REPORT = Report(
     ),
     policies={"locality": report_of(0.38), "<odd> & even": report_of(0.2)},
     requests_per_minute=30_000.0,
+    redis_share=0.02,
 )
 
 

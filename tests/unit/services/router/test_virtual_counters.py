@@ -1,7 +1,13 @@
 """Virtual token counters: nobody saves up what they did not use, and nobody is punished for having been alone."""
 
+from collections import Counter
+from random import Random
+
+import pytest
+
 from tandem_services.router.usage_counters import (
     CACHED_WEIGHT,
+    MIN_DELETED,
     OUTPUT_WEIGHT,
     UNCACHED_WEIGHT,
     VirtualCounters,
@@ -59,5 +65,55 @@ def test_idle_tenants_are_forgotten_without_a_trace():
         counters.arrive(f"t{number}")
         counters.charge(f"t{number}", 1)
         counters.leave(f"t{number}")
-    assert len(counters._values) == 0
+    assert len(counters._values) <= MIN_DELETED
     assert counters.value("t0") == counters.floor == 10_000
+
+
+class Forgetting(VirtualCounters):
+    """Deletes what counts no more whenever the floor may have risen."""
+
+    def _forget(self) -> None:
+        self._recent.clear()
+        self._delete()
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_values_that_are_deleted_later_count_as_deleted_at_once(seed):
+    random, pair = Random(seed), (VirtualCounters(), Forgetting())
+    names = [f"t{number}" for number in range(40)]
+    for _ in range(2_000):
+        act, name, cost = random.randrange(8), random.choice(names), float(random.randint(-30, 60))
+        adopted = {each: random.uniform(0.0, 500.0) for each in random.sample(names, 5)}
+        for counters in pair:
+            if act < 2:
+                counters.arrive(name)
+            elif act < 4:
+                counters.charge(name, cost)
+            elif act < 6:
+                counters.leave(name)
+            elif act == 6 and name not in counters.backlogged:
+                counters.pass_by(name)
+            elif act == 7 and cost > 50:
+                counters.adopt(dict(adopted), counters.floor + cost - 55)
+        later, at_once = ({each: counters.value(each) for each in names} for counters in pair)
+        assert later == at_once
+        assert pair[0].floor == pair[1].floor
+        assert len(pair[0]._values) <= 2 * len(names) + MIN_DELETED
+
+
+def test_request_that_leaves_looks_at_few_of_many_tenants():
+    """Each request looked at the counters of all of them."""
+    looks = Counter[str]()
+
+    class Looking(VirtualCounters):
+        def _delete(self) -> None:
+            looks["values"] += len(self._values)
+            super()._delete()
+
+    counters = Looking()
+    for number in range(4_096):
+        counters.charge(f"t{number}", 1e6 + number)
+        counters.pass_by("short")
+        counters.arrive("other")
+        counters.leave("other")
+    assert looks["values"] < 4 * 4_096
