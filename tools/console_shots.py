@@ -67,7 +67,7 @@ async def chat(page: Page) -> None:
     await page.fill("#max-tokens", "90")
     await page.fill("#prompt", "Tell me a story about a fox who lives near a river.")
     await page.keyboard.press("Enter")
-    await page.wait_for_selector(".said.model a")
+    await page.wait_for_selector(".chat-message.model a")
 
 
 async def traffic(url: str) -> None:

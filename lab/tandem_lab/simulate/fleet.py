@@ -98,7 +98,7 @@ class Fleet:
         """Generation of the fleet in Redis: a heartbeat with the current one does not get all members again."""
         self.workers: dict[str, ModelledWorker] = {}
         """Those that are registered, by incarnation."""
-        self.everybody: list[ModelledWorker] = []
+        self.all_workers: list[ModelledWorker] = []
         """All there ever were."""
         self.closing = False
         """No heartbeats any more."""
@@ -133,7 +133,7 @@ class Fleet:
         self._joined[role] += 1
         self._revision[worker.name] = 0
         self.workers[_incarnation(worker.name)] = worker
-        self.everybody.append(worker)
+        self.all_workers.append(worker)
         await self._heartbeat(worker)
         await self._publish(worker, [IndexUpdate(UpdateKind.CLEARED)])
         return worker
@@ -164,9 +164,9 @@ class Fleet:
         if self.closing:
             return
         await self.redis.follow()
-        await self._let_go()
-        everybody = tuple(self.workers.values())
-        beating = everybody if len(everybody) <= ALL_BEAT else tuple(filter(self._has_news, everybody))
+        await self._remove_idle()
+        workers = tuple(self.workers.values())
+        beating = workers if len(workers) <= ALL_BEAT else tuple(filter(self._has_news, workers))
         for some in _slices(beating):
             await asyncio.gather(*(self._heartbeat(worker) for worker in some))
         self.redis.events.after(HEARTBEAT_S, self._beat)
@@ -175,7 +175,7 @@ class Fleet:
         at, load = self._beaten[worker.name]
         return worker.load() != load or self.redis.events.now() - at >= BEAT_AGAIN_S
 
-    async def _let_go(self) -> None:
+    async def _remove_idle(self) -> None:
         """Of those that leave and have nothing left to do."""
         done = [each for each in self.workers.values() if each.name in self._leaving and each.outstanding == 0]
         for worker in done:

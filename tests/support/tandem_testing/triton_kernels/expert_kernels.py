@@ -104,7 +104,7 @@ def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
     """Every kernel where the model calls it: norms in all places, gates, rotations, experts."""
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "head_dim": 8, "max_position": 64}
     gemma = {"norm": NormKind.UNIT_OFFSET, "norm_placement": NormPlacement.AROUND, "activation": Activation.GELU_TANH}
-    experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16, normalise=True, dense_layers=(0,))
+    experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16, normalize=True, dense_layers=(0,))
     halves = {"rope": RopeConfig(rotary_dim=4, interleaved=True), "qk_norm": QkNorm.WHOLE, "logit_scale": 0.5}
     after = halves | {"norm": NormKind.ROUND_LAST, "norm_placement": NormPlacement.AFTER}
     parallel = {"norm": NormKind.CENTERED, "norm_placement": NormPlacement.SHARED, "second_rope": NO_ROTATION}

@@ -286,7 +286,7 @@ def compile_edits(arch: int) -> None:
         | dict.fromkeys(("in_prompt", "allowed"), BYTES)
         | {"row_stride": "i32:16", "vocab_size": "i32:16", "num_words": "i32", "drafts": "i32"}
     )
-    constants = penalties.edit_constants(penalise=True, mask=True, allow=True)
+    constants = penalties.edit_constants(penalize=True, mask=True, allow=True)
     compile_kernel(
         penalties.edit_kernel, tensors, constants, arch=arch, enable_fp_fusion=False
     ).assert_fits()  # fmt: skip

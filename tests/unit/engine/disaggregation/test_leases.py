@@ -52,10 +52,10 @@ class Scene(PlayedEnd):
         super().__init__(side, **engine)
         self.other.greet()
 
-    def hears(self, *rooms: OpenRoom, said_at: float = 0.0) -> None:
+    def hears(self, *rooms: OpenRoom, sent_at: float = 0.0) -> None:
         """The other end goes on with these rooms."""
         other_side = HandoffSide.SEND if self.side_of_engine is HandoffSide.RECEIVE else HandoffSide.RECEIVE
-        self.other.goes_on(other_side, *rooms, said_at=said_at)
+        self.other.goes_on(other_side, *rooms, sent_at=sent_at)
         self.turn()
 
     def signs(self) -> list[StillOpen]:
@@ -141,9 +141,9 @@ def test_hold_deadline_is_extended_with_grant_renewal():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
-    receiver.hears(granted(), said_at=123.0)
+    receiver.hears(granted(), sent_at=123.0)
     (answer,) = receiver.other.got(GrantsRenewed)
-    assert (answer.said_at, answer.valid_s, answer.rooms) == (123.0, GRANT_TIMEOUT, (granted(),))
+    assert (answer.sent_at, answer.valid_s, answer.rooms) == (123.0, GRANT_TIMEOUT, (granted(),))
     hold = receiver.side.stage.decode.holds.get(room_key("room-r", 1))
     assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT
 
@@ -203,7 +203,7 @@ def test_grant_is_not_repeated_for_keepalive_of_other_peer():
         network=receiver.network,
         clock=receiver.side.engine.clock,
     )
-    foreign.goes_on(HandoffSide.SEND, waiting(), said_at=0.0)
+    foreign.goes_on(HandoffSide.SEND, waiting(), sent_at=0.0)
     receiver.turn()
     assert len(receiver.side.link.messages(WriteGrant)) == 1
 
@@ -296,7 +296,7 @@ def test_stalled_receiver_stops_renewing_waiting_rooms():
     for _ in range(2 * int(CONFIG.stall_timeout / PERIOD)):
         receiver.pass_time(PERIOD)
         receiver.hears(granted("first"), waiting())
-    assert CONFIG.stall_timeout - PERIOD <= receiver.signs()[-1].said_at < CONFIG.stall_timeout
+    assert CONFIG.stall_timeout - PERIOD <= receiver.signs()[-1].sent_at < CONFIG.stall_timeout
     assert receiver.side.finish() is None
 
 
@@ -306,7 +306,7 @@ def test_receiver_with_progressing_writes_is_not_stalled():
         for _ in range(int(CONFIG.stall_timeout / PERIOD) - 1):
             receiver.pass_time(PERIOD)
             receiver.hears(granted("first", written=written), waiting())
-    assert receiver.signs()[-1].said_at == receiver.side.engine.clock.time > 2 * CONFIG.stall_timeout
+    assert receiver.signs()[-1].sent_at == receiver.side.engine.clock.time > 2 * CONFIG.stall_timeout
 
 
 def test_receiver_that_computes_has_not_come_to_a_standstill():
@@ -318,7 +318,7 @@ def test_receiver_that_computes_has_not_come_to_a_standstill():
         receiver.pass_time(2 * PERIOD)
         receiver.hears(waiting())
     assert receiver.side.finish("running") is None
-    assert receiver.signs()[-1].said_at == receiver.side.engine.clock.time
+    assert receiver.signs()[-1].sent_at == receiver.side.engine.clock.time
 
 
 # The sender
@@ -397,21 +397,21 @@ def expiry(sender: Scene) -> float:
 
 
 @pytest.mark.parametrize(
-    ("said_at", "expires"),
+    ("sent_at", "expires"),
     [(6.0, 14.0), (1.0, 9.0), (-5.0, GRANT_TIMEOUT), (99.0, 15.0), (float("inf"), 15.0), (float("nan"), 8.0)],
     ids=["at once", "late", "too late", "from the future", "infinite", "not a number"],
 )
-def test_renewed_lease_counts_from_time_of_request(said_at, expires):  # [grant-expiry]
+def test_renewed_lease_counts_from_time_of_request(sent_at, expires):  # [grant-expiry]
     sender = slow_sender()
     sender.pass_time(7.0)
-    sender.other.renew("room-r", said_at=said_at)
+    sender.other.renew("room-r", sent_at=sent_at)
     sender.turn()
     assert expiry(sender) == expires
 
 
 def test_endless_renewal_is_not_believed():
     sender = slow_sender()
-    sender.other.renew("room-r", said_at=0.0, valid_s=float("inf"))
+    sender.other.renew("room-r", sent_at=0.0, valid_s=float("inf"))
     sender.turn()
     assert expiry(sender) == GRANT_TIMEOUT
 
@@ -433,14 +433,14 @@ def test_renewals_of_closed_unknown_or_other_rooms_are_ignored():  # [late-signa
     foreign = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )
-    foreign.renew("room-r", said_at=0.0, valid_s=100.0)
-    sender.other.renew("room-x", said_at=0.0, valid_s=100.0)
-    sender.other.renew("room-r", said_at=0.0, valid_s=100.0, generation=2)
+    foreign.renew("room-r", sent_at=0.0, valid_s=100.0)
+    sender.other.renew("room-x", sent_at=0.0, valid_s=100.0)
+    sender.other.renew("room-r", sent_at=0.0, valid_s=100.0, generation=2)
     sender.turn()
     assert expiry(sender) == GRANT_TIMEOUT
     sender.pass_time(GRANT_TIMEOUT)
     assert sender.gave_up() == ["room-r"]
-    sender.other.renew("room-r", said_at=GRANT_TIMEOUT)
+    sender.other.renew("room-r", sent_at=GRANT_TIMEOUT)
     sender.turn(2)
     assert dict(sender.side.stage.prefill.rooms) == {}
 
@@ -450,7 +450,7 @@ def test_push_has_the_time_of_its_bytes_while_its_receiver_lives(push_bytes, sec
     sender = slow_sender()
     [room] = sender.side.stage.prefill.rooms.values()
     sender.side.stage.prefill.page_bytes = push_bytes // max(key.count for key in room.outstanding)
-    sender.other.renew("room-r", said_at=sender.side.engine.clock.time, valid_s=100.0)
+    sender.other.renew("room-r", sent_at=sender.side.engine.clock.time, valid_s=100.0)
     sender.turn()
     sender.pass_time(seconds - 0.1)
     assert sender.gave_up() == []
@@ -492,7 +492,7 @@ def test_messages_name_a_bounded_number_of_rooms(pulse):
     assert [len(sign.rooms) for sign in pulse.peers.messages(StillOpen)] == [MAX_OPEN_ROOMS, 1]
     codec: Codec[PeerMessage] = Codec(PeerMessage)
     rooms = tuple(waiting(str(number)) for number in range(MAX_OPEN_ROOMS + 1))
-    flood = StillOpen(sender=make_peer("p"), side=HandoffSide.SEND, said_at=0.0, rooms=rooms)
+    flood = StillOpen(sender=make_peer("p"), side=HandoffSide.SEND, sent_at=0.0, rooms=rooms)
     with pytest.raises(WireError, match="length"):
         codec.decode(codec.encode(flood))
 

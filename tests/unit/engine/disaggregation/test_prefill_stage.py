@@ -395,7 +395,7 @@ def test_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread): 
     assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [0] * len(PROMPT)
     question = sender.receiver.got(StillOpen)[-1]
     assert [room.granted for room in question.rooms] == [True]
-    sender.receiver.renew(ROOM, said_at=question.said_at)
+    sender.receiver.renew(ROOM, sent_at=question.sent_at)
     sender.turn(4)
     assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
     assert len(sender.records()) == 1

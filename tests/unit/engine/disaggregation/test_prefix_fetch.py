@@ -75,7 +75,7 @@ def test_fetched_prefix_is_used_and_the_rest_computed(overlap):
     assert (counters(pair).fetched, counters(pair).pages, counters(pair).failed) == (1, 4, 0)
     assert cache_hits(pair) == CacheHits(fetched=16)
     source = pair.decode.stage.prefixes.counters
-    assert (source.lent, source.lent_pages) == (1, 4)
+    assert (source.served, source.served_pages) == (1, 4)
 
 
 def test_fetched_prefix_serves_the_next_request():
@@ -220,7 +220,7 @@ def test_resumed_source_does_not_write_for_expired_fetches(known):  # [late-writ
         ask(pair, "before", (*PREFIX[:8], 70))
         pair.run()
     pair.network.lost = lambda message: isinstance(message, TransferAborted)
-    pushed = pair.decode.stage.prefixes.counters.lent
+    pushed = pair.decode.stage.prefixes.counters.served
     ask(pair)
     for _ in range(3):
         pair.prefill.step()
@@ -233,7 +233,7 @@ def test_resumed_source_does_not_write_for_expired_fetches(known):  # [late-writ
         pair.decode.step()
         pair.network.advance()
         assert pair.fabric.in_flight() == 0
-    assert pair.decode.stage.prefixes.counters.lent == pushed
+    assert pair.decode.stage.prefixes.counters.served == pushed
     assert pair.decode.stage.prefixes.source.transfers, "it waits for a word of the requester"
     pair.pass_time(WITHIN_S)
     pair.decode.step()

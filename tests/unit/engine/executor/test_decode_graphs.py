@@ -186,7 +186,7 @@ def test_model_that_syncs_with_device_cannot_be_captured():
 
 def test_models_that_may_look_at_the_device_are_not_captured():
     plain = ToyModel.random().config
-    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalise=True)
+    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalize=True)
     here, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert can_capture(plain, here)
     assert not can_capture(replace(plain, moe=moe), here)

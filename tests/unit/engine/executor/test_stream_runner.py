@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.executor.cuda.streams import StreamFuture
-from tandem_engine.executor.self_test import lone_batch
+from tandem_engine.executor.self_test import single_sequence_batch
 from tandem_engine.forward.batch import RESOLVE, ForwardBatch, ForwardResult, PromptPositions, TokenMasks
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.results import PooledTokens
@@ -191,13 +191,13 @@ def test_launch_that_syncs_or_mixes_devices_raises(kind, error):  # [no-device-w
 def test_chunked_text_logits_equal_prompt_logits_on_both_runners():
     """`tandem accuracy` takes them so: every token of a chunk, on the KV of those before it."""
     both, text = Beside(), torch.tensor(PROMPT)
-    whole = lone_batch(text, PAGES, 16, extend_len=len(text), every_token=True)
+    whole = single_sequence_batch(text, PAGES, 16, extend_len=len(text), every_token=True)
     chunks = [
-        lone_batch(text[:end], PAGES, 16, extend_len=size, every_token=True)
+        single_sequence_batch(text[:end], PAGES, 16, extend_len=size, every_token=True)
         for end, size in ((8, 8), (18, 10), (19, 1))
     ]
     expected = both.host.logits(whole)
     assert expected.shape == (len(text), VOCAB_SIZE)
     for runner in (both.host, both.streams):
         torch.testing.assert_close(torch.cat([runner.logits(chunk) for chunk in chunks]), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(runner.logits(lone_batch(text, PAGES, 16, extend_len=19)), expected[-1:])
+        torch.testing.assert_close(runner.logits(single_sequence_batch(text, PAGES, 16, extend_len=19)), expected[-1:])

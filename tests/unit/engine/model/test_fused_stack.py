@@ -200,7 +200,7 @@ def test_index_outside_of_a_table_is_rejected(ids, positions):
         {"embedding_scale": 2.0},
         {"windows": (None, 24)},
         {"second_rope": RopeConfig(theta=500.0), "second_layers": (1,)},
-        {"moe": MoeConfig(num_experts=2, experts_per_token=1, intermediate_size=32, normalise=True)},
+        {"moe": MoeConfig(num_experts=2, experts_per_token=1, intermediate_size=32, normalize=True)},
     ],
     ids=lambda fields: next(iter(fields)),
 )

@@ -139,7 +139,7 @@ def test_size_that_cannot_work_is_refused_with_those_that_can(tmp_path, changes,
 
 
 def test_mixture_is_shared_by_the_inner_size_of_its_experts(tmp_path):
-    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=6, normalise=True)
+    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=6, normalize=True)
     model = dataclasses.replace(config(tmp_path), intermediate_size=25, moe=moe)
     require_shareable(model, 2)
     with pytest.raises(ConfigError, match="does not divide the intermediate size of 6"):

@@ -18,7 +18,7 @@ def serve(cache: BlockCache, text: str) -> int:
     cache.hold(blocks[:matched])
     cache.take(len(blocks) - matched)
     cache.store(blocks, matched)
-    cache.let_go(blocks)
+    cache.release(blocks)
     return matched
 
 
@@ -43,7 +43,7 @@ def test_held_blocks_stay_and_take_room():
 
 def lend(cache: BlockCache, text: str) -> None:
     cache.hold(chain(text))
-    cache.let_go(chain(text), spent=True)
+    cache.release(chain(text), spent=True)
 
 
 def test_served_blocks_are_evicted_before_older_ones():
@@ -77,7 +77,7 @@ def test_held_served_blocks_stay():
     lend(cache, "xy")
     cache.take(3)
     assert cache.match(chain("xy")) == 1
-    cache.let_go(chain("x"))
+    cache.release(chain("x"))
     assert cache.match(chain("xy")) == 1
 
 
@@ -100,9 +100,9 @@ def test_block_that_two_requests_computed_is_stored_once():
     cache.store(chain("a"))
     cache.store(chain("a"))
     assert cache.changes() == [IndexUpdate(UpdateKind.STORED, (b"a",))]
-    cache.let_go(chain("a"))
+    cache.release(chain("a"))
     assert cache.room == 3
-    cache.let_go(chain("a"))
+    cache.release(chain("a"))
     assert cache.room == 4
 
 
@@ -129,7 +129,7 @@ def test_block_cache_is_bounded_and_events_match_its_content(prompts, capacity):
         cache.hold(blocks[:matched])
         cache.take(len(blocks) - matched)
         cache.store(blocks, matched)
-        cache.let_go(blocks)
+        cache.release(blocks)
         assert cache.cached <= capacity
         assert cache.match(blocks) == len(blocks)
     index: set[bytes] = set()

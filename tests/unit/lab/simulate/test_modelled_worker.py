@@ -155,7 +155,7 @@ async def test_prefill_worker_keeps_its_pages_until_they_have_moved():
     first = bench.job("a", prompt=200, output=0, chain="ab")
     bench.submit_at(0.0, first)
     bench.submit_at(0.0, bench.job("b", prompt=200, output=0, chain="cd"))
-    bench.events.at(1.0, lambda: bench.worker.let_go(first))
+    bench.events.at(1.0, lambda: bench.worker.release(first))
     assert await bench.run() == [("a prompt", 0.2), ("b prompt", 1.2)]
 
 

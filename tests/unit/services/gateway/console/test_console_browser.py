@@ -207,11 +207,11 @@ async def test_model_output_is_text_with_a_timeline_link(see, tokenizer):
         await sight.open("playground")
         await page.fill("#prompt", ATTACK)
         await page.keyboard.press("Enter")
-        await page.wait_for_selector(".said.model a")
-        assert await sight.text(".said.model > .text") == ATTACK
-        assert await sight.text(".said.user .text") == ATTACK
-        await sight.says("first token", "tokens/s", f"{len(tokens)} tokens", selector=".said.model .facts")
-        await page.click(".said.model a")
+        await page.wait_for_selector(".chat-message.model a")
+        assert await sight.text(".chat-message.model > .text") == ATTACK
+        assert await sight.text(".chat-message.user .text") == ATTACK
+        await sight.says("first token", "tokens/s", f"{len(tokens)} tokens", selector=".chat-message.model .facts")
+        await page.click(".chat-message.model a")
         await page.wait_for_selector(".lane")
         await sight.says("Prefill", "Decode", "finished by stop", "solo@1", "Score")
         await page.click("nav a[href='#requests']")
@@ -226,7 +226,7 @@ async def test_playground_renders_markdown_as_elements(see, tokenizer):
         await sight.open("playground")
         await page.fill("#prompt", "go")
         await page.keyboard.press("Enter")
-        await page.wait_for_selector(".said.model a[href^='#request']")
+        await page.wait_for_selector(".chat-message.model a[href^='#request']")
         seen = """Array.from(document.querySelectorAll(".markdown > *"))
             .map((each) => [each.tagName + (each.className && "." + each.className), each.innerText.trim()])
             .map(([kind, text]) => [kind, text.replace(/\\n+/g, "\\n")])"""
@@ -285,7 +285,7 @@ async def test_api_view_sends_requests_and_shows_answers_as_text(see, tokenizer)
         await sight.says("chat.completion.chunk", "data: [DONE]", selector=".answer pre")
         await form.locator("textarea").fill("{")
         await form.locator("button:has-text('Send')").click()
-        await page.wait_for_selector(".answer .state[data-state=trouble]")
+        await page.wait_for_selector(".answer .state[data-state=failed]")
         await sight.says("400", selector=".answer")
         await page.click("summary:text-is('Body')")
         await page.click("summary:text-is('ChatMessage')")
@@ -398,7 +398,7 @@ async def test_answer_can_be_stopped(see, tokenizer):
         await page.fill("#max-tokens", "400")
         await page.fill("#prompt", "go on")
         await page.click("button:has-text('Send')")
-        await page.wait_for_selector(".said.model > .text:has-text('aa')")
+        await page.wait_for_selector(".chat-message.model > .text:has-text('aa')")
         await page.click("button:has-text('Stop')")
         await page.wait_for_selector(".facts .state:has-text('stopped')")
         await page.wait_for_selector("button:has-text('Send')")
@@ -412,8 +412,8 @@ async def test_refused_message_shows_why_and_is_taken_back(see):
         await page.fill("#max-tokens", "100000")
         await page.fill("#prompt", "much")
         await page.keyboard.press("Enter")
-        await page.wait_for_selector(".facts .state[data-state=trouble]")
-        await sight.says("maximum context length is 512", selector=".said.model .facts")
+        await page.wait_for_selector(".facts .state[data-state=failed]")
+        await sight.says("maximum context length is 512", selector=".chat-message.model .facts")
         await sight.is_sound()
 
 
@@ -523,7 +523,7 @@ async def test_refused_requests_are_in_the_list(see, width):
         await sight.live.chat(max_tokens=1)
         await sight.open("requests")
         await sight.shows("BadRequestError: temperature")
-        assert await page.locator("tbody .state[data-state=trouble]").all_inner_texts() == ["400"]
+        assert await page.locator("tbody .state[data-state=failed]").all_inner_texts() == ["400"]
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
         await page.click("tbody tr:has-text('400') a")
         await sight.says("BadRequestError: temperature", "400")

@@ -39,7 +39,7 @@ class Here:
 
     def hear_of(self, *others: tuple[int, float], value: float = 1000.0) -> None:
         elsewhere = tuple(RemoteHead(priority=priority, value=value) for priority, value in others)
-        self.way.heard(Standing(values={"busy": value}, floor=0.0, heads=elsewhere))
+        self.way.update(Standing(values={"busy": value}, floor=0.0, heads=elsewhere))
 
     def yields(self, priority: int = 0, tenant: str = "busy") -> bool:
         return self.way.yields(head(tenant, priority), 50.0)
@@ -104,7 +104,7 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
             tried += not here.yields()
         else:
             # It has had nothing yet, so that it is behind whoever waits elsewhere.
-            here.way.heard(Standing(values={"calm": 0.0}, floor=0.0, heads=(RemoteHead(priority=0, value=10.0),)))
+            here.way.update(Standing(values={"calm": 0.0}, floor=0.0, heads=(RemoteHead(priority=0, value=10.0),)))
             assert not here.way.yields(head("calm"), 50.0)
         here.clock.seconds += 0.01
     assert 0 < asked < 3000
@@ -139,7 +139,7 @@ def test_one_of_equally_informed_gateways_continues(heads, counters):
     for number, (priority, tenant, cost) in enumerate(heads):
         way = HeadYield(clock=Time())
         elsewhere = tuple(head for other, head in enumerate(others) if other != number)
-        way.heard(Standing(values=counters, floor=0.0, heads=elsewhere))
+        way.update(Standing(values=counters, floor=0.0, heads=elsewhere))
         gives.append(way.yields(head(tenant, priority), cost))
     first = min(range(len(heads)), key=lambda number: (-heads[number][0], counters[heads[number][1]]))
     assert not gives[first]
