@@ -28,7 +28,7 @@ from tandem_testing.mock_engine import MockBehaviour, MockEngine
 from tandem_testing.tokenizer_builders import write_tokenizer
 
 CONTEXT_LENGTH = 100_000
-MOST_TOKENS = 4096
+MAX_TOKENS = 4096
 """Of one answer."""
 
 
@@ -48,7 +48,7 @@ def behaviour(tokenizer: TextTokenizer, *, step_s: float) -> MockBehaviour:
 
     @lru_cache(maxsize=16_384)
     def drawn(input_ids: tuple[int, ...]) -> bytes:
-        return shake_128(_seed(input_ids)).digest(MOST_TOKENS)
+        return shake_128(_seed(input_ids)).digest(MAX_TOKENS)
 
     def token(request: GenerateRequest, position: int) -> int:
         return ids[drawn(request.input_ids)[position] % len(ids)]
@@ -69,7 +69,7 @@ def _seed(input_ids: tuple[int, ...]) -> bytes:
 
 
 async def keep_registered(redis_url: str, engines: Sequence[MockEngine], keys: KeyPair | None = None) -> None:
-    """Heartbeats of idle workers with plenty of room, for ever."""
+    """Heartbeats of idle workers with plenty of room, until cancelled."""
     client = RedisClient(RedisAddress(url=redis_url), timeout_s=5.0)
     deployment = Deployment.of(keys)
     registry = Registry(
@@ -84,7 +84,7 @@ async def keep_registered(redis_url: str, engines: Sequence[MockEngine], keys: K
 
 
 def run_fleet(redis_url: str, step_s: float, workers: int) -> None:
-    """Serve for ever; says "ready" once every worker listens."""
+    """Serve until killed; print "ready" once every worker listens."""
     tokenizer = mock_tokenizer()
     context = IpcContext()
     handed_over: set[str] = set()

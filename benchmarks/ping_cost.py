@@ -90,9 +90,9 @@ def idle_share(pid: int, seconds: float) -> float:
 
 def pool_share(stack: ExitStack, keys: Path, workers: int, seconds: float, interval_s: float) -> float:
     engines = stack.enter_context(
-        process([sys.executable, __file__, "engines", str(keys), "", str(workers)], told=True)
+        process([sys.executable, __file__, "engines", str(keys), "", str(workers)], piped=True)
     )
-    pool = stack.enter_context(process([sys.executable, __file__, "pool", str(keys), str(interval_s)], told=True))
+    pool = stack.enter_context(process([sys.executable, __file__, "pool", str(keys), str(interval_s)], piped=True))
     assert engines.stdout is not None
     assert pool.stdin is not None
     assert pool.stdout is not None
@@ -107,7 +107,7 @@ def gateway_share(stack: ExitStack, keys: Path, workers: int, seconds: float) ->
     stack.callback(redis.stop)
     folder = mock_checkpoint(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-benchmark-"))))
     command = [sys.executable, __file__, "engines", str(keys), redis.url, str(workers)]
-    engines = stack.enter_context(process(command, told=True))
+    engines = stack.enter_context(process(command, piped=True))
     assert engines.stdout is not None
     engines.stdout.readline()
     port = free_port()

@@ -165,8 +165,8 @@ class Fleet:
             return
         await self.redis.follow()
         await self._remove_idle()
-        workers = tuple(self.workers.values())
-        beating = workers if len(workers) <= ALL_BEAT else tuple(filter(self._has_news, workers))
+        everybody = tuple(self.workers.values())
+        beating = everybody if len(everybody) <= ALL_BEAT else tuple(filter(self._has_news, everybody))
         for some in _slices(beating):
             await asyncio.gather(*(self._heartbeat(worker) for worker in some))
         self.redis.events.after(HEARTBEAT_S, self._beat)

@@ -115,8 +115,8 @@ async def _answer(
         raise OrderFailedError(f"pod {pod.name} cannot be reached: {error!r}") from error
     answer = _decoded(bytes(data))
     if response.status_code // 100 != 2 or answer is None:
-        body = bytes(data[:MAX_SHOWN]).decode("utf-8", "replace")
-        raise OrderFailedError(f"pod {pod.name} answered {path} with {response.status_code}: {body}")
+        text = bytes(data[:MAX_SHOWN]).decode("utf-8", "replace")
+        raise OrderFailedError(f"pod {pod.name} answered {path} with {response.status_code}: {text}")
     return answer
 
 
