@@ -66,7 +66,7 @@ WORKER = Row(
         ),
         Panel(
             title="Preemptions",
-            description="Preempted requests; of them those for a higher priority, and those with KV kept in host memory.",
+            description="Preempted requests; of them for a higher priority, and with KV kept in host memory.",
             unit="ops",
             queries=each(
                 all=per_second(worker("num_preemptions_total")),
