@@ -63,7 +63,7 @@ class ScriptedPeer:
             )
         )
 
-    def goes_on(self, side: HandoffSide, *rooms: OpenRoom, sent_at: float = 0.0) -> None:
+    def keepalive(self, side: HandoffSide, *rooms: OpenRoom, sent_at: float = 0.0) -> None:
         """A sign of life."""
         self.send(StillOpen(sender=self.me, side=side, sent_at=sent_at, rooms=rooms))
 

@@ -1,4 +1,4 @@
-"""A comparison ends in time and loses nothing: shares of stages, rounds that are cut, engines that fail, going on."""
+"""A comparison ends in time and loses nothing: shares of stages, rounds that are cut, engines that fail, resumption."""
 
 import importlib
 

@@ -25,7 +25,7 @@ WITHIN_S = 1.0
 
 
 def ask(pair: Pair, rid: str = "r", prompt=PROMPT, *, peer: Peer | None = None, tokens: int = 100, **request) -> None:
-    """A request for the prefill engine, told that the decode engine has a prefix of it."""
+    """A request for the prefill engine whose source is the decode engine."""
     fetch = PrefixFetch(peer=peer or pair.decode.peer, tokens=tokens, within_s=WITHIN_S)
     pair.prefill.engine.add(make_message(rid, prompt, fetch=fetch, **request))
 
@@ -183,7 +183,7 @@ def test_late_fetch_is_computed_and_pages_wait_for_ack():
     pair.turn()
     assert pair.prefill.stage.quarantined_pages() == 4
     assert pair.prefill.stage.quarantined_for() == ("d@1",)
-    # The source never heard of the room, and says so once it is reached.
+    # The source does not know the room, and replies so once it is reached.
     pair.network.lost = lambda _message: False
     pair.pass_time(DRAIN_TIMEOUT)
     finish(pair)
@@ -214,7 +214,7 @@ def test_late_fetch_pages_land_in_held_pages():  # [late-write]
 
 @pytest.mark.parametrize("known", [False, True], ids=["requester's clock unknown", "requester's clock known"])
 def test_resumed_source_does_not_write_for_expired_fetches(known):  # [late-write]
-    """Half a minute later it is fenced, and the pages that it was granted are somebody else's."""
+    """Half a minute later it is fenced, and the pages that it was granted belong to other requests."""
     pair = make_warm_pair()
     if known:
         ask(pair, "before", (*PREFIX[:8], 70))

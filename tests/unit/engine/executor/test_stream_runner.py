@@ -1,4 +1,4 @@
-"""A step on streams comes to what it comes to on the host, and nothing waits for the device meanwhile."""
+"""A step on streams comes to what it comes to on the host, and nothing waits for the device in the meantime."""
 
 from dataclasses import replace
 

@@ -44,7 +44,7 @@ def launch(memory: KvMemory, kv: RequestKv, start: int, stop: int, *, settles: b
 
 
 def compute(memory: KvMemory, tokens: list[int], *, decodes: int = 0) -> RequestKv:
-    """A request that begins and computes all of `tokens` in one step, then some more by one; it goes on."""
+    """A request that begins and computes all of `tokens` in one step, then some more by one; it continues."""
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=len(tokens) - 1)
     assert kv is not None
     launch(memory, kv, kv.committed_len, len(tokens))

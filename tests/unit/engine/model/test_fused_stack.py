@@ -359,7 +359,7 @@ def test_selected_tokens_of_large_step_are_in_requested_order():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 5, 36, 64])
 def test_selection_of_more_tokens_than_step_has(count, dtype):
-    """Whoever samples after a token may pool it too. What a large step's gate gave was written behind its memory."""
+    """A token that is sampled after may be pooled, too. What a large step's gate gave was written behind its memory."""
     model = build(small_config(), dtype)
     batch = make_batch(with_ids([dealer_of(model).seq(count, count)]))
     everything = compute(model, filled_pool(model.config, dtype=dtype), batch)

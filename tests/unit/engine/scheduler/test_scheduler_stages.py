@@ -119,7 +119,7 @@ def test_partly_sent_prompt_is_not_retracted_for_decode():  # [settled-only-sent
     engine.step(3)
     add(pair, "sent", range(1, 15), max_tokens=2)
     pair.run()
-    # The prompt's last token came when the running request needed a page that nobody had.
+    # The prompt's last token came when the running request needed a page and none was free.
     waited = [batch for batch in engine.executor.batches[2:] if batch.mode is ForwardMode.EXTEND]
     assert [batch.seq_lens.tolist() for batch in waited] == [[14]]
     assert engine.scheduler.tally.retracted == 0

@@ -41,7 +41,7 @@ def test_held_blocks_stay_and_take_room():
         cache.take(1)
 
 
-def lend(cache: BlockCache, text: str) -> None:
+def hold_and_release(cache: BlockCache, text: str) -> None:
     cache.hold(chain(text))
     cache.release(chain(text), spent=True)
 
@@ -50,7 +50,7 @@ def test_served_blocks_are_evicted_before_older_ones():
     cache = BlockCache(5)
     serve(cache, "abc")
     serve(cache, "xy")
-    lend(cache, "xy")
+    hold_and_release(cache, "xy")
     cache.take(2)
     assert cache.match(chain("abc")) == 3
     assert cache.match(chain("xy")) == 0
@@ -60,11 +60,11 @@ def test_served_blocks_with_other_successors_stay():
     cache = BlockCache(5)
     serve(cache, "abc")
     serve(cache, "abxy")
-    lend(cache, "abxy")
+    hold_and_release(cache, "abxy")
     cache.take(3)
     assert cache.match(chain("abxy")) == 2
     serve(cache, "ab")
-    lend(cache, "ab")  # nothing else goes on after it any more
+    hold_and_release(cache, "ab")  # nothing else continues it any more
     assert cache.changes()[-1] == IndexUpdate(UpdateKind.REMOVED, (b"y", b"x", b"c"))
     cache.take(1)
     assert cache.match(chain("ab")) == 1
@@ -74,7 +74,7 @@ def test_held_served_blocks_stay():
     cache = BlockCache(4)
     serve(cache, "xy")
     cache.hold(chain("x"))
-    lend(cache, "xy")
+    hold_and_release(cache, "xy")
     cache.take(3)
     assert cache.match(chain("xy")) == 1
     cache.release(chain("x"))

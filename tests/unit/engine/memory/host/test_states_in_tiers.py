@@ -282,7 +282,7 @@ def test_request_that_gets_its_state_otherwise_loads_none():
 
 
 def test_state_is_sent_only_once_it_is_loaded():  # [settled-only-sent]
-    """Whoever borrows the prefix: its anchor is attached when the load is queued."""
+    """For every user of the prefix: its anchor is attached when the load is queued."""
     hybrid = Hybrid(slots=1)
     hybrid.serve(PROMPT)
     hybrid.serve(OTHER)
