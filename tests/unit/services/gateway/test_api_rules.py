@@ -150,18 +150,18 @@ async def test_bad_logit_bias_names_what_is_bad(gateway, rack, tokenizer, endpoi
 
 
 @pytest.mark.parametrize(
-    ("model", "status", "kind", "said"),
+    ("model", "status", "kind", "error_message"),
     [
         ("other", 404, "NotFoundError", "'other'"),
         ("../../etc/passwd", 404, "NotFoundError", "'../../etc/passwd'"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_unknown_model_is_a_404(gateway, path, model, status, kind, said):
+async def test_unknown_model_is_a_404(gateway, path, model, status, kind, error_message):
     answer = await gateway.http.post(path, json={**POSTS[path], "model": model})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (status, kind, "model")
-    assert said in error["message"]
+    assert error_message in error["message"]
 
 
 # [unknown-fields]

@@ -61,9 +61,9 @@ def block_until_answered(engine, pings: int) -> None:
 
 
 async def proven(pool, count: int) -> set[str]:
-    everybody = {f"w{n}@1" for n in range(6)}
-    await until(lambda: sum(map(pool.proven, everybody)) >= count, PATIENCE_S, f"{count} have answered")
-    return {name for name in everybody if pool.proven(name)}
+    all_workers = {f"w{n}@1" for n in range(6)}
+    await until(lambda: sum(map(pool.proven, all_workers)) >= count, PATIENCE_S, f"{count} have answered")
+    return {name for name in all_workers if pool.proven(name)}
 
 
 async def test_few_workers_of_a_large_fleet_are_connected_ahead(pool, rack, views):

@@ -236,7 +236,7 @@ def test_names_of_a_large_fleet_cost_little():
 
 
 def test_list_of_held_adapters_reads_each_memory_once():
-    """The operator asks for it often, and meanwhile no other request is served."""
+    """The operator asks for it often, and no other request is served at that time."""
     reads = 0
 
     class Counted(tuple[Any, ...]):

@@ -1,4 +1,4 @@
-"""Every bad request has a clear answer, reaches no engine, and harms nobody."""
+"""Every bad request has a clear answer, reaches no engine, and harms no other request."""
 
 import asyncio
 import json

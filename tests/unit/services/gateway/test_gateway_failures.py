@@ -151,7 +151,7 @@ async def test_next_attempt_resumes_after_the_tokens_received(rack, faulty, refe
     assert resumed.sampling == original.sampling
     assert gateway.chooser.open == 0
     assert gateway.chooser.queries[-1].token_ids == resumed.input_ids + resumed.resume_ids
-    # Nobody with other weights may go on [same-kind-paired].
+    # No worker with other weights may continue [same-kind-paired].
     assert [query.compat_hash for query in gateway.chooser.queries] == [None, first.view.compat_hash]
 
 
@@ -222,7 +222,7 @@ async def test_prefill_worker_exit_after_handoff_keeps_stream(rack, faulty, refe
         body = b""
         async for chunk in response.aiter_bytes():
             body += chunk
-            # The first token is the prefill worker's; whoever sends the next one has taken over.
+            # The first token is the prefill worker's; the sender of the next one has taken over.
             if body.count(b'"text"') >= 2:
                 prefill.stop()
         assert body.endswith(b"data: [DONE]\n\n")
@@ -335,7 +335,7 @@ async def test_silence_timeout_is_shared_across_attempts(rack, faulty, stream):
         assert 'outcome="silence"} 1.0' in (await gateway.http.get("/metrics")).text
 
 
-async def test_silence_counts_from_the_last_word_of_a_worker(rack, faulty, reference):
+async def test_silence_counts_from_the_last_message_of_a_worker(rack, faulty, reference):
     rack.add("dead", healthy(die_after=2))
     busy = rack.add("busy", healthy(mute=True))
     async with faulty(ping_interval_s=0.25, unanswered_pings=50, silence_s=10.0) as gateway:
@@ -359,7 +359,7 @@ async def test_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty, r
 
 
 async def test_cut_idle_connection_does_not_mark_worker_dead(rack, faulty, reference):
-    """Every worker's connection at once: nobody else could take the next request."""
+    """Every worker's connection at once: no other worker could take the next request."""
     worker = rack.add("only", healthy())
     address = worker.view.request_endpoint.removeprefix("tcp://").split(":")
     proxy = await TcpProxy.open(lambda: (address[0], int(address[1])))
@@ -490,7 +490,7 @@ def test_taken_port_is_named():  # [config-refused]
 
 
 async def test_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retry-storm]
-    """Clients that ask again at once, whatever they are told: what workers compute is what is answered."""
+    """Clients retry at once after any error: workers compute only what is answered."""
     engine = rack.add("solo", healthy())
     engine.behaviour.mute = True
     clients, refused = 24, 0
@@ -506,7 +506,7 @@ async def test_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retr
                 assert answer.status_code in (429, 503)
                 assert int(answer.headers["retry-after"]) >= 1
                 refused += 1
-                # Until five times as many have been refused as there are clients nobody is served.
+                # No client is served until five times as many requests as clients have been refused.
                 engine.behaviour.mute = refused < 5 * clients
 
         answers = await asyncio.gather(*[insist(number) for number in range(clients)])

@@ -1,4 +1,4 @@
-"""Workers that ask to be left: their requests go on elsewhere with their KV, and the client sees one stream."""
+"""Draining workers: their requests migrate with their KV, and the client sees one stream."""
 
 import pytest
 
@@ -13,7 +13,7 @@ TRANSFER_FAILED = Finish(reason=FinishReason.ERROR, code="transfer_error", retry
 
 
 def leaving(after: int, **knobs) -> MockBehaviour:
-    """Asks to be left, and says no more two tokens later: whoever stays has no answer."""
+    """Requests migration, and sends nothing more two tokens later: a request that stays has no answer."""
     return healthy(leave_after=after, hold_at=after + 2, **knobs)
 
 

@@ -1,4 +1,4 @@
-"""`thinking_token_budget`: what engines are asked for, what is refused, and who else says it how."""
+"""`thinking_token_budget`: what engines are asked for, what is refused, and other names of the field."""
 
 import json
 

@@ -44,7 +44,7 @@ async def two(rack, tokenizer):
 async def test_later_turns_go_to_the_worker_that_has_the_first(two):
     gateway, (a, b) = two
     assert (await turn(gateway, [5, 6], number=0)).status_code == 200
-    gateway.chooser.fleet.reverse()  # from here on everybody else goes to b
+    gateway.chooser.fleet.reverse()  # from here on all others go to b
     assert (await turn(gateway, [7])).status_code == 200
     last = (await turn(gateway, [8, 9], number=2)).json()
     await gateway.complete([1])

@@ -58,7 +58,7 @@ def behaviour(**knobs) -> MockBehaviour:
 
 
 async def test_cutting_all_connections_keeps_all_streams(rack, tokenizer):
-    """Every worker is lost in the same moment, and none has died: the streams go on where they were."""
+    """Every worker is lost in the same moment, and none has died: the streams resume where they were."""
     engines = [rack.add(name, behaviour(hold_at=5)) for name in ("a", "b")]
     async with contextlib.AsyncExitStack() as stack:
         lines = [await stack.enter_async_context(proxied(engine)) for engine in engines]
@@ -86,7 +86,7 @@ async def test_cutting_all_connections_keeps_all_streams(rack, tokenizer):
 
 
 async def test_network_failure_of_live_workers_causes_no_quarantine(rack, tokenizer):
-    """Two workers are lost with it in hand, which convicts it of their deaths; but they answer again."""
+    """Two workers are lost with the request, which would quarantine it; but they answer again."""
     engines = [rack.add(name, behaviour(mute=True)) for name in ("a", "b")]
     async with contextlib.AsyncExitStack() as stack:
         lines = [await stack.enter_async_context(proxied(engine)) for engine in engines]
@@ -98,7 +98,7 @@ async def test_network_failure_of_live_workers_causes_no_quarantine(rack, tokeni
         answering = asyncio.create_task(gateway.complete([7, 8], max_tokens=9, seed=1))
         for engine, (view, proxy) in zip(engines, lines, strict=True):
             assert await asyncio.to_thread(engine.wait_until, lambda engine=engine: len(engine.received) == 1)
-            # By then the gateway has heard that the engine has taken it.
+            # By then the gateway has received the engine's acceptance of it.
             assert await asyncio.to_thread(engine.wait_for_pings, 3)
             proxy.cut()
             revived = gateway.chooser.revived
@@ -137,7 +137,7 @@ async def test_other_incarnation_at_address_does_not_revive_worker(rack, revival
     assert alive == []
 
 
-async def test_dead_worker_is_not_asked_for_ever(rack, revival, alive):
+async def test_dead_worker_is_probed_for_a_limited_time(rack, revival, alive):
     worker = rack.add("w", behaviour())
     await asyncio.to_thread(worker.stop)
     revival.ask(worker.view)

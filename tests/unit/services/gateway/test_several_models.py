@@ -1,4 +1,4 @@
-"""Several model services behind one gateway: who answers, who may ask, and what they have in common."""
+"""Several model services behind one gateway: routing, access, and what they have in common."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -79,7 +79,7 @@ def both(rack, tokenizer, thinking):
     return start
 
 
-# Who answers
+# Routing
 
 
 async def test_each_model_answers_for_itself_in_its_own_dialect(both):
@@ -187,7 +187,7 @@ async def test_quarantine_is_per_model(both, rack):
     assert answers[1].json()["error"]["code"] == "request_quarantined"
 
 
-# Who may ask
+# Access
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Special tokens in text prompts, who may forbid them, and `suffix`."""
+"""Special tokens in text prompts, the option that forbids them, and `suffix`."""
 
 import json
 

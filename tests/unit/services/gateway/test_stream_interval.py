@@ -60,14 +60,14 @@ def test_stop_string_does_not_wait_for_its_interval(tokenizer):
 async def test_stream_in_intervals_says_what_one_without_says(gateway, ask):
     fields = {"max_tokens": 20, "seed": 1, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
 
-    async def told(**more):
+    async def answered(**more):
         chunks = events(await getattr(gateway, ask)(**fields, **more))
         texts = ["", ""]
         for choice in (choice for chunk in chunks for choice in chunk["choices"]):
             texts[choice["index"]] += (choice.get("delta") or {}).get("content") or choice.get("text") or ""
         return texts, chunks[-1]["usage"]["completion_tokens"]
 
-    assert await told(stream_interval=7) == await told()
+    assert await answered(stream_interval=7) == await answered()
 
 
 async def test_unwritten_tokens_count_before_client_disconnects(rack, tokenizer):

@@ -1,4 +1,5 @@
-"""Text becomes ids, and ids text, in threads, in bounded numbers, for those who still wait; brief text on the loop."""
+"""Text becomes ids, and ids text, in threads, in bounded numbers, for requests that still wait; brief text on the
+loop."""
 
 import asyncio
 import json

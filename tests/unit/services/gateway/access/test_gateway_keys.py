@@ -1,4 +1,4 @@
-"""A gateway with a key file, as its clients meet it: who comes in, what they may use [keys-on-every-route]."""
+"""A gateway with a key file, as its clients meet it: authentication, and what they may use [keys-on-every-route]."""
 
 import asyncio
 import logging
@@ -67,7 +67,7 @@ async def ask(gateway, tenant: str, path: str = "/v1/chat/completions", body=CHA
     return await gateway.http.post(path, json={**body, **fields}, headers=bearer(tenant))
 
 
-# Who comes in
+# Authentication
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_megabyte_of_key_is_refused(guarded):  # [keys-on-every-route]
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer  "])
-async def test_key_lets_in(guarded, scheme):
+async def test_valid_key_is_accepted(guarded, scheme):
     headers = {"Authorization": f"{scheme} {key_of('ann')}"}
     assert (await guarded.http.get("/v1/models", headers=headers)).status_code == 200
 
@@ -200,7 +200,7 @@ async def test_clients_salt_adds_to_that_of_its_tenant(guarded, rack):
     )
     assert len({own, mine, bobs, shared}) == 4
     assert shared == theirs
-    # Nor can one who shares name the salt of one who does not.
+    # Nor can a tenant of a shared pool name the salt of another tenant.
     assert await salts(guarded, rack, ("pool-a", own)) != [own]
 
 

@@ -179,7 +179,7 @@ async def test_empty_fleet_and_a_lost_redis_are_explained(see):
         await sight.shows("This gateway is draining")
 
 
-async def test_gateway_that_does_not_answer_is_said_and_asked_again(see):
+async def test_unreachable_gateway_is_shown_and_polled_again(see):
     async with see(member("w1")) as sight:
         await sight.open()
         await sight.shows("live")

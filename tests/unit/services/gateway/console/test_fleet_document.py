@@ -1,4 +1,4 @@
-"""What the console is told of the fleet: bounded, without addresses, and sane whatever stands in Redis."""
+"""The console's document of the fleet: bounded, without addresses, and valid for any content of Redis."""
 
 import msgspec
 

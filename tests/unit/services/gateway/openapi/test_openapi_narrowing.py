@@ -40,7 +40,7 @@ WITH: dict[str, dict[str, Any]] = {
 }
 """What a field needs beside it."""
 OUTPUT_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-LARGEST_BEST_OF = 20
+MAX_BEST_OF = 20
 """With n=1: more than that only n itself may ask for."""
 ITEMS: dict[str, Any] = {
     "stop": lambda n: [f"stop {i}" for i in range(n)],
@@ -132,7 +132,7 @@ def test_bound_is_where_the_document_says(ask, shape, field, bounds):
             # More than there is room for, which is another matter.
             assert "maximum context length" in ask(shape, **{field: value})[1]["message"]
             continue
-        given = LARGEST_BEST_OF if field == "best_of" and value > 1 else value
+        given = MAX_BEST_OF if field == "best_of" and value > 1 else value
         status, error = ask(shape, **needed, **{field: given})
         assert status == 200 or (shape is CloseRequest and status == 404), (value, error)
     for value in beyond:

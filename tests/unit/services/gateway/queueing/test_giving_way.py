@@ -1,4 +1,4 @@
-"""Whether a gateway leaves its places to another where somebody has had less: when, for how long, never all of them."""
+"""Slots that a gateway yields to another one with a tenant of a lower counter: when, for how long, never all."""
 
 from dataclasses import dataclass, field
 
@@ -37,7 +37,7 @@ class Here:
     def __post_init__(self) -> None:
         self.way = HeadYield(clock=self.clock)
 
-    def hear_of(self, *others: tuple[int, float], value: float = 1000.0) -> None:
+    def queue_heads(self, *others: tuple[int, float], value: float = 1000.0) -> None:
         elsewhere = tuple(RemoteHead(priority=priority, value=value) for priority, value in others)
         self.way.update(Standing(values={"busy": value}, floor=0.0, heads=elsewhere))
 
@@ -65,14 +65,14 @@ def head(tenant: str, priority: int = 0, arrived: float = 0.0) -> Waiting:
 )
 def test_gateway_yields_to_lower_counter_or_higher_priority(others, expected):
     here = Here()
-    here.hear_of(*others)
+    here.queue_heads(*others)
     assert here.yields() is expected
 
 
 def test_stale_or_absent_offers_are_ignored():  # Redis is away
     here = Here()
     assert not here.yields()
-    here.hear_of((0, 10.0))
+    here.queue_heads((0, 10.0))
     assert here.yields()
     assert not here.yields(tenant="who has come since")
     here.clock.seconds += FRESH_S + 0.01
@@ -83,7 +83,7 @@ def test_gateway_alternates_between_yielding_and_taking_slots():
     here = Here()
     given = []
     for _ in range(400):
-        here.hear_of((0, 10.0))
+        here.queue_heads((0, 10.0))
         given.append(here.yields())
         here.clock.seconds += 0.01
     period = round((YIELD_S + TAKE_S) * 100)
@@ -98,12 +98,12 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
     here, tried, asked = Here(), 0, 0
     start = here.clock.seconds
     for _ in range(3000):
-        here.hear_of((0, 10.0))
+        here.queue_heads((0, 10.0))
         if (here.clock.seconds - start + shift_s) % (quiet_s + 0.1) < 0.1:
             asked += 1
             tried += not here.yields()
         else:
-            # It has had nothing yet, so that it is behind whoever waits elsewhere.
+            # It has had nothing yet, so that each tenant that waits elsewhere is ahead of it.
             here.way.update(Standing(values={"calm": 0.0}, floor=0.0, heads=(RemoteHead(priority=0, value=10.0),)))
             assert not here.way.yields(head("calm"), 50.0)
         here.clock.seconds += 0.01
@@ -114,10 +114,10 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
 
 def test_gateway_ahead_after_a_pause_yields_first():
     here = Here()
-    here.hear_of((0, 10.0))
+    here.queue_heads((0, 10.0))
     assert here.yields()
     here.clock.seconds += YIELD_S + TAKE_S + 0.1
-    here.hear_of((0, 10.0))
+    here.queue_heads((0, 10.0))
     assert here.yields()
 
 
@@ -133,7 +133,7 @@ def test_queue_head_is_reported_after_a_minimum_wait(waited, expected):
     counters=st.fixed_dictionaries({name: st.floats(0, 1e9) for name in "abc"}),
 )
 def test_one_of_equally_informed_gateways_continues(heads, counters):
-    """No deadlock: whoever is first of all of them, by priority and then by what it has had, gives way to nobody."""
+    """No deadlock: the first head of all of them, by priority and then by counter, does not yield."""
     others = [RemoteHead(priority=priority, value=counters[tenant]) for priority, tenant, _ in heads]
     gives = []
     for number, (priority, tenant, cost) in enumerate(heads):
