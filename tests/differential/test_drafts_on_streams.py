@@ -1,4 +1,4 @@
-"""Speculative decoding on a device, by the twin: tokens of no drafts, guesses of a CPU, and no wait for a proposal."""
+"""Speculative decoding on a simulated device: tokens as without drafts, drafts of a CPU, and no wait for a proposal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -138,7 +138,7 @@ def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def test_draft_head_drafts_equal_on_device_and_cpu(model):
-    """So it reads the states of its own text, and goes on from its own: guesses change with either."""
+    """So it reads the states of its own text, and continues from its own: drafts change with either."""
     received = []
     for platform in (TwinPlatform(), None):
         with engine_of(model, spec_of(model, SpecAlgorithm.EAGLE), platform, enable_overlap=False) as engine:

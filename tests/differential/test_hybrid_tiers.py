@@ -18,7 +18,7 @@ PROMPTS = (tuple(range(1, 60)) * 2, tuple(range(5, 75)), (*range(1, 60), *range(
 """The first and third share the first 99 tokens."""
 ROUNDS = 3
 LONG = tuple((*range(1, 60), *range(3, 40)) * 3)[:280]
-PARTING = tuple(
+BRANCHING = tuple(
     (first, *prompt)
     for first in (1, 2)
     for prompt in (LONG, (*LONG[:210], *range(1, 62)), (*LONG[:150], *range(2, 60), *range(2, 60)))
@@ -104,6 +104,6 @@ def test_prompts_that_part_within_another_are_the_same(overlap, disturbed, host_
     with pytest.MonkeyPatch.context() as patch:
         keep = anchors._keep
         patch.setattr(anchors, "_keep", lambda page: used.append(page) or keep(page))
-        run_rounds(engine, poison=not overlap, prompts=PARTING)
+        run_rounds(engine, poison=not overlap, prompts=BRANCHING)
     assert used
     assert anchors.counts.replaced > 0

@@ -1,6 +1,6 @@
 """Steps that are queued on streams and replayed from graphs give what transformers gives, token for token.
 
-The device is a twin on the CPU that knows the rules of one: it raises where the host would wait for it, where device
+The device is simulated on the CPU with the rules of a GPU: it raises where the host would wait for it, where device
 and host memory meet, and where two streams touch the same memory with nothing between (`tandem_testing.device_twin`).
 Its graphs are tapes of operations that are run again on the same memory. So what is tested here is everything about a
 GPU but its kernels.

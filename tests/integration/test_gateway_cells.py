@@ -122,7 +122,7 @@ async def test_full_cell_is_relieved_by_another_as_explain_and_metrics_say(serve
         assert moved >= 1
 
 
-async def test_stream_of_a_dead_cell_continues_in_another_and_requests_return(servers, rack, tmp_path):
+async def test_stream_of_a_dead_cell_resumes_in_another_and_returns(servers, rack, tmp_path):
     home, west = rack.add("h", behaviour(hold_at=HELD_AT)), rack.add("w", behaviour())
     async with beating(servers[WEST], WEST, west), gateway_at_home(servers, tmp_path, rack.context) as http:
         async with beating(servers[HOME], HOME, home):

@@ -1,4 +1,4 @@
-"""Who a gateway offers: workers that answer it, whatever a real Redis says of them."""
+"""Workers that a gateway routes to: those that answer it, whatever a real Redis has of them."""
 
 import asyncio
 from collections.abc import Callable
@@ -27,7 +27,7 @@ from tandem_testing.waiting import until
 OURS, THEIRS = KeyPair.generate(), KeyPair.generate()
 PATIENCE_S = 60.0
 BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": 800, "SWEEP_EVERY_MS": 0}
-"""Whoever is silent for a second is gone from the registry."""
+"""A worker that is silent for a second is gone from the registry."""
 
 
 def behaviour() -> MockBehaviour:
@@ -41,7 +41,7 @@ def rack():
 
 
 @pytest.fixture
-def strangers():
+def foreign_rack():
     with EngineRack(context=IpcContext(THEIRS)) as engines:
         yield engines
 
@@ -127,14 +127,14 @@ async def test_workers_never_asked_stay_members_without_redis(server, rack, flee
     """The gateway of a large fleet is connected to few of its workers. When Redis forgets all, it asks the others."""
     monkeypatch.setattr(engine_pool, "AHEAD", 1)
     engines = [rack.add(name, behaviour()) for name in "abcd"]
-    everybody = {engine.view.incarnation for engine in engines}
+    all_workers = {engine.view.incarnation for engine in engines}
     async with gateway_of(server, rack.context, tmp_path) as (http, router):
         async with beating(fleet, *engines):
-            await until(sees(router, *everybody), PATIENCE_S, "all are members")
+            await until(sees(router, *all_workers), PATIENCE_S, "all are members")
             assert sum(engine.pings > 0 for engine in engines) <= 1
-        await until(lambda: router._membership.unlisted == everybody, PATIENCE_S, "Redis has lost them")
+        await until(lambda: router._membership.unlisted == all_workers, PATIENCE_S, "Redis has lost them")
         await until(lambda: all(engine.pings > 0 for engine in engines), PATIENCE_S, "all were asked")
-        await until(lambda: all(map(router._membership.proofs.proven, everybody)), PATIENCE_S, "all have answered")
+        await until(lambda: all(map(router._membership.proofs.proven, all_workers)), PATIENCE_S, "all have answered")
         await asyncio.to_thread(engines[0].stop)
         await until(sees(router, "b@1", "c@1", "d@1"), PATIENCE_S, "one answers no longer")
         assert set(await answered(http, 20)) == {200}
@@ -142,7 +142,7 @@ async def test_workers_never_asked_stay_members_without_redis(server, rack, flee
 
 @pytest.mark.parametrize("endpoint", ["of another worker", "tcp://127.0.0.1:9"])
 async def test_row_of_no_engine_costs_no_request(server, rack, fleet, tmp_path, monkeypatch, endpoint):
-    """Nobody was asked before: requests find out."""
+    """No worker was probed before: requests find out."""
     monkeypatch.setattr(engine_pool, "AHEAD", 0)
     engine = rack.add("a", behaviour())
     changes = {} if endpoint == "of another worker" else {"request_endpoint": endpoint}
@@ -257,9 +257,9 @@ async def test_row_that_no_engine_answers_for_is_never_offered(server, rack, fle
             assert "z@7" not in {worker.incarnation for worker in router.workers()}
 
 
-async def test_engine_of_another_deployment_is_never_offered(server, rack, strangers, fleet, tmp_path):
+async def test_engine_of_another_deployment_is_never_offered(server, rack, foreign_rack, fleet, tmp_path):
     """The row is signed by our deployment, and the engine behind it has other keys."""
-    ours, theirs = rack.add("a", behaviour()), strangers.add("x", behaviour())
+    ours, theirs = rack.add("a", behaviour()), foreign_rack.add("x", behaviour())
     async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, ours, theirs):
         await until(sees(router, "a@1"), PATIENCE_S, "ours is a member")
         for _ in range(6):
@@ -269,9 +269,9 @@ async def test_engine_of_another_deployment_is_never_offered(server, rack, stran
     assert not theirs.received
 
 
-async def test_victim_of_a_stolen_name_serves_on(server, rack, strangers, fleet, tmp_path):
+async def test_victim_of_a_stolen_name_serves_on(server, rack, foreign_rack, fleet, tmp_path):
     """After a wipe a second deployment with the same cluster name registers first."""
-    ours, theirs = rack.add("a", behaviour()), strangers.add("a", behaviour())
+    ours, theirs = rack.add("a", behaviour()), foreign_rack.add("a", behaviour())
     intruder = Fleet(server, deployment=Deployment.of(THEIRS), **BRIEF)
     async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, ours):
         await until(sees(router, "a@1"), PATIENCE_S, "ours is a member")

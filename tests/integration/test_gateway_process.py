@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is no
 PATIENCE_S = 120.0
 get, post = partial(httpx.get, timeout=PATIENCE_S), partial(httpx.post, timeout=PATIENCE_S)
 LONG_NOTICE_S = 6.0
-"""Of an end: long enough for what is asked meanwhile, however late it is asked."""
+"""Of an end: long enough for requests during it, however late."""
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -139,7 +139,7 @@ async def test_draining_gateway_turns_unready_first_and_keeps_streams(redis, tmp
                 answer = await client.get("/ready")
                 while answer.status_code == 200:
                     answer = await client.get("/ready")
-                # It is told apart by its word, not by a closed port, and still serves who has not heard it.
+                # Its status shows it, not a closed port, and it still serves clients that have not seen that.
                 assert (answer.status_code, answer.json()["status"]) == (503, "draining")
                 assert answer.headers["connection"] == "close"
                 late = await client.post("/v1/completions", json={**body, "stream": False, "max_tokens": 1})

@@ -259,6 +259,6 @@ def test_port_that_is_taken_is_refused(redis, tmp_path):
 
 @contextlib.contextmanager
 def shared_port() -> Iterator[int]:
-    """A port that is listened on by another process, which shares it with anybody."""
+    """A port that is listened on by another process, which shares it with any process."""
     with listen("127.0.0.1", 0, shared=True) as listener:
         yield listener.getsockname()[1]

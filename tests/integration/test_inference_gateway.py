@@ -162,7 +162,7 @@ async def test_chats_and_responses_are_read_as_the_gateway_reads_them(server, en
 
 
 async def source_of(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> str:
-    """Who chose the workers of a request that comes to the gateway with these headers."""
+    """The source of the route decision of a request that comes to the gateway with these headers."""
     answer = await client.post(f"{url}{PATH}", json=REQUEST, headers=headers)
     explain = f"{url}/v1/requests/{answer.headers['x-request-id']}/explain"
     return (await client.get(explain, headers=headers)).json()["choices"][0]["attempts"][0]["source"]

@@ -47,12 +47,12 @@ class Deployed:
     chooser: FakeChooser
     journal: RequestJournal
 
-    async def run(self, *words: str, key: str | None = None, said: str = "") -> tuple[int, str, str]:
-        """A command as its users start it: exit status, output, complaints."""
+    async def run(self, *words: str, key: str | None = None, stdin: str = "") -> tuple[int, str, str]:
+        """A command as its users start it: exit status, output, errors."""
         argv = [sys.executable, "-m", "tandem_services.cli.k8s.command", *words, "--kubeconfig", str(self.kubeconfig)]
         argv += ["--api-key", key] if key is not None else []
         done = await asyncio.to_thread(
-            subprocess.run, argv, input=said, capture_output=True, text=True, timeout=120, check=False
+            subprocess.run, argv, input=stdin, capture_output=True, text=True, timeout=120, check=False
         )
         return done.returncode, done.stdout, done.stderr
 
@@ -80,7 +80,7 @@ async def deployment(tmp_path):
 
 async def test_conversation_is_held_and_its_request_explained(deployment):
     deployment.chooser.priced = priced_options_of(None, "solo@1", others=1, more=2)
-    status, out, err = await deployment.run("chat", "llama", key=key_of("ann"), said="Hello\n")
+    status, out, err = await deployment.run("chat", "llama", key=key_of("ann"), stdin="Hello\n")
     assert (status, err) == (0, "")
     assert "All is well." in out
     assert "solo" in out.splitlines()[-1]
@@ -108,7 +108,7 @@ async def test_insufficient_key_error_names_required_rights(deployment):
     status, _, err = await deployment.run("explain", "any", key=key_of("ann"))
     assert status == 3
     assert f'{POD} requires a key with "admin": true' in err
-    status, _, err = await deployment.run("chat", "llama", said="Hello\n")
+    status, _, err = await deployment.run("chat", "llama", stdin="Hello\n")
     assert status == 3
     assert "key" in err
 

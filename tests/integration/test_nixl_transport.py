@@ -64,7 +64,7 @@ def test_pages_arrive_in_granted_places_only(sender, receiver):
 
 
 def test_completed_write_has_arrived(sender, receiver):  # [record-after-writes]
-    """Nobody tells the receiver: the handoff record relies on this alone."""
+    """The receiver is not notified: the handoff record relies on this alone."""
     sender.pool.data[1:33] = torch.randn(32, *sender.pool.data.shape[1:])
     for turn in range(20):
         receiver.pool.data[33:65].zero_()

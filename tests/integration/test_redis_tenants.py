@@ -1,4 +1,4 @@
-"""Limits and counters of tenants in a real Redis: exact over gateways, as their Python twins, never in the way."""
+"""Limits and counters of tenants in a real Redis: exact over gateways, equal to those in Python, and optional."""
 
 import asyncio
 from random import Random
@@ -257,9 +257,9 @@ async def test_old_queue_heads_and_offers_expire(server):
 async def test_empty_tenant_name_does_not_raise_the_counter_floor(fair):
     """Its name is empty. It stood nowhere, so that it was always ahead of itself at other gateways."""
     charges = [Charge(tenant="", cost=100, waits=True)]
-    wish = QueueHead(priority=0, tenant="")
+    queue_head = QueueHead(priority=0, tenant="")
     for sofar in (100, 200):
-        standing = await fair.sync(Report(gateway="one", charges=charges, head=wish))
+        standing = await fair.sync(Report(gateway="one", charges=charges, head=queue_head))
         assert (standing.values, standing.floor) == ({"": sofar}, 0)
     reported = await fair.sync(Report(gateway="two", charges=charges))
     assert (reported.values, reported.heads) == ({"": 300}, (RemoteHead(priority=0, value=300),))

@@ -47,7 +47,7 @@ async def no_beat() -> None:
 async def answer_of(
     http: httpx.AsyncClient, wanted: int, beat: Callable[[], Awaitable[None]] = no_beat
 ) -> httpx.Response:
-    """The first with this status. `beat`: of the workers, meanwhile."""
+    """The first with this status. `beat`: of the workers, in the meantime."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             await beat()
