@@ -101,8 +101,8 @@ async def looking(browser: Browser, url: str, shot: Shot) -> AsyncIterator[Page]
     ) as watched:
         await watched.page.goto(f"/console#{shot.view}")
         yield watched.page
-        if watched.complaints or watched.foreign:
-            raise SystemExit(f"{shot.name}: errors of the page: {watched.complaints + watched.foreign}")
+        if watched.problems or watched.foreign:
+            raise SystemExit(f"{shot.name}: errors of the page: {watched.problems + watched.foreign}")
 
 
 async def take(page: Page, shot: Shot, folder: Path) -> None:

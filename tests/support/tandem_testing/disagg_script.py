@@ -37,7 +37,7 @@ class ScriptedPeer:
     transport: FakeTransport
     pool: KvPool
     clock: ManualClock
-    """The engine's own, so that what it knows of ours is easily said."""
+    """The engine's own, so that its knowledge of ours is easily sent."""
     filled: int = 0
     """Tokens of `fill`."""
 

@@ -56,7 +56,7 @@ PATIENCE_S = 60.0
 
 
 def priced_options_of(prefill: str | None, decode: str, *, others: int, more: int) -> PricedOptions:
-    """A choice of these workers from `others` that would compute alone, and `more` that are not told."""
+    """A choice of these workers from `others` that would compute alone, and `more` that are not listed."""
     terms = (ScoreTerm("decode_load", 0.5), ScoreTerm("prefill_compute", 1.0))
     chosen = PricedOption(
         decode=decode,
@@ -92,7 +92,7 @@ class FakeChooser:
     open: int = 0
     """Choices not released yet."""
     room: float = float("inf")
-    """Sequences that all workers together have room for; who comes later would have to wait for them."""
+    """Sequences that all workers together have room for; later ones would have to wait for them."""
     dead: set[str] = field(default_factory=set)
     revived: list[str] = field(default_factory=list)
     """Workers marked dead that have answered since."""

@@ -6,7 +6,7 @@ from tandem_testing.mock_engine import MockBehaviour, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 
 TOKEN = hash_tokens(3, 250)
-"""Whoever knows a prompt knows every token of the answer."""
+"""A prompt determines every token of the answer."""
 
 
 def healthy(**knobs: Any) -> MockBehaviour:

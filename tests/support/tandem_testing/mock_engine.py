@@ -1,7 +1,7 @@
 """MockEngine: an engine's request socket without an engine.
 
-It runs in a thread, speaks the real wire protocol and answers deterministically, so that whoever knows a
-prompt knows the whole stream. Knobs make it late, silent, wrong or dead.
+It runs in a thread, speaks the real wire protocol and answers deterministically, so that a
+prompt determines the whole stream. Knobs make it late, silent, wrong or dead.
 """
 
 import struct
@@ -89,9 +89,9 @@ class MockBehaviour:
     hold_at: int | None = None
     """A request that has so many tokens gets no more until this is raised; one that only sends its KV is not held."""
     die_after: int | None = None
-    """Close the socket after this many output tokens in all. What was said before is heard."""
+    """Close the socket after this many output tokens in all. Outputs before are received."""
     dies_of: tuple[int, ...] | None = None
-    """Close the socket on a request with this prompt, once it was said to be taken in. That is heard."""
+    """Close the socket on a request with this prompt, once its acceptance was sent. That is received."""
     refuse: Finish | None = None
     """Answer every request with this finish at once."""
     fail_after: tuple[int, Finish] | None = None
@@ -105,7 +105,7 @@ class MockBehaviour:
     first_token_gate: threading.Event | None = None
     """A prefill side sends its first token only once this is set."""
     strays: bool = False
-    """Send outputs of a request that nobody has made as well."""
+    """Send outputs of an unknown request as well."""
     awaits_handoff: bool = True
     """A decode side starts only once the prefill side has sent its first token."""
     skip_first: bool = False
@@ -137,11 +137,11 @@ class MockEngine:
     aborted: list[str] = field(default_factory=list)
     closed_sessions: list[str] = field(default_factory=list)
     emitted: int = 0
-    """Output tokens sent to anybody."""
+    """Output tokens sent to all clients."""
     pings: int = 0
     tokenizer: TokenizerBundle | None = None
     """That it sends to gateways."""
-    send_rubbish: bool = False
+    send_malformed: bool = False
     """Answer pings with bytes that are no message."""
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class MockEngine:
         return self
 
     def stop(self) -> None:
-        """As SIGKILL: the socket closes, nothing is said."""
+        """As SIGKILL: the socket closes, nothing is sent."""
         self._stopping.set()
         self._thread.join(WAIT_S)
 
@@ -211,7 +211,7 @@ class MockEngine:
             self._channel.close()
 
     def _dying(self) -> bool:
-        """Whether it has said all that it is to say, or has taken in what it dies of."""
+        """Whether it has sent all that it is to send, or has taken in what it dies of."""
         die_after = self.behaviour.die_after
         if die_after is not None and self.emitted >= die_after:
             return bool(self.emitted or self._running)
@@ -239,7 +239,7 @@ class MockEngine:
             self._changed.notify_all()
 
     def _answer_ping(self, client: bytes, ping: Ping) -> None:
-        if self.send_rubbish:
+        if self.send_malformed:
             self._channel.socket.send_multipart((client, b"\x00rubbish"))
         else:
             self._channel.send(client, Pong(nonce=ping.nonce, incarnation=self.view.incarnation))

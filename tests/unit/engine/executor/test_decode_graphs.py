@@ -18,9 +18,9 @@ from tandem_engine.executor.cuda.graphs import (
 from tandem_engine.executor.cuda.step_graphs import capture_steps, measure_steps
 from tandem_engine.executor.cuda.streams import StreamName
 from tandem_engine.forward.step_inputs import as_decodes
-from tandem_testing.device_twin import HostWaitError, reachable
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, Seq, make_batch
 from tandem_testing.graph_tape import Tape
+from tandem_testing.simulated_device import HostWaitError, reachable
 from tandem_testing.stream_builders import Beside
 from tandem_testing.toy_model import ToyModel
 

@@ -9,8 +9,8 @@ from tandem_engine.config import CacheConfig, DisaggConfig, GraphConfig, Schedul
 from tandem_engine.engine import Engine
 from tandem_testing.counted_host import StillDevice, python_calls
 from tandem_testing.scheduler_builders import make_message
+from tandem_testing.simulated_platform import load_simulated
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
-from tandem_testing.twin_platform import load_for_twin
 
 BATCH = 256
 MAX_CALLS_OF_DECODES = 2000
@@ -20,7 +20,7 @@ MAX_CALLS_OF_A_REQUEST = 1250
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return load_for_twin(write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "model"))
+    return load_simulated(write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "model"))
 
 
 @contextmanager

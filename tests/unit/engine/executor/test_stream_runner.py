@@ -13,9 +13,9 @@ from tandem_engine.forward.batch import RESOLVE, ForwardBatch, ForwardResult, Pr
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.results import PooledTokens
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_testing.device_twin import HostWaitError, MixedDevicesError
 from tandem_testing.edit_builders import make_edits, make_request
 from tandem_testing.forward_builders import NUM_LAYERS, Seq, make_batch, make_sampling
+from tandem_testing.simulated_device import HostWaitError, MixedDevicesError
 from tandem_testing.stream_builders import Beside
 from tandem_testing.toy_model import VOCAB_SIZE, ToyModel
 

@@ -5,18 +5,18 @@ import torch
 
 from tandem_engine.executor.cuda.runner import tensors_of, with_tensors
 from tandem_engine.executor.cuda.streams import ALIGNMENT, StreamName, download, upload
-from tandem_testing.device_twin import HostWaitError, MixedDevicesError, TwinStreams, UnorderedError
 from tandem_testing.forward_builders import Seq, make_batch
+from tandem_testing.simulated_device import HostWaitError, MixedDevicesError, SimulatedStreams, UnorderedError
 
 FORWARD, COPY = StreamName.FORWARD, StreamName.COPY
 
 
-def on_device(streams: TwinStreams, *values: float) -> torch.Tensor:
+def on_device(streams: SimulatedStreams, *values: float) -> torch.Tensor:
     return upload(streams, [torch.tensor(values)])[0]
 
 
 def test_tensors_arrive_as_they_were_each_at_an_even_address():
-    streams = TwinStreams()
+    streams = SimulatedStreams()
     given = [
         torch.arange(5),
         torch.ones(3, 2, dtype=torch.int32).T,
@@ -33,7 +33,7 @@ def test_tensors_arrive_as_they_were_each_at_an_even_address():
 
 
 def test_stream_results_are_invalid_before_their_event():
-    streams = TwinStreams(looks=3)
+    streams = SimulatedStreams(looks=3)
     values = on_device(streams, 1.0, 2.0)
     with streams.on(FORWARD):
         doubled = values * 2
@@ -72,7 +72,7 @@ def test_batch_is_taken_apart_and_put_together():
     ],
 )
 def test_host_sync_on_simulated_streams_raises(look):  # [no-device-wait]
-    streams = TwinStreams()
+    streams = SimulatedStreams()
     values = on_device(streams, 1.0, 2.0)
     with pytest.raises(HostWaitError), streams.on(FORWARD):
         look(values)
@@ -82,14 +82,14 @@ def test_host_sync_on_simulated_streams_raises(look):  # [no-device-wait]
     "mix", [lambda x: x + torch.ones(2), lambda x: x[torch.tensor([1])], lambda x: x + torch.arange(2)]
 )
 def test_device_and_host_do_not_mix_on_simulated_streams(mix):
-    streams = TwinStreams()
+    streams = SimulatedStreams()
     values = on_device(streams, 1.0, 2.0)
     with pytest.raises(MixedDevicesError), streams.on(FORWARD):
         mix(values)
 
 
 def test_simulated_streams_that_share_memory_need_an_event():
-    streams = TwinStreams()
+    streams = SimulatedStreams()
     values = on_device(streams, 1.0, 2.0)
     with streams.on(FORWARD):
         doubled = values * 2
@@ -106,7 +106,7 @@ def test_simulated_streams_that_share_memory_need_an_event():
 
 
 def test_completed_work_needs_no_further_event():
-    streams = TwinStreams(looks=0)
+    streams = SimulatedStreams(looks=0)
     values = on_device(streams, 1.0)
     with streams.on(FORWARD):
         doubled = values * 2

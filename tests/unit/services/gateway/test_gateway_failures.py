@@ -444,7 +444,7 @@ async def test_unreadable_reply_condemns_the_worker(rack, faulty, reference):  #
     async with faulty(ping_interval_s=0.1, unanswered_pings=50) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
         assert await seen(liar, lambda: liar.received)
-        liar.send_rubbish = True
+        liar.send_malformed = True
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert "liar@1" in gateway.chooser.dead

@@ -147,4 +147,4 @@ async def transferred(run: Run, *, first: int) -> None:
 @scenario(32)
 async def an_engine_dies_and_its_service_lives(run: Run) -> None:
     victim = await kill_busiest_decode(run, run.asks(Kind.GREEDY, Kind.PLAIN), Worker.kill_engine)
-    run.expect("engine process exited with status -9" in victim.part.said(), "its service did not notice")
+    run.expect("engine process exited with status -9" in victim.part.log_text(), "its service did not notice")

@@ -87,7 +87,7 @@ def test_answers_can_be_read_piece_by_piece(connect):
 def test_kubelet_error_is_reported(connect):
     error_message = "the kubelet reports: connection refused: 9090"
     with (
-        connect(complaint="connection refused: 9090") as (_, client),
+        connect(error_message="connection refused: 9090") as (_, client),
         pytest.raises(httpx.ReadError, match=error_message),
     ):
         client.get("/")

@@ -83,7 +83,7 @@ class Sight:
 
     async def is_sound(self) -> None:
         """Nothing broke, nothing was fetched from elsewhere, and no text became markup."""
-        assert self.watched.complaints == []
+        assert self.watched.problems == []
         assert self.watched.foreign == []
         hostile = "[window.hacked ?? '', document.querySelectorAll('main img, main script, main b b').length]"
         assert await self.watched.page.evaluate(hostile) == ["", 0]
