@@ -36,7 +36,7 @@ class PlayedLoad:
 def answer_to(ask: Ask, *, began: float, silence_s: float) -> Answer:
     choice = ChoiceText(text="a", tokens=["a"], logprobs=[-0.5], finishes=["length"])
     usage = {"completion_tokens": 1}
-    return Answer(ask=ask, began=began, heard=[began + silence_s], choices={0: choice}, usage=usage)
+    return Answer(ask=ask, began=began, received_at=[began + silence_s], choices={0: choice}, usage=usage)
 
 
 class Agreeing:
