@@ -15,7 +15,7 @@ from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl import loopback
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_testing.disagg_nixl import PATIENCE, Node, make_push, nixl_node, remote_receiver
+from tandem_testing.disagg_nixl import TIMEOUT_S, Node, make_push, nixl_node, remote_receiver
 from tandem_testing.ended_step import over
 
 
@@ -94,7 +94,7 @@ def test_transport_descriptor_is_readable_only_with_events(sender, receiver):
     sender.wait_for(PushDone, 0)
     assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
     sender.transport.push(make_push(receiver.name, (1,), (1,)))
-    assert select.select([sender.transport.fileno()], [], [], PATIENCE)[0] != []
+    assert select.select([sender.transport.fileno()], [], [], TIMEOUT_S)[0] != []
     sender.wait_for(PushDone)
     assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
 
@@ -270,7 +270,7 @@ def test_push_awaiting_its_step_fails_at_grant_expiry(sender, receiver):  # [gra
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)
