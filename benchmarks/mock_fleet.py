@@ -1,6 +1,6 @@
 """Our mock engines for benchmarks of gateways, their answers as `chat_load.letters` says.
 
-`behaviour` makes what an engine generates; `expected_answer` what a client must get for the text of a chat. Started by
+`behavior` makes what an engine generates; `expected_answer` what a client must get for the text of a chat. Started by
 `gateway_systems.py` with REDIS_URL STEP_S WORKERS it is a fleet of them.
 """
 
@@ -24,7 +24,7 @@ from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
-from tandem_testing.mock_engine import MockBehaviour, MockEngine
+from tandem_testing.mock_engine import MockBehavior, MockEngine
 from tandem_testing.tokenizer_builders import write_tokenizer
 
 CONTEXT_LENGTH = 100_000
@@ -42,7 +42,7 @@ def mock_tokenizer() -> TextTokenizer:
         return TextTokenizer.load(mock_checkpoint(Path(folder)))
 
 
-def behaviour(tokenizer: TextTokenizer, *, step_s: float) -> MockBehaviour:
+def behavior(tokenizer: TextTokenizer, *, step_s: float) -> MockBehavior:
     ids = [only for letter in LETTERS for only in tokenizer.encode(letter, add_special_tokens=False)]
     assert len(ids) == len(LETTERS), "a letter is one token"
 
@@ -53,7 +53,7 @@ def behaviour(tokenizer: TextTokenizer, *, step_s: float) -> MockBehaviour:
     def token(request: GenerateRequest, position: int) -> int:
         return ids[drawn(request.input_ids)[position] % len(ids)]
 
-    return MockBehaviour(token=token, step_s=step_s)
+    return MockBehavior(token=token, step_s=step_s)
 
 
 def expected_answer(tokenizer: TextTokenizer) -> Callable[[str, int], str]:
@@ -93,7 +93,7 @@ def run_fleet(redis_url: str, step_s: float, workers: int) -> None:
             context=context,
             handed_over=handed_over,
             worker_id=f"mock-{number}",
-            behaviour=behaviour(tokenizer, step_s=step_s),
+            behavior=behavior(tokenizer, step_s=step_s),
             context_length=CONTEXT_LENGTH,
         ).start()
         for number in range(workers)

@@ -32,7 +32,7 @@ from tandem_testing.gateway_builders import (
 )
 from tandem_testing.key_files import key_of, write_keys
 from tandem_testing.kubernetes_objects import PODS, deployed
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
 POD = "llama-gateway-7c"
@@ -64,7 +64,7 @@ async def deployment(tmp_path):
     config = config_of(api_keys=keys, admin_port=1, ping_interval_s=5.0)
     with EngineRack() as rack, ForwardingApiServer(objects=deployed()) as api:
         says = scripted_tokens(script(tokenizer, "All is well.", eos=EOS))
-        rack.add("solo", MockBehaviour(token=says, eos=EOS))
+        rack.add("solo", MockBehavior(token=says, eos=EOS))
         chooser = FakeChooser([engine.view for engine in rack.engines])
         fleet = fleet_of(config, chooser, SessionShelf(), rack.context, tokenizer)
         gateway = build_gateway(config, [fleet], clock=MonotonicClock(), health=Health())

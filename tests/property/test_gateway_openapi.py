@@ -27,7 +27,7 @@ from schemathesis.specs.openapi import checks
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.api.openapi.document import Traits, openapi_document
 from tandem_testing.gateway_builders import EngineRack, LiveGateway, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.openapi_contract import Contract
 from tandem_testing.tokenizer_builders import EOS, TOOL_CHATML, write_tokenizer
 
@@ -126,7 +126,7 @@ def check_refusal(case: Case, answer: httpx.Response) -> None:
 def rack_and_tokenizer(tmp_path_factory):
     folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=TOOL_CHATML)
     with EngineRack() as rack:
-        engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, tokens_per_output=8))
+        engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, tokens_per_output=8))
         engine.context_length = 96
         yield rack, TextTokenizer.load(folder)
 

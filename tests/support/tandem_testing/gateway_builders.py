@@ -44,7 +44,7 @@ from tandem_services.router.registry import WorkerState
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.shared_state import SessionBinding, SessionName
 from tandem_services.router.starting import StartingWorker
-from tandem_testing.mock_engine import MockBehaviour, MockEngine
+from tandem_testing.mock_engine import MockBehavior, MockEngine
 from tandem_testing.router_builders import make_choice
 
 if TYPE_CHECKING:
@@ -231,11 +231,11 @@ class EngineRack:
     engines: list[MockEngine] = field(default_factory=list)
     handed_over: set[str] = field(default_factory=set)
 
-    def add(self, worker_id: str, behaviour: MockBehaviour, role: Role = Role.BOTH) -> MockEngine:
+    def add(self, worker_id: str, behavior: MockBehavior, role: Role = Role.BOTH) -> MockEngine:
         engine = MockEngine(
             context=self.context,
             worker_id=worker_id,
-            behaviour=behaviour,
+            behavior=behavior,
             role=role,
             handed_over=self.handed_over,
         ).start()

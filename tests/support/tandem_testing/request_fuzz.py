@@ -36,7 +36,7 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.gateway.app import create_app
 from tandem_testing.gateway_builders import EngineRack, FakeChooser, SessionShelf, config_of, fleet_of
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.random_bodies import GENERATING, SHAPES, RandomBodies, fields_of
 from tandem_testing.tokenizer_builders import EOS, TOOL_CHATML, write_tokenizer
 
@@ -73,7 +73,7 @@ async def fuzzed_gateway(folder: Path) -> AsyncIterator[FuzzedGateway]:
     """With one engine, whose sequences are short. `folder`: for a tokenizer."""
     tokenizer = TextTokenizer.load(write_tokenizer(folder, chat_template=TOOL_CHATML))
     with EngineRack() as rack:
-        engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, tokens_per_output=8))
+        engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, tokens_per_output=8))
         engine.context_length = CONTEXT
         config = config_of(request_timeout_s=30.0, ping_interval_s=5.0)
         chooser = FakeChooser([engine.view])

@@ -22,7 +22,7 @@ from tandem_services.gateway.http.connection import GatewayConnection
 from tandem_services.gateway.serve import http_server
 from tandem_testing.gateway_builders import config_of, live_gateway
 from tandem_testing.loop_time import set_forward
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -243,7 +243,7 @@ async def test_disconnect_within_a_body_affects_no_other_client(gateway, rack, c
 
 
 async def test_half_closed_connection_counts_as_disconnected(gateway, rack):  # [client-leaves-aborts]
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         assert await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
@@ -266,7 +266,7 @@ async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypa
 
 
 async def test_connection_beyond_busy_limit_gets_a_503(gateway, rack, monkeypatch):  # [connections-bounded]
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     busy = asyncio.ensure_future(gateway.complete(max_tokens=1))
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
     monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_CONNECTIONS", 1)
@@ -277,14 +277,14 @@ async def test_connection_beyond_busy_limit_gets_a_503(gateway, rack, monkeypatc
 
 
 async def test_refusal_is_never_written_into_anothers_answer(gateway, rack):  # [one-reading]: smuggling
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
         writer.write(b"\x00\x01 no request\r\n\r\n")
         # It has been read by the time another connection is answered.
         assert (await gateway.http.get("/live")).status_code == 200
-        rack.engines[0].behaviour.mute = False
+        rack.engines[0].behavior.mute = False
         own, refusal = (await reader.read()).split(b"HTTP/1.1 ")[1:]
     assert own.startswith(b"200 ")
     check_refusal(b"HTTP/1.1 " + refusal, 400)
@@ -317,7 +317,7 @@ async def test_exception_of_a_parser_callback_is_a_500(gateway, monkeypatch, cap
 
 @pytest.mark.parametrize("name", ["on_url", "on_headers_complete"])
 async def test_exception_is_not_written_into_anothers_answer(gateway, rack, monkeypatch, name):
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     fail_at(monkeypatch, name, call=2)
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
@@ -325,7 +325,7 @@ async def test_exception_is_not_written_into_anothers_answer(gateway, rack, monk
         writer.write(LIVE)
         # It has been read by the time another connection is answered.
         assert (await gateway.http.get("/live")).status_code == 200
-        rack.engines[0].behaviour.mute = False
+        rack.engines[0].behavior.mute = False
         own, refusal = (await reader.read()).split(b"HTTP/1.1 ")[1:]
     assert own.startswith(b"200 ")
     check_refusal(b"HTTP/1.1 " + refusal, 500)
@@ -369,7 +369,7 @@ def small_buffers(host: str, port: int) -> socket.socket:
 async def test_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatch):  # [slow-reader-bounded]
     monkeypatch.setattr("tandem_testing.gateway_builders.listen", small_buffers)
     monkeypatch.setattr("tandem_services.gateway.http.connection.SEND_STALL_S", 0.2)
-    engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, step_s=0.0005))
+    engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, step_s=0.0005))
     engine.context_length = 1 << 17
     body = {"model": "mock", "prompt": "a", "max_tokens": 100_000, "logprobs": 5, "ignore_eos": True, "stream": True}
     content = json.dumps(body).encode()

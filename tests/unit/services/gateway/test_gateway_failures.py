@@ -197,11 +197,11 @@ async def test_prefill_worker_exit_before_first_token_is_retried(rack, faulty, r
     rack.add("p1", healthy(die_after=0), Role.PREFILL)
     rack.add("p2", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(first_token_gate=None), Role.DECODE)
-    decode.behaviour.mute = True
+    decode.behavior.mute = True
     async with faulty() as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
         assert await seen(decode, lambda: len(decode.received) == 2)
-        decode.behaviour.mute = False
+        decode.behavior.mute = False
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert [request.handoff.peer.incarnation for request in decode.received] == ["p1@1", "p2@1"]
@@ -246,7 +246,7 @@ async def test_failed_transfer_is_blamed_on_its_sender(rack, faulty):
     async with faulty() as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
         assert await seen(broken, lambda: broken.aborted)
-        decode.behaviour.refuse = None
+        decode.behavior.refuse = None
         await answering
     assert gateway.chooser.queries[1].exclude == {"p1@1"}
 
@@ -343,7 +343,7 @@ async def test_silence_counts_from_the_last_message_of_a_worker(rack, faulty, re
         assert await seen(busy, lambda: busy.received)
         # Together longer than the silence that is allowed.
         await answer_pings(busy, 60, interval_s=0.25)
-        busy.behaviour.mute = False
+        busy.behavior.mute = False
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
 
@@ -394,7 +394,7 @@ async def test_long_queue_is_not_death(rack, faulty):
         answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
         assert await seen(busy, lambda: busy.received)
         await answer_pings(busy, 60, interval_s=0.25)
-        busy.behaviour.mute = False
+        busy.behavior.mute = False
         assert (await answering).status_code == 200
     assert len(busy.received) == 1
 
@@ -492,7 +492,7 @@ def test_taken_port_is_named():  # [config-refused]
 async def test_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retry-storm]
     """Clients retry at once after any error: workers compute only what is answered."""
     engine = rack.add("solo", healthy())
-    engine.behaviour.mute = True
+    engine.behavior.mute = True
     clients, refused = 24, 0
     async with live_gateway(rack.context, tokenizer, rack.engines, max_waiting=4, silence_s=60.0) as gateway:
         gateway.chooser.room = 2
@@ -507,7 +507,7 @@ async def test_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retr
                 assert int(answer.headers["retry-after"]) >= 1
                 refused += 1
                 # No client is served until five times as many requests as clients have been refused.
-                engine.behaviour.mute = refused < 5 * clients
+                engine.behavior.mute = refused < 5 * clients
 
         answers = await asyncio.gather(*[insist(number) for number in range(clients)])
         assert gateway.chooser.open == 0

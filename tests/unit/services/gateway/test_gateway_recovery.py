@@ -240,7 +240,7 @@ async def test_paused_workers_are_retried_after_an_interval(rack, serving):
         answering = asyncio.ensure_future(gateway.complete([1, 2], max_tokens=9))
         await until(lambda: all(worker.received for worker in workers), PATIENCE_S, "both have sent it away")
         for worker in workers:
-            worker.behaviour.fail_after = None
+            worker.behavior.fail_after = None
         assert (await answering).status_code == 200
         assert set(gateway.chooser.refusals) == {(worker.view.incarnation, WorkerState.PAUSED) for worker in workers}
     assert max(len(worker.received) for worker in workers) <= 3

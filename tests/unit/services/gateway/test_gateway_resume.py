@@ -11,7 +11,7 @@ from tandem_engine.config import Role
 from tandem_testing.gateway_builders import EngineRack, LiveGateway, live_gateway
 from tandem_testing.healthy_engines import TOKEN, healthy
 from tandem_testing.loop_time import set_forward_until
-from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.mock_engine import MockBehavior
 from tandem_testing.tokenizer_builders import EOS
 
 LENGTH = 10
@@ -138,13 +138,13 @@ async def test_without_a_seed_the_one_that_was_drawn_is_kept(rack, tokenizer):
 
 async def test_members_of_a_group_that_have_ended_are_not_sent_again(rack, tokenizer):
     """Only what the dead worker still owed goes elsewhere."""
-    dying = rack.add("dying", MockBehaviour(token=_first_ends_early, eos=EOS, mute=True))
-    survivor = rack.add("survivor", MockBehaviour(token=_first_ends_early, eos=EOS))
+    dying = rack.add("dying", MockBehavior(token=_first_ends_early, eos=EOS, mute=True))
+    survivor = rack.add("survivor", MockBehavior(token=_first_ends_early, eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=8, n=3, seed=0))
         assert await asyncio.to_thread(dying.wait_until, lambda: len(dying.received) == 3)
-        dying.behaviour.die_after = 9
-        dying.behaviour.mute = False
+        dying.behavior.die_after = 9
+        dying.behavior.mute = False
         answer = (await answering).json()
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length", "length"]
     assert {request.sampling.seed for request in survivor.received} == {1, 2}
@@ -161,10 +161,10 @@ async def test_tokens_of_an_older_attempt_are_ignored(rack, tokenizer):  # [posi
     async with live_gateway(rack.context, tokenizer, rack.engines, ping_interval_s=2.0) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=40, seed=1))
         assert await asyncio.to_thread(zombie.wait_until, lambda: bool(zombie.received))
-        zombie.behaviour.deaf = True
+        zombie.behavior.deaf = True
         await set_forward_until(lambda: gateway.chooser.dead == {"zombie@1"}, step_s=2.0, steps=6)
         assert await asyncio.to_thread(replacement.wait_until, lambda: bool(replacement.received))
-        zombie.behaviour.deaf = zombie.behaviour.mute = False
+        zombie.behavior.deaf = zombie.behavior.mute = False
         answer = (await answering).json()
     ids = [TOKEN(replacement.received[0], position) for position in range(40)]
     assert answer["usage"]["completion_tokens"] == 40

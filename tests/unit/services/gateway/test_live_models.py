@@ -105,13 +105,13 @@ async def test_models_file_reload_adds_and_removes_models(serve):
 async def test_removed_model_closes_after_its_streams_finish(serve, rack):
     async with serve("a", "b") as live:
         [engine] = [each for each in rack.engines if each.model == "b"]
-        engine.behaviour.hold_at = 1
+        engine.behavior.hold_at = 1
         streaming = asyncio.create_task(live.ask("b", stream=True))
         await until(lambda: open_requests(live, "b") == 1, timeout_s=60, what="the request")
         await live.say("a")
         assert (await live.ask("b")).status_code == 404
         assert (live.door.closed, live.models.retiring) == ([], 1)
-        engine.behaviour.hold_at = None
+        engine.behavior.hold_at = None
         text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events(await streaming))
         assert text == "I am b."
         await closed(live, "b")

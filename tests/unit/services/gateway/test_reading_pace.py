@@ -12,7 +12,7 @@ from tandem_services.gateway.dispatch import reading_pace
 from tandem_services.gateway.dispatch.engine_client import LivenessTiming, Revival
 from tandem_services.gateway.dispatch.engine_pool import EnginePool
 from tandem_services.gateway.dispatch.reading_pace import CROWD, MAX_PAUSE_S, OTHERS, ReadingPace
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.service_clock import ServiceClock
 
 PATIENCE_S = 60.0
@@ -119,7 +119,7 @@ def pool_of(rack, pace: ReadingPace, timing: LivenessTiming) -> EnginePool:
 
 @pytest.mark.parametrize("starting", [0, CROWD + 1])
 async def test_all_outputs_of_a_worker_arrive_once(rack, starting):
-    engine = rack.add("w", MockBehaviour(token=scripted_tokens(SCRIPT), step_s=0.001))
+    engine = rack.add("w", MockBehavior(token=scripted_tokens(SCRIPT), step_s=0.001))
     kept, pool = Kept(), pool_of(rack, ReadingPace(lambda: starting), LivenessTiming())
     try:
         assert pool.connect(engine.view).submit(REQUEST, kept)
@@ -135,7 +135,7 @@ async def test_worker_that_is_not_read_for_long_is_not_dead(rack, monkeypatch):
     monkeypatch.setattr(reading_pace, "MAX_PAUSE_S", PATIENCE_S)
     monkeypatch.setattr(reading_pace, "OTHERS", 1e6)
     starting, timing = CROWD + 1, LivenessTiming(ping_interval_s=0.05, unanswered_pings=30)
-    engine = rack.add("w", MockBehaviour(token=scripted_tokens(SCRIPT), step_s=0.001))
+    engine = rack.add("w", MockBehavior(token=scripted_tokens(SCRIPT), step_s=0.001))
     kept, pool = Kept(), pool_of(rack, ReadingPace(lambda: starting), timing)
     try:
         assert pool.connect(engine.view).submit(REQUEST, kept)

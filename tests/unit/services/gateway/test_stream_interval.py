@@ -7,7 +7,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.gateway.output.choice_text import ChoicePiece, ChoiceText
 from tandem_services.gateway.output.token_sequence import Accepted
 from tandem_testing.gateway_builders import events, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -71,7 +71,7 @@ async def test_stream_in_intervals_says_what_one_without_says(gateway, ask):
 
 
 async def test_unwritten_tokens_count_before_client_disconnects(rack, tokenizer):
-    rack.add("solo", MockBehaviour(token=TOKEN, eos=EOS, step_s=0.05))
+    rack.add("solo", MockBehavior(token=TOKEN, eos=EOS, step_s=0.05))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": True, "stream_interval": 399}
         async with gateway.http.stream("POST", "/v1/completions", json=body) as answer:

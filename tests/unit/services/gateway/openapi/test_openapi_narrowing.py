@@ -15,7 +15,7 @@ from tandem_services.gateway.api.openapi.document import Traits, openapi_documen
 from tandem_services.gateway.api.responses.schemas import ResponsesRequest
 from tandem_services.gateway.api.sessions import CloseRequest, OpenRequest
 from tandem_testing.gateway_builders import EngineRack, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 SOUND: dict[type, tuple[str, dict[str, Any]]] = {
@@ -62,7 +62,7 @@ def ask(tmp_path_factory):
     folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=THINKING_CHATML)
     tokenizer = TextTokenizer.load(folder)
     with EngineRack() as rack, asyncio.Runner() as runner:
-        engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+        engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
         engine.context_length = 2**17
         living = live_gateway(rack.context, tokenizer, rack.engines)
         gateway = runner.run(living.__aenter__())
