@@ -34,7 +34,7 @@ query = partial(make_query, token_ids=PROMPT)
 
 
 def computing(choice: Choice) -> str:
-    """The worker that computes the prompt; among workers that do both another one may decode."""
+    """Who computes the prompt; among workers that do both another one may decode."""
     return (choice.prefill or choice.decode).worker_id
 
 

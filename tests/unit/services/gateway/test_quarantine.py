@@ -64,7 +64,7 @@ def make(clock, board):
     return quarantine
 
 
-def quarantine_request(quarantine: Quarantine, ask: Ask) -> None:
+def convict(quarantine: Quarantine, ask: Ask) -> None:
     quarantine.quarantine(ask, about={"request_id": "r"}, workers={"a@1", "b@1"})
 
 
@@ -82,7 +82,7 @@ def refuses(quarantine: Quarantine, ask: Ask) -> bool:
 def test_quarantine_matches_request_regardless_of_seed(make):
     quarantine = make()
     assert not refuses(quarantine, Ask())
-    quarantine_request(quarantine, Ask())
+    convict(quarantine, Ask())
     assert refuses(quarantine, Ask())
     assert refuses(quarantine, Ask(sampling=SamplingParams(max_tokens=9, seed=77)))
     for other in (
@@ -97,7 +97,7 @@ def test_quarantine_matches_request_regardless_of_seed(make):
 
 def test_quarantine_ends_after_its_duration(make, clock):
     quarantine = make()
-    quarantine_request(quarantine, Ask())
+    convict(quarantine, Ask())
     clock.advance(QUARANTINE_S - 1)
     assert refuses(quarantine, Ask())
     clock.advance(1)
@@ -106,7 +106,7 @@ def test_quarantine_ends_after_its_duration(make, clock):
 
 async def test_other_gateways_learn_of_it(make):
     first, second = make(), make()
-    quarantine_request(first, Ask())
+    convict(first, Ask())
     await first.sync()
     await second.sync()
     assert refuses(second, Ask())
@@ -115,7 +115,7 @@ async def test_other_gateways_learn_of_it(make):
 async def test_quarantine_without_redis_is_local_and_shared_later(make, board):
     first, second = make(), make()
     board.reachable = False
-    quarantine_request(first, Ask())
+    convict(first, Ask())
     await first.sync()
     assert refuses(first, Ask())
     board.reachable = True
@@ -126,7 +126,7 @@ async def test_quarantine_without_redis_is_local_and_shared_later(make, board):
 
 async def test_cleared_request_is_served_again(make, board):
     first, second = make(), make()
-    quarantine_request(first, Ask())
+    convict(first, Ask())
     await first.sync()
     await second.sync()
     board.held.clear()
@@ -140,13 +140,13 @@ def test_memory_is_bounded(make):
     quarantine = make()
     asks = [Ask(input_ids=(number,)) for number in range(MAX_REMEMBERED + 3)]
     for ask in asks:
-        quarantine_request(quarantine, ask)
+        convict(quarantine, ask)
     assert [refuses(quarantine, ask) for ask in asks[:4]] == [False, False, False, True]
 
 
 async def test_digest_says_nothing_without_the_salt(make, board):
     ours, theirs = make(), make(salt=b"other")
-    quarantine_request(ours, Ask())
+    convict(ours, Ask())
     await ours.sync()
     await theirs.sync()
     assert not refuses(theirs, Ask())

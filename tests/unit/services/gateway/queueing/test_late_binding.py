@@ -178,7 +178,7 @@ async def test_end_of_a_request_in_another_cell_is_no_room_in_the_own():
 
 
 async def serve_all(harness: QueueHarness, tasks: "list[asyncio.Task[Choice]]") -> list[str]:
-    """End requests one after the other as they are admitted; returns the order of admission."""
+    """End requests one after the other as they are admitted; returns who was admitted in which order."""
     pending = set(tasks)
     while pending:
         done, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
