@@ -47,7 +47,7 @@ sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "test
 
 import uvloop  # noqa: E402
 from chat_load import Question, closed_loop, open_loop  # noqa: E402
-from mock_fleet import CONTEXT_LENGTH, behavior, expected_answer, mock_tokenizer  # noqa: E402
+from mock_fleet import CONTEXT_LENGTH, behaviour, expected_answer, mock_tokenizer  # noqa: E402
 
 from tandem_engine.config import Role  # noqa: E402
 from tandem_engine.ipc.channels import IpcContext  # noqa: E402
@@ -99,7 +99,7 @@ class Measured:
 
 
 def run_engine(step_s: float) -> None:
-    answers = behavior(mock_tokenizer(), step_s=step_s)
+    answers = behaviour(mock_tokenizer(), step_s=step_s)
     engine = MockEngine(context=IpcContext(), worker_id="mock", behavior=answers, context_length=CONTEXT_LENGTH).start()
     print(json.dumps(asdict(engine.view)), flush=True)
     sys.stdin.read()

@@ -1,6 +1,6 @@
 """Our mock engines for benchmarks of gateways, their answers as `chat_load.letters` says.
 
-`behavior` makes what an engine generates; `expected_answer` what a client must get for the text of a chat. Started by
+`behaviour` makes what an engine generates; `expected_answer` what a client must get for the text of a chat. Started by
 `gateway_systems.py` with REDIS_URL STEP_S WORKERS it is a fleet of them.
 """
 
@@ -42,7 +42,7 @@ def mock_tokenizer() -> TextTokenizer:
         return TextTokenizer.load(mock_checkpoint(Path(folder)))
 
 
-def behavior(tokenizer: TextTokenizer, *, step_s: float) -> MockBehavior:
+def behaviour(tokenizer: TextTokenizer, *, step_s: float) -> MockBehavior:
     ids = [only for letter in LETTERS for only in tokenizer.encode(letter, add_special_tokens=False)]
     assert len(ids) == len(LETTERS), "a letter is one token"
 
@@ -93,7 +93,7 @@ def run_fleet(redis_url: str, step_s: float, workers: int) -> None:
             context=context,
             handed_over=handed_over,
             worker_id=f"mock-{number}",
-            behavior=behavior(tokenizer, step_s=step_s),
+            behavior=behaviour(tokenizer, step_s=step_s),
             context_length=CONTEXT_LENGTH,
         ).start()
         for number in range(workers)

@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
 
 import uvloop  # noqa: E402
-from mock_fleet import behavior, keep_registered, mock_checkpoint, mock_tokenizer  # noqa: E402
+from mock_fleet import behaviour, keep_registered, mock_checkpoint, mock_tokenizer  # noqa: E402
 from pinned_processes import cpu_seconds, process, wait_until_up  # noqa: E402
 
 from tandem_engine.base.clock import MonotonicClock  # noqa: E402
@@ -49,7 +49,7 @@ SOME = 3
 
 def run_engines(keys: str, redis_url: str, workers: int) -> None:
     """Serve; prints the views of all, and a line when each has had some pings. Registered where there is a Redis."""
-    context, answers = IpcContext(KeyPair.load(Path(keys))), behavior(mock_tokenizer(), step_s=0.0)
+    context, answers = IpcContext(KeyPair.load(Path(keys))), behaviour(mock_tokenizer(), step_s=0.0)
     engines = [
         MockEngine(context=context, worker_id=f"mock-{number}", behavior=answers).start() for number in range(workers)
     ]

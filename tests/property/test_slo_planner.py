@@ -95,9 +95,8 @@ def run(service: SlowerTogether, periods: int, tokens_per_s: float, requests_per
 
 
 def test_load_near_two_workers_keeps_counts_stable():  # [all-load-on-fewer]
-    """The remaining workers would take the load of the leaving one: with one less, steps are longer and sequences
-    more."""
-    # A worker sustains 40 sequences of 15 s: 2.67 per second.
+    """Survivors would take the load of who leaves: with one less, steps are longer and sequences more."""
+    # A worker bears 40 sequences of 15 s: 2.67 per second.
     service = SlowerTogether(with_objectives(flip_roles=False), there={"prefill": 4, "decode": 4}, places=64.0)
     run(service, 150, 1900.0, 1.9 * 40 / 15)
     settled = run(service, 120, 1900.0, 1.9 * 40 / 15)

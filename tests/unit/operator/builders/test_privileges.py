@@ -100,19 +100,19 @@ def test_allowed_privileges_reach_all_pods_of_a_group():
 
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
-    ("paths", "error_message"),
+    ("paths", "said"),
     [
         ([("/mnt/../etc", "/a")], "hostPaths[0].path: '/mnt/../etc' leads out of the folder by '..'"),
         ([("/mnt/a", "/a"), ("/mnt/b", "/a")], "hostPaths[1].mountPath: '/a' is another one's already"),
     ],
 )
-def test_impossible_host_paths_are_rejected_by_name(part, paths, error_message):
+def test_impossible_host_paths_are_rejected_by_name(part, paths, said):
     """The API server refused the pods of one part, when others had been made."""
     folders = [{"path": path, "mountPath": mount} for path, mount in paths]
     plan = plan_of(PARTS[part]({"hostPaths": folders}), "host-paths", "routes")
     assert plan.apply == ()
     (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
-    assert f"spec.{part}.pod.{error_message}" in valid.message
+    assert f"spec.{part}.pod.{said}" in valid.message
 
 
 OBJECTS = {
