@@ -41,7 +41,7 @@ from gateway_systems import Case, Running, tandem  # noqa: E402
 
 BODY_BYTES = (32 << 20) - 1024
 """Just below the longest body that a gateway takes."""
-MOST_IDS = 2_000_000
+MAX_IDS = 2_000_000
 JSON = {"Content-Type": "application/json"}
 PHASES = 6
 """Idle, unfinished bodies, and one for each shape."""
@@ -68,7 +68,7 @@ def bodies() -> dict[str, tuple[str, bytes]]:
             chat,
             filled(b'{"model":"mock","messages":[', b'{"role":"user","content":"hi"}', b",", b"]}"),
         ),
-        "ids": (completions, filled(b'{"model":"mock","prompt":[', b"1", b",", b"]}", most=MOST_IDS)),
+        "ids": (completions, filled(b'{"model":"mock","prompt":[', b"1", b",", b"]}", most=MAX_IDS)),
     }
 
 

@@ -219,7 +219,7 @@ def turns(bench: Bench) -> dict[str, Ratio]:
     limits = {"turn_2": 0.2, "question_2": 0.3, "question_3": 0.3, "question_2_between": 0.3}
     found: dict[str, list[float]] = {name: [] for name in limits}
     between = bench.tokens * 27 // 32
-    """Where another text is left: in the middle between two states on trial."""
+    """Where another text is left: in the middle between two provisional states."""
     with bench.engine(model, pages=6 * bench.tokens * (bench.rounds + 1) // 16) as engine:
         for number in range(bench.rounds + 1):
             opening = prompt(9 * number, bench.tokens)

@@ -41,12 +41,12 @@ from tandem_engine.messages.outputs import TokenOutput
 from tandem_engine.messages.requests import GenerateRequest, Handoff, HandoffSide, Peer
 from tandem_engine.messages.sampling import SamplingParams
 
-PATIENCE = 0.05
+POLL_S = 0.05
 OUTPUT_TOKENS = 2
 
 
 class Prompt(NamedTuple):
-    """What the decode process is told of a request."""
+    """The decode process's part of a request."""
 
     rid: str
     tokens: tuple[int, ...]
@@ -103,7 +103,7 @@ class Writer:
         while (now := self.engine.stats()).handed_over_total == before.handed_over_total:
             assert now.transfer_failures_total == before.transfer_failures_total, f"{prompt.rid} was not handed over"
             if not self.engine.step():
-                self.poller.wait(PATIENCE)
+                self.poller.wait(POLL_S)
         exposed = now.transfer_exposed_s - before.transfer_exposed_s
         rid, theirs = decode.recv()
         assert rid == prompt.rid
@@ -165,7 +165,7 @@ def receive(parent: Connection, config: EngineConfig) -> None:
             prompt = parent.recv()
             engine.add(_request(prompt, HandoffSide.RECEIVE, prompt.writer))
         elif not worked:
-            poller.wait(PATIENCE)
+            poller.wait(POLL_S)
 
 
 def measure(args: argparse.Namespace, config: EngineConfig, decode: Connection) -> dict[str, object]:
@@ -186,7 +186,7 @@ def measure(args: argparse.Namespace, config: EngineConfig, decode: Connection) 
             tokens = tuple(dice.randrange(1, loaded.model_config.vocab_size) for _ in range(length))
             prompt = Prompt(f"{name}-{length}-{turn}", tokens, writers[name].engine.me)
             decode.send(prompt)
-            time.sleep(PATIENCE)  # the grant shall be there, as it is wherever decode has memory
+            time.sleep(POLL_S)  # the grant shall be there, as it is wherever decode has memory
             result = writers[name].hand_over(prompt, decode, receiver)
             if turn > 0:
                 measured[name, length].append(result)

@@ -218,9 +218,9 @@ async def run_rounds(fair_port: int, fifo_port: int, options: argparse.Namespace
     cases = {"alone": (fair_port, False), "fair": (fair_port, True), "fifo": (fifo_port, True)}
     rounds = []
     for number in range(options.rounds):
-        told = {name: await measure(port, options, flooded=flooded) for name, (port, flooded) in cases.items()}
-        rounds.append(told)
-        figures = {name: each[STEADY].figures() for name, each in told.items()}
+        measured = {name: await measure(port, options, flooded=flooded) for name, (port, flooded) in cases.items()}
+        rounds.append(measured)
+        figures = {name: each[STEADY].figures() for name, each in measured.items()}
         print(f"round {number + 1}", figures, file=sys.stderr)
     return rounds
 
@@ -229,8 +229,8 @@ def run_all(options: argparse.Namespace) -> dict[str, object]:
     with gateway(options, keys=True) as fair_port, gateway(options, keys=False) as fifo_port:
         rounds = uvloop.run(run_rounds(fair_port, fifo_port, options))
     together = {case: {tenant: Tally() for tenant in (STEADY, FLOOD)} for case in ("alone", "fair", "fifo")}
-    for told in rounds:
-        for case, tallies in told.items():
+    for measured in rounds:
+        for case, tallies in measured.items():
             for tenant, tally in tallies.items():
                 together[case][tenant].add(tally)
     figures = {
@@ -239,12 +239,12 @@ def run_all(options: argparse.Namespace) -> dict[str, object]:
     }
     ratios = {}
     for case in ("fair", "fifo"):
-        each = [told[case][STEADY].p99 / told["alone"][STEADY].p99 for told in rounds]
+        each = [measured[case][STEADY].p99 / measured["alone"][STEADY].p99 for measured in rounds]
         ratios[f"{case}_p99_ratio"] = round(median(each), 2)
         ratios[f"{case}_p99_ratio_by_round"] = [round(ratio, 2) for ratio in each]
         ratios[f"{case}_p99_ratio_together"] = round(together[case][STEADY].p99 / together["alone"][STEADY].p99, 2)
-    told_options = {name: value for name, value in vars(options).items() if isinstance(value, int | float)}
-    return {"cores": os.cpu_count(), "options": told_options, **figures, **ratios}
+    recorded_options = {name: value for name, value in vars(options).items() if isinstance(value, int | float)}
+    return {"cores": os.cpu_count(), "options": recorded_options, **figures, **ratios}
 
 
 def main() -> None:

@@ -5,7 +5,7 @@
 The cases are those of gateway_mock.py, with fewer requests. Calls are those of the event loop's thread between the
 first and the last of them; their number does not depend on the machine's speed, but for tokens that come together: they
 are one event, so that `per_token` differs by a few between runs. `--base` counts another checkout or commit too. `--top
-N` adds the functions that are called most, and `--tree N` who calls them: each function with all calls below it, down
+N` adds the functions that are called most, and `--tree N` their callers: each function with all calls below it, down
 to those with N calls for each request or token.
 """
 
@@ -59,7 +59,7 @@ def run_load(port: int, case: mock.Case) -> None:
 
 
 def tree_of(stats: Mapping[Function, Any], units: int, least: float) -> list[str]:
-    """Functions by who calls them, with all calls below, per unit; a function's are shared out to its callers."""
+    """Functions by caller, with all calls below, per unit; a function's are shared out to its callers."""
     below: dict[Function, dict[Function, float]] = {function: {} for function in stats}
     for function, (*_, callers) in stats.items():
         for caller, edge in callers.items():

@@ -114,9 +114,7 @@ class Measured:
 
 def run_engine(step_s: float) -> None:
     answers = behaviour(mock_tokenizer(), step_s=step_s)
-    engine = MockEngine(
-        context=IpcContext(), worker_id="mock", behaviour=answers, context_length=CONTEXT_LENGTH
-    ).start()
+    engine = MockEngine(context=IpcContext(), worker_id="mock", behavior=answers, context_length=CONTEXT_LENGTH).start()
     print(json.dumps(asdict(engine.view)), flush=True)
     sys.stdin.read()
     os._exit(0)

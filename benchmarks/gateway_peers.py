@@ -18,7 +18,7 @@ HTTP. Figures are per core: work divided by the CPU time of the gateway's proces
     latency   as `whole`, at half of `--rate` requests a second: from request to last byte, workers and load generator
               included, so more than the gateway adds
 
-They forward bytes. Ours renders and tokenises the prompt, routes on what is cached where, reserves, detokenises, and
+They forward bytes. Ours renders and tokenizes the prompt, routes on what is cached where, reserves, detokenizes, and
 can resume a stream on another worker.
 """
 
@@ -86,7 +86,7 @@ def measure(start: System, case: Case, options: argparse.Namespace) -> dict[str,
         }
         if len(cpu) > 1:
             figures[f"us_per_{unit}_in_redis"] = round(cpu[1] / work * 1e6, 1)
-        return figures | running.told()
+        return figures | running.own_figures()
 
 
 def cases(options: argparse.Namespace, name: str) -> dict[str, Case]:
@@ -118,11 +118,14 @@ def run_all(options: argparse.Namespace) -> dict[str, object]:
         for name in names:
             if name not in missing:
                 for kind, case in cases(options, name).items():
-                    told = measure(SYSTEMS[name], case, options)
-                    rounds.setdefault(name, {}).setdefault(kind, []).append(told)
-                    print(name, kind, told, file=sys.stderr)
+                    measured = measure(SYSTEMS[name], case, options)
+                    rounds.setdefault(name, {}).setdefault(kind, []).append(measured)
+                    print(name, kind, measured, file=sys.stderr)
     systems = {
-        name: {kind: {key: median(each[key] for each in told) for key in told[0]} for kind, told in kinds.items()}
+        name: {
+            kind: {key: median(each[key] for each in all_rounds) for key in all_rounds[0]}
+            for kind, all_rounds in kinds.items()
+        }
         for name, kinds in rounds.items()
     }
     return {

@@ -45,7 +45,7 @@ class Running:
     port: int
     pids: list[int]
     expected: Callable[[str, int], str]
-    told: Callable[[], dict[str, float]] = dict
+    own_figures: Callable[[], dict[str, float]] = dict
     """Figures that it has of itself."""
 
 
@@ -60,7 +60,7 @@ def tandem(stack: ExitStack, case: Case, options: argparse.Namespace) -> Running
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-benchmark-")))
     mock_checkpoint(folder)
     fleet_of = [redis.url, str(case.step_s), str(options.workers)]
-    fleet = stack.enter_context(process([sys.executable, str(HERE / "mock_fleet.py"), *fleet_of], told=True))
+    fleet = stack.enter_context(process([sys.executable, str(HERE / "mock_fleet.py"), *fleet_of], piped=True))
     assert fleet.stdout is not None
     fleet.stdout.readline()
     port = free_port()
@@ -72,7 +72,7 @@ def tandem(stack: ExitStack, case: Case, options: argparse.Namespace) -> Running
         port=port,
         pids=[gateway.pid, redis.process.pid],
         expected=expected_answer(mock_tokenizer()),
-        told=lambda: {"share_routed_by_redis": share_routed_by_redis(port)},
+        own_figures=lambda: {"share_routed_by_redis": share_routed_by_redis(port)},
     )
 
 
@@ -164,7 +164,7 @@ def http_workers(stack: ExitStack, case: Case) -> list[int]:
     """Their ports."""
     script = str(HERE / "http_worker.py")
     step = ["--step-ms", str(case.step_s * 1000)]
-    workers = stack.enter_context(process([sys.executable, script, "--workers", str(WORKERS), *step], told=True))
+    workers = stack.enter_context(process([sys.executable, script, "--workers", str(WORKERS), *step], piped=True))
     assert workers.stdout is not None
     ports: list[int] = json.loads(workers.stdout.readline())
     return ports

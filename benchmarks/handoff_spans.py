@@ -32,7 +32,7 @@ from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.messages.transfer import HandoffRecord
 
 COMPUTED, DESCRIBE, POST, GIVE_BACK, DIGEST = "computed", "describe", "post", "give back", "digest"
-MADE, HEARD, SEND, RECORD, PROVED = "made", "heard", "send", "record", "proved"
+MADE, RECEIVED, SEND, RECORD, PROVED = "made", "received", "send", "record", "proved"
 
 
 class Mark(NamedTuple):
@@ -86,7 +86,7 @@ class Marks:
     def watch_stages(self) -> None:
         """What an engine's scheduler does."""
         self.watch(KvProgress, "ended", COMPUTED)
-        self.watch(PrefillStage, "on_push_done", HEARD)
+        self.watch(PrefillStage, "on_push_done", RECEIVED)
         self.watch(DecodeStage, "on_record", RECORD)
         self.watch(DecodeStage, "on_digests", PROVED)
 
@@ -99,7 +99,7 @@ def phases(sender: Sequence[Mark], receiver: Sequence[Mark], start: float) -> di
     for marks, label, last in (
         (sender, GIVE_BACK, "ended"),
         (sender, MADE, "ended"),
-        (sender, HEARD, "began"),
+        (sender, RECEIVED, "began"),
         (sender, SEND, "ended"),
         (receiver, RECORD, "began"),
         (receiver, PROVED, "began"),

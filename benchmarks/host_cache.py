@@ -136,7 +136,7 @@ def nothing(_engine: Engine) -> None:
 
 
 def empty_device(engine: Engine) -> None:
-    """Have somebody else use every page of the pool for a moment."""
+    """Reserve every page of the pool for a moment, so that nothing stays cached."""
     pages = engine.memory.reserve_pages(engine.memory.available_pages())
     assert pages is not None, "an idle engine has all its pages"
     engine.memory.give_back(pages)

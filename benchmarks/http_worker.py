@@ -61,8 +61,8 @@ class NotHttpError(ValueError):
 
 
 class RequestReader(asyncio.Protocol):
-    """One connection: each whole request goes to `handle`. Whoever speaks something else is hung up on, as real workers
-    do: gateways try HTTP/2 on a worker to find out whether it speaks gRPC."""
+    """One connection: each whole request goes to `handle`. A client with another protocol is disconnected, as by real
+    workers: gateways try HTTP/2 on a worker to find out whether it speaks gRPC."""
 
     def __init__(self) -> None:
         self._received = b""

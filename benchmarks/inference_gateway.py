@@ -7,8 +7,8 @@ Starts Redis, one prefill and one decode worker of the bundled model, two gatewa
 ext_proc filter and the override_host policy, as gateways of the Inference Extension configure it. Checked, for each way
 that Envoy can send bodies whole: answers through Envoy are those of a gateway asked directly, streamed or not; the
 workers were the router's choice; bad requests get their 400, a subset without a ready gateway its 503, other paths go
-through; with one gateway gone requests go on; in the end nothing is reserved. Figures: milliseconds to the first token,
-through Envoy and directly, one request at a time, same prompts, whose prefixes are cached.
+through; with one gateway gone requests continue; in the end nothing is reserved. Figures: milliseconds to the first
+token, through Envoy and directly, one request at a time, same prompts, whose prefixes are cached.
 """
 
 import argparse
@@ -219,7 +219,7 @@ async def deltas(client: httpx.AsyncClient, url: str, body: dict[str, Any]) -> A
 
 
 async def explained(client: httpx.AsyncClient, gateways: list[str], request_id: str) -> str:
-    """Who chose the workers of a request."""
+    """The source of the route decision of a request."""
     for url in gateways:
         answer = await client.get(f"{url}/v1/requests/{request_id}/explain")
         if answer.status_code == 200:
@@ -261,8 +261,10 @@ async def check_refusals(client: httpx.AsyncClient, envoy: str, gateways: list[s
     check(bad.status_code == 400 and bad.json()["error"]["param"] == "messages", "a bad body gets a 400 with its field")
     broken = await client.post(path, content=b'{"model": ', headers={"content-type": "application/json"})
     check(broken.status_code == 400, "broken JSON gets a 400")
-    nobody = await client.post(path, json=prompt(0), headers={"x-test-subset": "10.255.255.1:8000"})
-    check(nobody.status_code == 503 and "retry-after" in nobody.headers, "a subset without a ready gateway gets a 503")
+    unserved = await client.post(path, json=prompt(0), headers={"x-test-subset": "10.255.255.1:8000"})
+    check(
+        unserved.status_code == 503 and "retry-after" in unserved.headers, "a subset without a ready gateway gets a 503"
+    )
     for url in gateways:
         only = url.removeprefix("http://")
         answer = await client.post(path, json=prompt(0), headers={"x-test-subset": only})
@@ -329,7 +331,7 @@ async def measure(args: argparse.Namespace, processes: Processes) -> dict[str, A
         other.terminate()
         other.wait(60)
         texts = {(await whole(client, envoy, prompt(0)))[0] for envoy in envoys for _ in range(10)}
-        check(len(texts) == 1, "with one gateway gone requests go on")
+        check(len(texts) == 1, "with one gateway gone requests continue")
     return result
 
 

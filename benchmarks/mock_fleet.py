@@ -24,11 +24,11 @@ from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import HEARTBEAT_S, Keys
 from tandem_services.router.redis_functions import FunctionLibrary
 from tandem_services.router.registry import Registry, WorkerRecord, WorkerState
-from tandem_testing.mock_engine import MockBehaviour, MockEngine
+from tandem_testing.mock_engine import MockBehavior, MockEngine
 from tandem_testing.tokenizer_builders import write_tokenizer
 
 CONTEXT_LENGTH = 100_000
-MOST_TOKENS = 4096
+MAX_TOKENS = 4096
 """Of one answer."""
 
 
@@ -42,18 +42,18 @@ def mock_tokenizer() -> TextTokenizer:
         return TextTokenizer.load(mock_checkpoint(Path(folder)))
 
 
-def behaviour(tokenizer: TextTokenizer, *, step_s: float) -> MockBehaviour:
+def behaviour(tokenizer: TextTokenizer, *, step_s: float) -> MockBehavior:
     ids = [only for letter in LETTERS for only in tokenizer.encode(letter, add_special_tokens=False)]
     assert len(ids) == len(LETTERS), "a letter is one token"
 
     @lru_cache(maxsize=16_384)
     def drawn(input_ids: tuple[int, ...]) -> bytes:
-        return shake_128(_seed(input_ids)).digest(MOST_TOKENS)
+        return shake_128(_seed(input_ids)).digest(MAX_TOKENS)
 
     def token(request: GenerateRequest, position: int) -> int:
         return ids[drawn(request.input_ids)[position] % len(ids)]
 
-    return MockBehaviour(token=token, step_s=step_s)
+    return MockBehavior(token=token, step_s=step_s)
 
 
 def expected_answer(tokenizer: TextTokenizer) -> Callable[[str, int], str]:
@@ -69,7 +69,7 @@ def _seed(input_ids: tuple[int, ...]) -> bytes:
 
 
 async def keep_registered(redis_url: str, engines: Sequence[MockEngine], keys: KeyPair | None = None) -> None:
-    """Heartbeats of idle workers with plenty of room, for ever."""
+    """Heartbeats of idle workers with plenty of room, until cancelled."""
     client = RedisClient(RedisAddress(url=redis_url), timeout_s=5.0)
     deployment = Deployment.of(keys)
     registry = Registry(
@@ -84,7 +84,7 @@ async def keep_registered(redis_url: str, engines: Sequence[MockEngine], keys: K
 
 
 def run_fleet(redis_url: str, step_s: float, workers: int) -> None:
-    """Serve for ever; says "ready" once every worker listens."""
+    """Serve until killed; print "ready" once every worker listens."""
     tokenizer = mock_tokenizer()
     context = IpcContext()
     handed_over: set[str] = set()
@@ -93,7 +93,7 @@ def run_fleet(redis_url: str, step_s: float, workers: int) -> None:
             context=context,
             handed_over=handed_over,
             worker_id=f"mock-{number}",
-            behaviour=behaviour(tokenizer, step_s=step_s),
+            behavior=behaviour(tokenizer, step_s=step_s),
             context_length=CONTEXT_LENGTH,
         ).start()
         for number in range(workers)

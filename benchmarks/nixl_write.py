@@ -9,7 +9,7 @@ For the KV of Qwen3-0.6B, 32k tokens of which are 3.5 GiB in each of the two pro
 
 For each prompt every round moves the same pages in four ways, in random order, each process on a core of its own:
 
-    bare      one WRITE with one descriptor per page, the sender spinning on its state; nobody tells the receiver
+    bare      one WRITE with one descriptor per page, the sender spinning on its state; the receiver is not notified
     raw       the same with NIXL's notification, the receiver spinning, too: until the receiver has been notified
     sampled   our transport and control channel, both sides asleep until woken: pushes, digests of the sender, the
               handoff record by ZMQ, digests of the receiver: until it has found all pages to be what was sent
@@ -35,7 +35,7 @@ from multiprocessing.connection import Connection
 from typing import Any, NamedTuple
 
 import torch
-from handoff_spans import HEARD, PROVED, RECORD, Marks, counts, medians, phases
+from handoff_spans import PROVED, RECEIVED, RECORD, Marks, counts, medians, phases
 
 from tandem_engine.base import environment
 from tandem_engine.base.clock import MonotonicClock
@@ -50,7 +50,7 @@ from tandem_engine.memory.pool import KvPool
 from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import HandoffRecord, Hello, PeerMessage
 
-PATIENCE = 30.0
+TIMEOUT_S = 30.0
 NOTIFIED = b"raw"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -188,7 +188,7 @@ def verified(end: End, turn: Turn, kind: DigestKind) -> float:
             end.marks.note(PROVED)
             assert event.digests == sent, "a page arrived wrong"
             return time.perf_counter()
-        end.poller.wait(PATIENCE)
+        end.poller.wait(TIMEOUT_S)
 
 
 # The sender
@@ -273,11 +273,11 @@ class Sender:
             self.end.transport.push(push)
         digests: dict[int, tuple[int, ...]] = {}
         while sum(map(len, digests.values())) < len(source):
-            self.end.poller.wait(PATIENCE)
+            self.end.poller.wait(TIMEOUT_S)
             for event in self.end.transport.poll():
                 assert isinstance(event, PushDone), event
                 digests[event.key.first] = event.digests
-                self.end.marks.note(HEARD)
+                self.end.marks.note(RECEIVED)
         record = HandoffRecord(
             room=room,
             generation=1,
@@ -352,7 +352,7 @@ def with_pages(page_tokens: int, args: argparse.Namespace) -> list[dict[str, obj
         here.send(None)
         sender.end.transport.close()
     finally:
-        receiver.join(PATIENCE)
+        receiver.join(TIMEOUT_S)
         receiver.kill()
         os.sched_setaffinity(0, cores)
     return rows

@@ -4,7 +4,7 @@
                                  [--workload "long prompts"]
 
 Overlap: each round runs every workload on an engine that plans step N+1 while step N computes, and on one
-that does not, one right after the other and the first one changing. After two rounds both engines are built anew:
+that does not, one right after the other and the first one changing. After two rounds both engines are built again:
 where their memory lies makes up to 3 % for as long as they live. `ratio` is throughput with overlap over throughput
 without, median of the pairs' medians; above 1 overlap pays. `ratio_95` is its 95 % confidence interval by bootstrap
 over the pairs: what lies wholly above 1 is no accident. `hidden` is the share of scheduling time that ran beside a
@@ -37,7 +37,7 @@ SUFFIXES = (16, 64, 256)
 PREFIX_LIMIT = 1.15
 RESAMPLES = 2000
 PAIR_ROUNDS = 2
-"""Rounds between two engines; then both are built anew."""
+"""Rounds between two engines; then both are built again."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

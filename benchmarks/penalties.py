@@ -2,7 +2,7 @@
 
     python benchmarks/penalties.py [--vocab 152064] [--rounds 25]
 
-`apply` and `record` of `sampling.logits_processor` for a step of penalised rows, one thread, against the three formulas
+`apply` and `record` of `sampling.logits_processor` for a step of penalized rows, one thread, against the three formulas
 over all logits of a row, as one would write them without knowing which tokens matter. Each round times both, so that a
 noisy machine disturbs both alike; outputs must be equal to the last bit. Prints one JSON object per number of rows and
 of tokens that each has seen.
@@ -49,7 +49,7 @@ def compare(rows: int, seen: int, vocab: int, rounds: int) -> dict[str, object]:
         table.load(slot, (), history, vocab_size=vocab)
     sparse, dense = logits.clone(), logits.clone()
     table.apply(sparse, penalties)
-    penalise_all(dense, penalties, counts)
+    penalize_all(dense, penalties, counts)
     assert torch.equal(sparse, dense), f"{rows} rows of {seen} tokens differ"
     # No token is counted: a round leaves the history as it was.
     nothing = torch.full((rows, 1), -1)
@@ -57,7 +57,7 @@ def compare(rows: int, seen: int, vocab: int, rounds: int) -> dict[str, object]:
         (
             timed(lambda: table.apply(sparse, penalties)),
             timed(lambda: table.record(penalties.slots, nothing)),
-            timed(lambda: penalise_all(dense, penalties, counts)),
+            timed(lambda: penalize_all(dense, penalties, counts)),
         )
         for _ in range(rounds)
     ]
@@ -72,7 +72,7 @@ def compare(rows: int, seen: int, vocab: int, rounds: int) -> dict[str, object]:
     }
 
 
-def penalise_all(logits: Tensor, penalties: Penalties, counts: Tensor) -> None:
+def penalize_all(logits: Tensor, penalties: Penalties, counts: Tensor) -> None:
     """The formulas over [rows, vocab], a few rows at a time."""
     for first in range(0, len(logits), BLOCK_ROWS):
         block = slice(first, first + BLOCK_ROWS)

@@ -51,7 +51,7 @@ def run_engines(keys: str, redis_url: str, workers: int) -> None:
     """Serve; prints the views of all, and a line when each has had some pings. Registered where there is a Redis."""
     context, answers = IpcContext(KeyPair.load(Path(keys))), behaviour(mock_tokenizer(), step_s=0.0)
     engines = [
-        MockEngine(context=context, worker_id=f"mock-{number}", behaviour=answers).start() for number in range(workers)
+        MockEngine(context=context, worker_id=f"mock-{number}", behavior=answers).start() for number in range(workers)
     ]
     print(json.dumps([asdict(engine.view) for engine in engines]), flush=True)
     if redis_url:
@@ -90,9 +90,9 @@ def idle_share(pid: int, seconds: float) -> float:
 
 def pool_share(stack: ExitStack, keys: Path, workers: int, seconds: float, interval_s: float) -> float:
     engines = stack.enter_context(
-        process([sys.executable, __file__, "engines", str(keys), "", str(workers)], told=True)
+        process([sys.executable, __file__, "engines", str(keys), "", str(workers)], piped=True)
     )
-    pool = stack.enter_context(process([sys.executable, __file__, "pool", str(keys), str(interval_s)], told=True))
+    pool = stack.enter_context(process([sys.executable, __file__, "pool", str(keys), str(interval_s)], piped=True))
     assert engines.stdout is not None
     assert pool.stdin is not None
     assert pool.stdout is not None
@@ -107,7 +107,7 @@ def gateway_share(stack: ExitStack, keys: Path, workers: int, seconds: float) ->
     stack.callback(redis.stop)
     folder = mock_checkpoint(Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="tandem-benchmark-"))))
     command = [sys.executable, __file__, "engines", str(keys), redis.url, str(workers)]
-    engines = stack.enter_context(process(command, told=True))
+    engines = stack.enter_context(process(command, piped=True))
     assert engines.stdout is not None
     engines.stdout.readline()
     port = free_port()

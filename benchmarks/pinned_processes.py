@@ -20,15 +20,15 @@ OTHER_CORES = os.sched_getaffinity(0) - GATEWAY_CORES or GATEWAY_CORES
 
 @contextmanager
 def process(
-    command: list[str], *, cores: set[int] = OTHER_CORES, told: bool = False, **environment: str
+    command: list[str], *, cores: set[int] = OTHER_CORES, piped: bool = False, **environment: str
 ) -> "Iterator[subprocess.Popen[str]]":
-    """Killed at the end, with whatever it started. `told`: what it prints is read from `stdout`, else it is a log."""
+    """Killed at the end, with whatever it started. `piped`: its output is read from `stdout`, else it is a log."""
     path = {"PYTHONPATH": os.pathsep.join(SOURCES)} if command[0] == sys.executable else {}
     with tempfile.TemporaryFile() as log:
         started = subprocess.Popen(
             command,
             stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE if told else log,
+            stdout=subprocess.PIPE if piped else log,
             stderr=log,
             text=True,
             env={**os.environ, **path, **environment},
@@ -43,7 +43,7 @@ def process(
             print(log.read()[-2000:].decode("utf-8", "replace"), file=sys.stderr)
             raise
         finally:
-            with suppress(ProcessLookupError):  # it has ended, and why is told by what was raised
+            with suppress(ProcessLookupError):  # it has ended, and the exception has the reason
                 os.killpg(started.pid, 9)
             started.communicate()
 

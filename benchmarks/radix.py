@@ -7,7 +7,7 @@ Prints one JSON object.
     match_insert_ms   what admission and settlement of one prompt cost the scheduler: `match`, then `extend` by
                       what was not cached; with nothing, half and all of the prompt cached. Limit: 2 ms at 32k
                       tokens, page 16, 1M cached tokens
-    events_ms         hashing the stored blocks for the router, when somebody takes the events
+    events_ms         hashing the stored blocks for the router, when a listener takes the events
     chunk_us          `extend` by one chunk of 512 tokens, for the first and the last chunk of the prompt: the
                       same, because a request continues from the node that it has locked
     evict_us_per_page eviction of 64 pages at a time from trees of growing size: flat, because the oldest leaf is
@@ -38,7 +38,7 @@ def tokens(count: int, dice: random.Random) -> tuple[int, ...]:
 
 
 class Tree:
-    """A cache filled with conversations, and page numbers that nobody has used."""
+    """A cache filled with conversations, and unused page numbers."""
 
     def __init__(self, cached_tokens: int, page_size: int) -> None:
         self.page_size = page_size

@@ -4,7 +4,7 @@
                                        [--cache-share 0.1] [--num-prompts N] [--speed 1.0] [--doubled] [--out r.json]
 
 All in the simulator (`tandem simulate`, docs/simulate.md): modelled workers, service times and caches are the same,
-and so is the report; only who chooses differs. sglang-router is the real program, from the virtual environment that
+and so is the report; only the router differs. sglang-router is the real program, from the virtual environment that
 `--peers-venv` or TANDEM_PEERS_VENV names: each simulated request is sent to it over HTTP, the mock worker that gets it
 is the modelled worker that serves it, and its answer is held back until the modelled worker has ended, so that the
 router sees the loads of the simulation. A prompt's text is a few characters for each of its blocks.
@@ -73,7 +73,7 @@ class HeldRequest:
 
 
 class WorkerPort(RequestReader):
-    """A worker's HTTP side: says who asks for what, and answers nothing of that."""
+    """A worker's HTTP side: records which system sends which request, and answers without output."""
 
     def __init__(self, worker: int, held: dict[str, HeldRequest]) -> None:
         super().__init__()

@@ -34,11 +34,11 @@ OPENINGS = (
     "Once upon a time, in a village by the sea,",
     "There was once a fox who",
     "In the old house on the hill lived",
-    "The little bear woke up early and",
+    "The little bear woke up early and",  # words: ok
     "Every evening the baker",
     "A girl named Ada found",
     "When the snow had melted,",
-    "Nobody in the town knew why",
+    "Nobody in the town knew why",  # words: ok
 )
 
 

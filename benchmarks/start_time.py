@@ -127,7 +127,7 @@ def _taken_by(*command: str) -> Taken:
 
 
 def _start(command: str, cache: str) -> tuple[Taken, float, dict[str, float]]:
-    """From the command to its greeting, seconds to its first token, and what it said of its processes on the way.
+    """From the command to its greeting, seconds to its first token, and its reports of its processes on the way.
 
     CPU seconds include the end.
     """
@@ -147,10 +147,10 @@ def _start(command: str, cache: str) -> tuple[Taken, float, dict[str, float]]:
                 process.send_signal(signal.SIGTERM)
                 process.communicate(timeout=STOP_S)
         err.seek(0)
-        said = err.read()
-        assert greeted, f"tandem {command} ended:\n{said}"
+        errors = err.read()
+        assert greeted, f"tandem {command} ended:\n{errors}"
         taken = Taken(seconds=seconds, cpu_s=_cpu_seconds() - cpu)
-        return taken, answered_s, {name: float(after) for name, after in _READY.findall(said)}
+        return taken, answered_s, {name: float(after) for name, after in _READY.findall(errors)}
 
 
 def _answer_of(port: int) -> None:

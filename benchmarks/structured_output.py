@@ -7,7 +7,7 @@ throughput over that of the same streams without a grammar; `overlap_ratio` is t
 over without, both constrained; `hidden` is the share of scheduling time, masks included, that ran beside a forward.
 An overlap ratio above 1 says that deferring the sampling keeps the overlap.
 
-Bombs: seconds from request to refusal, and the most that a stream decoding meanwhile waited for its next token, over
+Bombs: seconds from request to refusal, and the most that a stream decoding at that time waited for its next token, over
 its median. The limits are 2 s of CPU and 128 MiB each.
 
 Prints one JSON object per line.

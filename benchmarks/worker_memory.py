@@ -46,13 +46,13 @@ COMMAND = [sys.executable, "-m", "tandem_services.cli.main"]
 ENGINE = "tandem_engine.cli serve"
 BARE_TORCH = "import torch, sys; print('ready', flush=True); sys.stdin.read()"
 MIB = 1 << 20
-LEAST_PAGES = 320
+MIN_PAGES = 320
 """A pool that takes a request of the default context length."""
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 PAGE_SIZE = 16
 PROMPT, OUTPUT, STREAMS = 1000, 8, 4
 """Tokens of a request, and requests at a time."""
-FEWEST_TOKENS = 1000
+MIN_VOCAB = 1000
 """Of a vocabulary and its tokenizer."""
 ANSWER_S = 600.0
 SETTLE_S = 3.0
@@ -113,7 +113,7 @@ class Worker:
     def fill(self, tokens: int) -> None:
         """Compute distinct prompts of so many tokens in all."""
         random_ids = random.Random(0)
-        prompts = [random_ids.choices(range(FEWEST_TOKENS), k=PROMPT) for _ in range(tokens // PROMPT + 1)]
+        prompts = [random_ids.choices(range(MIN_VOCAB), k=PROMPT) for _ in range(tokens // PROMPT + 1)]
         with ThreadPoolExecutor(max_workers=STREAMS) as clients:
             for answer in clients.map(self._complete, prompts):
                 assert answer["usage"]["completion_tokens"] == OUTPUT, answer
@@ -212,7 +212,7 @@ def main() -> None:
     args = parser.parse_args()
     for model in args.models:
         for dtype in args.dtypes.split(","):
-            with served(model, dtype, LEAST_PAGES, args.threads):
+            with served(model, dtype, MIN_PAGES, args.threads):
                 pass  # kernels are compiled now
             figures = measure(model, dtype, args.kv_mib, args.threads)
             print(json.dumps({"model": model.name, "dtype": dtype, "threads": args.threads, **figures}), flush=True)

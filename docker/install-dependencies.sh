@@ -23,7 +23,7 @@ pip check
 
 site=$(echo /opt/tandem/venv/lib/python3*/site-packages)
 if [ -d "$site/envoy" ] && [ -d "$site/opentelemetry" ]; then
-    # xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
+    # xds-protos up to 1.85 has an old copy of this package's files; the package installed last wins (grpc/grpc#42926).
     grep '^opentelemetry-proto==' "$lock" >opentelemetry-proto.txt
     install --force-reinstall --requirement opentelemetry-proto.txt
 fi

@@ -36,8 +36,8 @@ WARM_UP_S = 45
 """Long enough for curves that show something, and for links to be measured."""
 STARTED_S = 1.5
 """From the first report of a worker that starts to one that shows more than imports."""
-SYSTEM = "You are a storyteller who knows every animal of the forest by name and never tells the same story twice. "
-TOPICS = ("a fox by the river", "an owl and a lantern", "two hares and the first snow", "a bear who counts stars")
+SYSTEM = "You are a storyteller and know every animal of the forest by name. You never tell the same story twice. "
+TOPICS = ("a fox by the river", "an owl and a lantern", "two hares and the first snow", "a badger that counts stars")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -67,19 +67,19 @@ async def chat(page: Page) -> None:
     await page.fill("#max-tokens", "90")
     await page.fill("#prompt", "Tell me a story about a fox who lives near a river.")
     await page.keyboard.press("Enter")
-    await page.wait_for_selector(".said.model a")
+    await page.wait_for_selector(".chat-message.model a")
 
 
 async def traffic(url: str) -> None:
-    """Chats for as long as nobody cancels it; turns of a conversation, so that beginnings are cached."""
+    """Chats until cancelled; turns of a conversation, so that beginnings are cached."""
 
     async def client(number: int) -> None:
         async with httpx.AsyncClient(base_url=url, timeout=120.0) as http:
             for turn in itertools.count():
                 messages = [{"role": "system", "content": SYSTEM * (1 + number % 3)}]
-                for said in range(turn % 4 + 1):
+                for before in range(turn % 4 + 1):
                     messages.append(
-                        {"role": "user", "content": f"Tell me about {TOPICS[(number + said) % len(TOPICS)]}."}
+                        {"role": "user", "content": f"Tell me about {TOPICS[(number + before) % len(TOPICS)]}."}
                     )
                     messages.append({"role": "assistant", "content": "Once upon a time."})
                 body = {"model": "tandem-mini", "messages": messages[:-1], "max_tokens": 24 + 8 * number}
@@ -93,7 +93,7 @@ async def traffic(url: str) -> None:
 
 @asynccontextmanager
 async def looking(browser: Browser, url: str, shot: Shot) -> AsyncIterator[Page]:
-    """A page that is open at the view of `shot`. What it complains about ends it all."""
+    """A page that is open at the view of `shot`. An error of the page ends all shots."""
     viewport = shot.viewport or (PHONE if shot.phone else WIDE)
     scale = 1.5 if shot.phone else 1
     async with watched_page(
@@ -101,8 +101,8 @@ async def looking(browser: Browser, url: str, shot: Shot) -> AsyncIterator[Page]
     ) as watched:
         await watched.page.goto(f"/console#{shot.view}")
         yield watched.page
-        if watched.complaints or watched.foreign:
-            raise SystemExit(f"{shot.name}: the page complains: {watched.complaints + watched.foreign}")
+        if watched.problems or watched.foreign:
+            raise SystemExit(f"{shot.name}: errors of the page: {watched.problems + watched.foreign}")
 
 
 async def take(page: Page, shot: Shot, folder: Path) -> None:
@@ -115,7 +115,7 @@ async def take(page: Page, shot: Shot, folder: Path) -> None:
     await page.screenshot(path=path, full_page=shot.whole, animations="disabled")
 
 
-async def telling_request(url: str) -> str:
+async def longest_request(url: str) -> str:
     """One that moved KV, if there is any, with the longest output."""
     async with httpx.AsyncClient(base_url=url) as http:
         rows = (await http.get("/console/data/requests")).json()
@@ -162,7 +162,7 @@ async def take_all(system: System, folder: Path, looked_at: Path | None) -> None
             await asyncio.sleep(WARM_UP_S)
             await take(day, light, folder)
             await take(night, dark, folder)
-            request = await telling_request(system.url)
+            request = await longest_request(system.url)
             for shot in (
                 Shot(name="timeline", view=f"request/{request}", prepare=wait_for_lanes),
                 Shot(name="requests", view="requests", scheme="dark", prepare=wait_for_rows, whole=False),

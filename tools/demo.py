@@ -34,7 +34,7 @@ CELL_W, CELL_H, MARGIN = 8.4, 18, 14
 PERIOD_S = 0.1
 PATIENCE_S = 300.0
 MAX_FRAME_S = 1.5
-"""A screen that did not change is not shown for longer: a start on a slow machine would bore."""
+"""A screen that did not change is not shown for longer: a start on a slow machine would be tedious."""
 END_S = 6.0
 MAX_BYTES = 400_000
 # As words: a shell in between would forget the prompt.

@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FIRST_S, AGAIN_S = 240, 30
 """Limits of a start that compiles kernels, and of one that has them."""
 
-LARGEST_WHEEL = 15 << 20
+MAX_WHEEL_BYTES = 15 << 20
 PACKS = "tandem_engine/kernels/store/packs"
 
 RUN = "import sys; from tandem_services.cli.start import tandem; sys.exit(tandem())"
@@ -75,8 +75,8 @@ def install(place: Path) -> Path:
     archive_path = next(place.glob("*.whl"))
     size = archive_path.stat().st_size
     print(f"{archive_path.name}: {size / (1 << 20):.1f} MiB", flush=True)
-    if size > LARGEST_WHEEL:
-        raise SystemExit(f"the wheel is larger than {LARGEST_WHEEL >> 20} MiB")
+    if size > MAX_WHEEL_BYTES:
+        raise SystemExit(f"the wheel is larger than {MAX_WHEEL_BYTES >> 20} MiB")
     with zipfile.ZipFile(archive_path) as archive:
         archive.extractall(site)
     (site / "required.pth").write_text(sysconfig.get_path("purelib") + "\n", "utf-8")

@@ -107,7 +107,7 @@ elif [ ${#more[@]} -gt 0 ]; then
 else
     "${install[@]}" -e ".[$extras]"
 fi
-# xds-protos up to 1.85 has an old copy of this package's files; who is installed last wins (grpc/grpc#42926).
+# xds-protos up to 1.85 has an old copy of this package's files; the package installed last wins (grpc/grpc#42926).
 [ "$kind" = runtime ] ||
     "$venv/bin/python" -c 'from opentelemetry.proto.common.v1.common_pb2 import InstrumentationScope' 2>/dev/null ||
     "${install[@]}" --force-reinstall --no-deps opentelemetry-proto

@@ -4,8 +4,8 @@ Life of a run
     1. outputs    the model continues documents of `tools/corpus`, greedily and at a temperature: what it is
                   going to say is what the head must guess, more than what the documents say
     2. head       its block starts as the model's last one; the fusing matrix starts by passing the state on
-    3. steps      rows of outputs and documents in turn. The model computes hidden states, the head guesses the
-                  next from each, then from its own guesses, as it will when it drafts several tokens
+    3. steps      rows of outputs and documents in turn. The model computes hidden states, the head drafts the
+                  next from each, then from its own drafts, as it will when it drafts several tokens
     4. export     bfloat16 safetensors and config.json, built beside --out and renamed into its place
 
 The loss of a guess is the cross entropy of its token distribution against the model's, and its distance from
@@ -89,7 +89,7 @@ class Head(nn.Module):
 
 
 @dataclass(slots=True)
-class Lesson:
+class Targets:
     """What the frozen model makes of some rows."""
 
     embedded: Tensor
@@ -99,12 +99,12 @@ class Lesson:
 
     @staticmethod
     @torch.no_grad()
-    def of(target: PreTrainedModel, ids: Tensor) -> "Lesson":
+    def of(target: PreTrainedModel, ids: Tensor) -> "Targets":
         base = target.model
         length = ids.shape[1]
         mask = torch.full((1, 1, length, length), -torch.inf).triu(1)
         embedded = base.embed_tokens(ids)
-        return Lesson(
+        return Targets(
             embedded=embedded,
             states=base(input_ids=ids, use_cache=False).last_hidden_state,
             rotation=base.rotary_emb(embedded, torch.arange(length)[None]),
@@ -117,11 +117,11 @@ def shifted(states: Tensor) -> Tensor:
     return nn.functional.pad(states, (0, 0, 1, 0))[:, :-1]
 
 
-def guesses(head: Head, lesson: Lesson, depth: int) -> Iterator[Tensor]:
-    """States guessed from the model's, then from guesses, then from guesses of guesses."""
-    before = shifted(lesson.states)
+def drafts(head: Head, targets: Targets, depth: int) -> Iterator[Tensor]:
+    """States drafted from the model's, then from drafts, then from drafts of drafts."""
+    before = shifted(targets.states)
     for _ in range(depth):
-        states = head(lesson.embedded, before, lesson.rotation, lesson.mask)
+        states = head(targets.embedded, before, targets.rotation, targets.mask)
         yield states
         before = shifted(states)
 
@@ -133,14 +133,14 @@ def loss_of(head: Head, target: PreTrainedModel, ids: Tensor) -> Tensor:
 
 
 def _loss_of(head: Head, target: PreTrainedModel, ids: Tensor) -> Tensor:
-    lesson = Lesson.of(target, ids)
+    targets = Targets.of(target, ids)
     with torch.no_grad():
-        wanted = target.lm_head(lesson.states).float().softmax(dim=-1)
+        wanted = target.lm_head(targets.states).float().softmax(dim=-1)
     total = torch.zeros(())
-    for weight, states in zip(GUESS_WEIGHTS, guesses(head, lesson, len(GUESS_WEIGHTS)), strict=True):
-        said = target.lm_head(states).float().log_softmax(dim=-1)
-        entropy = -(wanted * said).sum(dim=-1).mean()
-        distance = nn.functional.smooth_l1_loss(states.float(), lesson.states.float())
+    for weight, states in zip(GUESS_WEIGHTS, drafts(head, targets, len(GUESS_WEIGHTS)), strict=True):
+        logprobs = target.lm_head(states).float().log_softmax(dim=-1)
+        entropy = -(wanted * logprobs).sum(dim=-1).mean()
+        distance = nn.functional.smooth_l1_loss(states.float(), targets.states.float())
         total = total + weight * (entropy + STATE_WEIGHT * distance)
     return total / sum(GUESS_WEIGHTS)
 
@@ -150,9 +150,9 @@ def agreement(head: Head, target: PreTrainedModel, rows: list[Tensor]) -> list[f
     """Share of positions where the head's greedy token is the model's, by depth of guessing."""
     agreed = torch.zeros(len(GUESS_WEIGHTS))
     for ids in rows:
-        lesson = Lesson.of(target, ids)
-        wanted = target.lm_head(lesson.states).argmax(dim=-1)
-        for depth, states in enumerate(guesses(head, lesson, len(GUESS_WEIGHTS))):
+        targets = Targets.of(target, ids)
+        wanted = target.lm_head(targets.states).argmax(dim=-1)
+        for depth, states in enumerate(drafts(head, targets, len(GUESS_WEIGHTS))):
             agreed[depth] += (target.lm_head(states).argmax(dim=-1) == wanted).float().mean()
     return (agreed / len(rows)).tolist()
 
@@ -204,10 +204,10 @@ def endless(texts: list[list[int]], seed: int) -> Iterator[list[int]]:
 
 def batches(options: Options, tokenizer: Tokenizer, outputs: list[list[int]]) -> Iterator[Tensor]:
     """Two batches of the model's outputs, then one of documents."""
-    said = packed(endless(outputs, options.seed))
+    generated = packed(endless(outputs, options.seed))
     written = packed(tokenizer.encode(text).ids for text in documents(options.seed + 1))
     while True:
-        yield from islice(said, 2)
+        yield from islice(generated, 2)
         yield from islice(written, 1)
 
 

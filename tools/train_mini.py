@@ -124,13 +124,13 @@ def train_tokenizer(seed: int) -> Tokenizer:
 
 
 def load_or_train_tokenizer(options: Options) -> Tokenizer:
-    """A tokenizer in --out is kept: a retrained model must stay usable by whoever holds the old one."""
+    """A tokenizer in --out is kept: a retrained model must stay usable by users of the old one."""
     path = options.out / "tokenizer.json"
     return Tokenizer.from_file(str(path)) if path.exists() else train_tokenizer(options.seed)
 
 
 def model_config(tokenizer: Tokenizer) -> Qwen3Config:
-    """4.3 million parameters; head size 64 and 256-wide rows suit every kernel and quantised format."""
+    """4.3 million parameters; head size 64 and 256-wide rows suit every kernel and quantized format."""
     return Qwen3Config(
         vocab_size=tokenizer.get_vocab_size(),
         hidden_size=256,
@@ -149,7 +149,7 @@ def model_config(tokenizer: Tokenizer) -> Qwen3Config:
 
 
 def initial_model(options: Options, tokenizer: Tokenizer) -> Qwen3ForCausalLM:
-    """Fresh weights, or an earlier model to go on from, with float32 as the training precision."""
+    """Fresh weights, or an earlier model to continue from, with float32 as the training precision."""
     if options.start_from:
         return Qwen3ForCausalLM.from_pretrained(options.start_from, dtype=torch.float32)
     return Qwen3ForCausalLM(model_config(tokenizer))
@@ -313,11 +313,11 @@ def parse() -> Options:
     parser = argparse.ArgumentParser(description="Train the bundled model from synthetic text.")
     parser.add_argument("--out", type=Path, default=ROOT / "models" / "tandem-mini", help="where the model goes")
     parser.add_argument("--work", type=Path, default=ROOT / ".tandem" / "train-mini", help="checkpoints and the log")
-    parser.add_argument("--start-from", type=Path, default=None, help="go on from the weights of this model")
+    parser.add_argument("--start-from", type=Path, default=None, help="continue from the weights of this model")
     parser.add_argument("--steps", type=int, default=3000, help="optimizer steps of 2048 tokens, at most")
     parser.add_argument("--minutes", type=float, default=None, help="time budget; the learning rate follows it")
     parser.add_argument(
-        "--seed", type=int, default=1, help="documents and initial weights; another seed to go on with new documents"
+        "--seed", type=int, default=1, help="documents and initial weights; another seed to continue with new documents"
     )
     parser.add_argument("--threads", type=int, default=1, help="CPU threads")
     parser.add_argument("--rate", type=float, default=3e-3, help="highest learning rate")

@@ -12,7 +12,7 @@ import torch
 from gpu.cases import Case, CaseMaker
 from tandem_engine.kernels.triton.fused_moe import fused_experts
 
-MOST_READ = 256
+MAX_READ = 256
 """Tokens of a step that is bound by what it reads."""
 
 
@@ -30,7 +30,7 @@ class ExpertCases(CaseMaker):
         experts = torch.rand((tokens, count), device=self.device).topk(chosen, dim=1).indices.int()
         weights = self.randn(tokens, chosen)
         read = len(experts.unique()) * (gate_up.nbytes + down.nbytes) // count
-        few = tokens <= MOST_READ
+        few = tokens <= MAX_READ
         return Case(
             name=f"fused MoE, {tokens} tokens, {chosen} of {count} experts",
             run=lambda: fused_experts(x, experts, weights, gate_up, down, activation="silu"),

@@ -48,13 +48,13 @@ def measure_peer(shape: Shape, jobs: Sequence[Job], device: str, dtype: torch.dt
         [sys.executable, "-m", "gpu.transformers_peer"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as child:
         try:
-            said, _ = child.communicate(msgspec.json.encode(order), timeout=max(1.0, limit_s))
+            printed, _ = child.communicate(msgspec.json.encode(order), timeout=max(1.0, limit_s))
             late = ""
         except subprocess.TimeoutExpired:
             child.kill()
-            said, _ = child.communicate()
+            printed, _ = child.communicate()
             late = f"no answer within {limit_s:.0f} s"
-    found = [msgspec.json.decode(line, type=Peer) for line in said.splitlines() if line.startswith(b"{")]
+    found = [msgspec.json.decode(line, type=Peer) for line in printed.splitlines() if line.startswith(b"{")]
     names = {peer.name for peer in found}
     why_not = late or f"the process ended with status {child.returncode}"
     return [*found, *(Peer(name=name, why_not=why_not) for name in WAYS if name not in names)]
@@ -132,7 +132,7 @@ def _measured(name: str, way: Callable[[Any, Sequence[Job]], None], model: Any, 
     try:
         way(model, order.jobs)
         return Peer(name=name, seconds=min(_seconds(way, model, order) for _ in range(ROUNDS)))
-    except Exception as error:  # noqa: BLE001 - a peer that does not work here is said to be missing, with its reason
+    except Exception as error:  # noqa: BLE001 - a peer that does not work here is reported as missing, with its reason
         return Peer(name=name, why_not=f"{type(error).__name__}: {str(error)[:200]}")
 
 

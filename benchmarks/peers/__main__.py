@@ -48,7 +48,7 @@ examples (through make: BENCH_ARGS="--quick"):
   python -m peers --only startup --json       the last line is one JSON object
   python -m peers --docs                      write the tables into docs/benchmarks.md
   python -m peers --install-only
-  python -m peers --resume                    go on with what the last run, interrupted or out of time, did not complete
+  python -m peers --resume                    continue a run that was interrupted or out of time
 """
 
 

@@ -1,7 +1,7 @@
 """Long decodes while long prompts arrive: what one worker does to its streams, and what dividing it into two saves.
 
 The same work for both: four streams of many tokens, and prompts of 2,048 tokens at fixed times, as far apart as three
-lone ones take on the mixed worker. Throughput is all of its tokens over the time until the last has come; latency
+single ones take on the mixed worker. Throughput is all of its tokens over the time until the last has come; latency
 between tokens is that of the four streams, from the first prompt on.
 """
 
@@ -21,7 +21,7 @@ STREAMS = 4
 LONG_STREAM_TOKENS = 1024
 PROMPT_TOKENS = 2048
 LONG_PROMPTS = 6
-GAP_IN_LONE_PROMPTS = 3.0
+GAP_IN_PROMPTS = 3.0
 
 
 class Interference(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,11 +45,11 @@ class Interference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def gap_s(mixed_worker: ServerEngine) -> float:
-    """Between prompts: as far apart as so many lone ones take on one worker that does both."""
-    return GAP_IN_LONE_PROMPTS * lone_prompt_s(mixed_worker)
+    """Between prompts: as far apart as so many single ones take on one worker that does both."""
+    return GAP_IN_PROMPTS * single_prompt_s(mixed_worker)
 
 
-def lone_prompt_s(engine: ServerEngine) -> float:
+def single_prompt_s(engine: ServerEngine) -> float:
     """Seconds of one long prompt on an idle server; the second of two, so that nothing is done for the first time."""
     engine.resume()
     for number in (1, 2):

@@ -49,9 +49,9 @@ def shared_prefix(number: int, *, count: int, prefix: int, own: int, output: int
 
 
 def next_turns(number: int, turn: int, histories: Sequence[tuple[int, ...]], *, output: int) -> list[Job]:
-    """Every conversation goes on: all that was said, and 48 to 96 new tokens."""
-    said = lengths(f"turn {turn}", len(histories), 48, 96)
+    """The next turn of every conversation: its whole history, and 48 to 96 new tokens."""
+    sizes = lengths(f"turn {turn}", len(histories), 48, 96)
     return [
         Job(prompt=history + ids(f"conversation {number} {turn} {each}", length), output_len=output)
-        for each, (history, length) in enumerate(zip(histories, said, strict=True))
+        for each, (history, length) in enumerate(zip(histories, sizes, strict=True))
     ]

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from peers.engines.base import python_path
-from peers.processes import told_by
+from peers.processes import output_of
 from peers.shapes import BYTES
 
 if TYPE_CHECKING:
@@ -33,8 +33,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 def measure(threads: int, *, log: Path, limit_s: float) -> Limits:
     """In a process of its own: torch keeps its threads. Raises `PeerError`."""
     argv = [sys.executable, "-m", "peers.limits", str(threads)]
-    told = told_by(argv, log=log, limit_s=limit_s, environment=python_path())
-    return msgspec.json.decode(told, type=Limits)
+    output = output_of(argv, log=log, limit_s=limit_s, environment=python_path())
+    return msgspec.json.decode(output, type=Limits)
 
 
 def better(one: Limits, other: Limits) -> Limits:

@@ -1,6 +1,6 @@
 """The machine during a figure: waiting until it is idle, and how much of it others used.
 
-OpenMP teams collapse when somebody else holds a core, and a peer that was not stopped is measured silently; so every
+OpenMP teams collapse when another process holds a core, and a peer that was not stopped is measured silently; so every
 figure comes with the share of all cores that went to processes other than the one measured and the one measuring.
 """
 

@@ -1,9 +1,10 @@
 """Processes of a run: started with a log, stopped whole, and none left behind.
 
-A peer may put children into sessions of their own, and whoever measures may be killed. So every process inherits a
-variable (`MARK`) that names the run by pid and birth; at the end of a run, and at the start of the next, whoever
-carries one is ended by its pid. Who changes its title loses the variable (vLLM does): a tree is remembered by pid and
-birth while it can still be seen, and what uses a peer's environment and has lost its parent belongs to one.
+A peer may put children into sessions of their own, and the measuring process may be killed. So every process inherits a
+variable (`MARK`) that names the run by pid and birth; at the end of a run, and at the start of the next, each process
+that carries one is ended by its pid. A process that changes its title loses the variable (vLLM does): a tree is
+remembered by pid and birth while it can still be seen, and what uses a peer's environment and has lost its parent
+belongs to one.
 """
 
 import os
@@ -64,18 +65,18 @@ def start(
         )
 
 
-def told_by(argv: Sequence[str], *, log: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> bytes:
+def output_of(argv: Sequence[str], *, log: Path, limit_s: float, environment: Mapping[str, str] | None = None) -> bytes:
     """What a process writes to its standard output. Raises `PeerError` when it fails or takes longer."""
     process = start(argv, log=log, environment=environment, pipes=True)
     try:
-        told, _ = process.communicate(timeout=limit_s)
+        output, _ = process.communicate(timeout=limit_s)
     except subprocess.TimeoutExpired:
         raise PeerError(f"{log.stem} took longer than {limit_s:.0f} s") from None
     finally:
         stop(process)
     if process.returncode:
         raise PeerError(f"{log.stem} ended with status {process.returncode}:\n{tail(log)}")
-    return told
+    return output
 
 
 def tail(log: Path, lines: int = 12) -> str:
@@ -120,7 +121,7 @@ def _signal_all(process: "subprocess.Popen[bytes]", number: signal.Signals) -> N
 def end_marked(marks: Iterable[str] | None = None, *, home: Path | None = None) -> list[int]:
     """End every process that carries the mark of one of these runs, None for runs that are over; returns their pids.
 
-    With `home`, also whoever has lost both its mark and its parent and uses an environment there.
+    With `home`, also each process that has lost both its mark and its parent and uses an environment there.
     """
     ended = []
     for folder in Path("/proc").iterdir():
@@ -171,7 +172,7 @@ def _is_running(mark: str) -> bool:
 
 
 def _kill(pid: int, born: str | None) -> None:
-    """SIGKILL, unless the number belongs to somebody else by now; returns when it is gone or nobody's any more."""
+    """SIGKILL, unless the number belongs to another process by now; returns when the process is gone."""
     deadline = time.monotonic() + GRACE_S
     while born is not None and _born(pid) == born and not _is_dead(pid) and time.monotonic() < deadline:
         try:

@@ -91,9 +91,11 @@ def _bounds(results: Results) -> str:
         if any(share is not None for share in shares):
             rows.append([f"{model} {dtype}", *("" if share is None else f"{share:.0%}" for share in shares)])
     gflops = ", ".join(f"{rate:.0f} in {dtype}" for dtype, rate in results.limits.gflops.items())
-    told = f"Limits measured in the same run: memory {results.limits.memory_gb_s:.1f} GB/s, products {gflops} GFLOP/s."
+    limits = (
+        f"Limits measured in the same run: memory {results.limits.memory_gb_s:.1f} GB/s, products {gflops} GFLOP/s."
+    )
     head = ["share of the limit", "memory bandwidth in single-stream decode", "matrix products in a prefill of 2,048"]
-    return f"{told}\n\n{table(head, rows)}" if rows else told
+    return f"{limits}\n\n{table(head, rows)}" if rows else limits
 
 
 def _loads(results: Results) -> str:

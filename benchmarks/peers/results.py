@@ -119,7 +119,7 @@ def complete_part(results: Results) -> Results:
 
 
 def write(results: Results, path: Path) -> None:
-    """Whoever reads meanwhile finds the old results or the new."""
+    """Atomic: a reader finds the old results or the new."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f"{path.name}.partial")
     partial.write_bytes(msgspec.json.format(msgspec.json.encode(results), indent=1) + b"\n")

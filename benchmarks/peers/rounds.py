@@ -37,7 +37,7 @@ class Sample(msgspec.Struct, frozen=True, kw_only=True):
     stage: str = ""
 
 
-Told = Callable[[Sample], None]
+OnSample = Callable[[Sample], None]
 Failed = Callable[[str, PeerError], None]
 
 
@@ -52,9 +52,9 @@ class Rounds:
     budget_s: float
     """Of an engine in one workload."""
     deadline: Deadline
-    told: Told
+    on_sample: OnSample
     failed: Failed
-    """Hears of an engine that cannot go on."""
+    """Called with an engine that cannot continue."""
     _spent: dict[tuple[str, str], float] = field(default_factory=lambda: defaultdict(float))
 
     def play(self, workloads: Sequence[Workload], numbers: Iterable[int]) -> bool:
@@ -79,7 +79,7 @@ class Rounds:
                 continue
             self._spent[engine.name, workload.name] += seconds
             first = first or outputs
-            self.told(msgspec.structs.replace(sample, equal=share_equal(first, outputs)))
+            self.on_sample(msgspec.structs.replace(sample, equal=share_equal(first, outputs)))
         return True
 
 

@@ -1,6 +1,6 @@
 """One run: the stages of a plan one after the other, each with its share of the time, results written as they come.
 
-An engine that fails is left out of its stage, a stage that fails or has no time left is noted, and the others go on.
+An engine that fails is left out of its stage, a stage that fails or has no time left is noted, and the others continue.
 """
 
 import subprocess
@@ -102,7 +102,7 @@ class Session:
         self.note(f"{CUT}{what}")
 
     def failed(self, engine: str, error: PeerError) -> None:
-        """An engine cannot go on in this stage."""
+        """An engine cannot continue in this stage."""
         self.note(f"{engine}: {_first_line(error)}", f"{engine} is left out: {error}")
 
     def log(self, name: str) -> Path:
@@ -173,7 +173,7 @@ def new_results(plan: Plan, missing: dict[str, str]) -> Results:
 
 def commit() -> str:
     """Of this checkout, with "-dirty" behind it where it was changed."""
-    told = subprocess.run(
+    described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--exclude=*"], cwd=ROOT, capture_output=True, text=True, check=False
     )
-    return told.stdout.strip() or "not a git checkout"
+    return described.stdout.strip() or "not a git checkout"

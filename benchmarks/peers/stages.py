@@ -13,7 +13,7 @@ from peers.checkpoints import checkpoint_of
 from peers.engines.base import BENCHMARKS, Engine, ServerEngine, python_path
 from peers.install.steps import CONSOLE
 from peers.plan import BATCH_STREAMS, SMALL, Comparison, Plan
-from peers.processes import PeerError, told_by
+from peers.processes import PeerError, output_of
 from peers.results import (
     BESIDE_CONTINUOUS,
     DECODES_UNDER_PROMPTS,
@@ -143,25 +143,25 @@ def machine_limits(session: Session) -> None:
 
 
 def startup(session: Session) -> None:
-    told = told_by(
+    output = output_of(
         [sys.executable, str(BENCHMARKS / "start_time.py"), "--json"],
         log=session.log("start-up"),
         limit_s=session.deadline.wait_s(300),
         environment=python_path(),
     )
-    session.results.startup = msgspec.json.decode(told, type=StartupTimes)
+    session.results.startup = msgspec.json.decode(output, type=StartupTimes)
 
 
 def memory(session: Session, *, model: str, dtype: str) -> None:
     """Of a worker of `tandem up`, by the benchmark that is about nothing else."""
     argv = [sys.executable, str(BENCHMARKS / "worker_memory.py"), str(checkpoint_of(session.home, model, dtype))]
-    told = told_by(
+    output = output_of(
         [*argv, "--dtypes", dtype, "--threads", str(session.plan.threads)],
         log=session.log(f"memory-{model}-{dtype}"),
         limit_s=session.deadline.wait_s(300),
         environment=python_path(),
     )
-    mib = msgspec.json.decode(told.splitlines()[-1], type=dict[str, int | float | str])
+    mib = msgspec.json.decode(output.splitlines()[-1], type=dict[str, int | float | str])
     sizes = {
         name: round(float(mib[key]) * (1 << 20))
         for name, key in (("resident", "full"), ("bare", "torch"), ("weights", "weights"), ("kv_pool", "kv_pool"))
@@ -184,13 +184,13 @@ def int8_weights(session: Session, *, model: str, dtype: str) -> None:
             "--rounds",
             "1",
         ]
-        told = told_by(
+        output = output_of(
             [*argv, "--threads", str(session.plan.threads), "--quantization", held],
             log=session.log(f"{held}-{model}-{dtype}"),
             limit_s=session.deadline.wait_s(300),
             environment=python_path(),
         )
-        figures = msgspec.json.decode(told.splitlines()[-1], type=dict[str, int | float | str])
+        figures = msgspec.json.decode(output.splitlines()[-1], type=dict[str, int | float | str])
         each = HeldWeights(
             model=model,
             dtype=dtype,
@@ -213,7 +213,7 @@ def compare(session: Session, *, comparison: Comparison) -> None:
             **where,
             budget_s=session.plan.budget_s,
             deadline=session.deadline,
-            told=partial(_told, session),
+            on_sample=partial(_add_sample, session),
             failed=session.failed,
         )
         numbers = range(comparison.first_round, comparison.first_round + comparison.rounds)
@@ -234,7 +234,7 @@ def _warm(session: Session, engine: Engine, comparison: Comparison) -> bool:
     return True
 
 
-def _told(session: Session, sample: Sample) -> None:
+def _add_sample(session: Session, sample: Sample) -> None:
     session.results.samples.append(msgspec.structs.replace(sample, stage=session.stage))
     session.keep()
     figures = "  ".join(f"{name} {value:,.4g}" for name, value in sample.figures.items())
@@ -274,7 +274,7 @@ def decodes_under_prompts(session: Session, *, dtype: str) -> None:
         if len(servers) < 2:
             raise PeerError("one of the two sides did not start")
         gap_s = interference.gap_s(servers[0])
-        interference.lone_prompt_s(servers[1])
+        interference.single_prompt_s(servers[1])
         for number in range(session.plan.interference_rounds):
             for server in servers:
                 if session.deadline.passed:

@@ -98,7 +98,7 @@ class Prefill:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shared:
-    """Requests that come at once and share most of their prompts, which nobody has cached."""
+    """Requests that come at once and share most of their prompts, which is not cached."""
 
     count: int = 32
     name: str = "shared"
@@ -110,7 +110,7 @@ class Shared:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Conversations:
-    """Several at once, each turn with all that was said before it."""
+    """Several at once, each turn with all turns before it."""
 
     count: int = 8
     turns: int = 4

@@ -17,8 +17,8 @@ pytestmark = [
 PATIENCE_S = 10.0
 
 
-async def test_requests_of_a_dead_cell_go_on_in_another_and_return(tmp_path):
-    async with Runner(folder=tmp_path, scale=Scale(streams=12, tokens=200), patience_s=PATIENCE_S) as runner:
+async def test_requests_of_a_dead_cell_resume_in_another_and_return(tmp_path):
+    async with Runner(folder=tmp_path, scale=Scale(streams=12, tokens=200), slack_s=PATIENCE_S) as runner:
         outcome = await runner.run(scenarios()[76])
     assert outcome.problems == ()
     assert not outcome.damage

@@ -25,7 +25,7 @@ PATIENCE_S = 5.0
 
 
 async def test_exceptions_in_engines_and_services_change_no_answer(tmp_path) -> None:
-    async with Runner(folder=tmp_path, scale=FEW, patience_s=PATIENCE_S, seed=1) as runner:
+    async with Runner(folder=tmp_path, scale=FEW, slack_s=PATIENCE_S, seed=1) as runner:
         for number in (72, 73):
             outcome = await runner.run(replace(scenarios()[number], shape=SMALL))
             assert outcome.problems == ()

@@ -89,10 +89,10 @@ def test_missing_choice_is_missing_tokens():
 
 
 def test_only_silence_after_the_fault_is_recovery():
-    heard = Answer(ask=answer("a").ask, began=0.0, heard=[5.0, 6.0, 9.0, 9.5])
-    assert heard.longest_silence(after=5.5) == 3.0
-    assert heard.longest_silence(after=8.0) == 1.0
-    assert heard.longest_silence(after=20.0) == 0.0
+    received_at = Answer(ask=answer("a").ask, began=0.0, received_at=[5.0, 6.0, 9.0, 9.5])
+    assert received_at.longest_silence(after=5.5) == 3.0
+    assert received_at.longest_silence(after=8.0) == 1.0
+    assert received_at.longest_silence(after=20.0) == 0.0
 
 
 def test_slow_machine_extends_only_computing_share_of_bounds():
@@ -163,7 +163,7 @@ def test_terminated_chaos_suite_leaves_no_processes(tmp_path, number):
 
 
 def is_running(pid: int) -> bool:
-    """Neither gone nor a zombie, which waits for whoever adopted it."""
+    """Neither gone nor a zombie, which waits for the process that adopted it."""
     with contextlib.suppress(OSError):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     return False

@@ -23,7 +23,7 @@ WHY = "addresses of a killed prefill worker are those of a killed decode worker"
 @pytest.mark.parametrize("number", long_except((KILLED_DECODE, KILLED_PREFILL), {KILLED_DECODE}, why=WHY))
 async def test_ipv6_fleet_keeps_its_promises(number, tmp_path):
     scale = Scale(streams=8, tokens=128)
-    async with Runner(folder=tmp_path, scale=scale, patience_s=PATIENCE_S, host="::1") as runner:
+    async with Runner(folder=tmp_path, scale=scale, slack_s=PATIENCE_S, host="::1") as runner:
         outcome = await runner.run(scenarios()[number])
     assert outcome.problems == ()
     assert not outcome.damage

@@ -29,7 +29,7 @@ WHY = "a killed service and a restarted prefill worker lose what killed engines 
 async def runner(tmp_path_factory):
     """One fleet and one reference for all of them."""
     folder = tmp_path_factory.mktemp("chaos")
-    async with Runner(folder=folder, scale=Scale(streams=16, tokens=256), patience_s=PATIENCE_S) as running:
+    async with Runner(folder=folder, scale=Scale(streams=16, tokens=256), slack_s=PATIENCE_S) as running:
         yield running
 
 

@@ -8,7 +8,7 @@ from typing import Self
 from tandem_testing.chaos.fleet import Fleet, Shape
 from tandem_testing.chaos.machine import Slowness
 from tandem_testing.chaos.runner import Runner
-from tandem_testing.chaos.scenario import MOST_ROUNDS, Run, Scale
+from tandem_testing.chaos.scenario import MAX_ROUNDS, Run, Scale
 from tandem_testing.chaos.streams import Answer, Ask, ChoiceText, Kind
 from tandem_testing.redis_server import RedisServer
 
@@ -36,7 +36,7 @@ class PlayedLoad:
 def answer_to(ask: Ask, *, began: float, silence_s: float) -> Answer:
     choice = ChoiceText(text="a", tokens=["a"], logprobs=[-0.5], finishes=["length"])
     usage = {"completion_tokens": 1}
-    return Answer(ask=ask, began=began, heard=[began + silence_s], choices={0: choice}, usage=usage)
+    return Answer(ask=ask, began=began, received_at=[began + silence_s], choices={0: choice}, usage=usage)
 
 
 class Agreeing:
@@ -77,7 +77,7 @@ async def test_fault_that_never_happens_breaks_the_promise(tmp_path):
     load = PlayedLoad()
     run = run_with(load, tmp_path)
     await run.until_it_happens(load, run.asks(Kind.GREEDY), lambda: False, "a push")
-    assert len(load.sent) == 3 * MOST_ROUNDS
+    assert len(load.sent) == 3 * MAX_ROUNDS
     assert run.problems == ["the fault never happened: a push"]
 
 

@@ -1,4 +1,4 @@
-"""A network interface that is taken away and made anew: UCX does not survive it, the process does."""
+"""A network interface that is taken away and made again: UCX does not survive it, the process does."""
 
 import contextlib
 
@@ -32,7 +32,7 @@ def test_connection_after_interface_recreation_keeps_process():
         others.greet("stranger", victim.hellos["victim"])
         others.begin_push("stranger", "victim@1")
         wait_for(lambda: place.carried() - answered >= ANSWERED, PATIENCE_S)
-        # Each is a turn of the thread that would let UCX read what the stranger has sent.
+        # Each is a turn of the thread that would let UCX read what the other process has sent.
         failed = {victim.push("victim", "friend@1") for _ in range(LOOKS)}
         assert failed <= {"network interface eth0 was removed or recreated", "not connected to friend@1"}
         assert victim.process.poll() is None

@@ -45,7 +45,7 @@ def switch():
 
 @contextlib.contextmanager
 def answering(place: Namespace, name: str):
-    """A server at the place's address that answers everything with its name and what was said."""
+    """A server at the place's address that answers everything with its name and the message."""
     argv = place.around([sys.executable, "-c", ANSWERER, place.address, name])
     process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True)
     try:
@@ -92,9 +92,9 @@ def test_reassigned_address_resets_connections_of_first_owner(switch):
         assert asked(line, b"?") == b"old?"
         first.unplug()
         second = switch.place(first.address)
-        with answering(second, "new"), connected(second.address) as anew:
-            assert asked(anew, b"?") == b"new?"
-            # What was meant for the old one is for nobody.
+        with answering(second, "new"), connected(second.address) as second_line:
+            assert asked(second_line, b"?") == b"new?"
+            # Data for the old one reaches no process.
             with pytest.raises(ConnectionResetError):
                 asked(line, b"?")
         assert old.poll() is None

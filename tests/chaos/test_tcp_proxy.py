@@ -105,10 +105,10 @@ async def test_refusing_resets_new_connections_and_keeps_old_ones(proxy):
 
 
 async def test_target_that_is_not_there_is_a_reset():
-    def nobody() -> tuple[str, int]:
+    def no_target() -> tuple[str, int]:
         raise LookupError("not started")
 
-    proxy = await TcpProxy.open(nobody)
+    proxy = await TcpProxy.open(no_target)
     try:
         async with connected(proxy) as (reader, _):
             with pytest.raises(ConnectionResetError):

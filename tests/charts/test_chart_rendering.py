@@ -145,7 +145,7 @@ def test_probe_ports_are_ports_of_the_container(rendered):
 
 
 def test_operators_namespace_alone_by_default(rendered):
-    """No right outside of the release's namespace unless somebody asks for it."""
+    """No right outside of the release's namespace unless a value asks for it."""
     bound = of_kind(rendered["defaults"], "RoleBinding")
     assert {one["metadata"]["namespace"] for one in bound} == {"tandem-system"}
     assert not of_kind(rendered["defaults"], "ClusterRoleBinding")

@@ -1,6 +1,7 @@
-"""Conversations that go on at the same time say what each would say to its whole history, whatever happens to them.
+"""Concurrent conversations have the output that each has for its whole history, whatever happens to them.
 
-Turns begin while others run, some are aborted and told again, pages are short, and pins give way all the time.
+Turns begin while others run, some are aborted and sent again, pages are short, and pinned sessions are evicted all the
+time.
 """
 
 import random

@@ -10,8 +10,8 @@ from tandem_engine.executor.platform import OnStreams
 from tandem_testing.device_families import DEVICE_FAMILIES, differences_of
 from tandem_testing.exactness import DISAGGREGATED
 from tandem_testing.plain_device import AgainCapturer, PlainDevice, PlainStreams
+from tandem_testing.simulated_platform import load_simulated
 from tandem_testing.turning_reference import TurningReference
-from tandem_testing.twin_platform import load_for_twin
 
 
 class WithoutKernels(PlainDevice):
@@ -35,7 +35,7 @@ def _one_thread():
 @pytest.mark.parametrize("name", DEVICE_FAMILIES)
 def test_queued_paths_of_a_family_equal_transformers(name, tmp_path):
     paths = DEVICE_FAMILIES[name].paths[-1:]
-    model = load_for_twin(DEVICE_FAMILIES[name].write(tmp_path))
+    model = load_simulated(DEVICE_FAMILIES[name].write(tmp_path))
     assert differences_of(model, paths, platform=WithoutKernels) == dict.fromkeys(paths)
 
 
@@ -43,5 +43,5 @@ def test_queued_paths_of_a_family_equal_transformers(name, tmp_path):
 @pytest.mark.parametrize("name", ["qwen3-next", "deepseek-v3"])
 def test_family_of_a_device_is_handed_over(name, tmp_path):
     """States and latents go by NIXL, from and to memory that a device would have."""
-    model = load_for_twin(DEVICE_FAMILIES[name].write(tmp_path))
+    model = load_simulated(DEVICE_FAMILIES[name].write(tmp_path))
     assert differences_of(model, [DISAGGREGATED], platform=WithoutKernels) == {DISAGGREGATED: None}

@@ -29,7 +29,7 @@ TURN_SECONDS = 0.1
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Faults:
     """Probabilities, per push, per message and per request."""
 
     delay: float = 0.0
@@ -43,36 +43,36 @@ class Trouble:
     """Per turn: an operator pauses one of the engines for a few turns."""
 
 
-NONE = Trouble()
-SLOW = Trouble(delay=0.6, repeat=0.3, pause=0.05)
-HOSTILE = Trouble(
+NONE = Faults()
+SLOW = Faults(delay=0.6, repeat=0.3, pause=0.05)
+HOSTILE = Faults(
     delay=0.5, corrupt=0.1, repeat=0.2, fail=0.05, lose_peer=0.05, lose_message=0.05, abort=0.2, pause=0.05
 )
 
 
-def make_trouble(pair: Pair, trouble: Trouble, dice: random.Random) -> None:
+def inject_faults(pair: Pair, faults: Faults, dice: random.Random) -> None:
     def happens(probability: float) -> bool:
         return dice.random() < probability
 
     def fate(_push: object) -> Fate:
         return Fate(
-            delay=dice.randrange(1, 12) if happens(trouble.delay) else 0,
-            corrupt=happens(trouble.corrupt),
-            fail=happens(trouble.fail),
-            lose_peer=happens(trouble.lose_peer),
+            delay=dice.randrange(1, 12) if happens(faults.delay) else 0,
+            corrupt=happens(faults.corrupt),
+            fail=happens(faults.fail),
+            lose_peer=happens(faults.lose_peer),
         )
 
     pair.fabric.fates = fate
-    pair.network.lost = lambda _message: happens(trouble.lose_message)
-    pair.network.repeats = lambda _message: 2 if happens(trouble.repeat) else 0
+    pair.network.lost = lambda _message: happens(faults.lose_message)
+    pair.network.repeats = lambda _message: 2 if happens(faults.repeat) else 0
 
 
-def drive(pair: Pair, trouble: Trouble, dice: random.Random) -> list[str]:
+def drive(pair: Pair, faults: Faults, dice: random.Random) -> list[str]:
     """Submit requests over time, with shared prefixes, abort some, and run until both engines rest."""
     shared = [dice.randrange(1, 90) for _ in range(9)]
     waiting = [f"r{i}" for i in range(REQUESTS)]
     rids = [*waiting]
-    doomed = {rid for rid in rids if dice.random() < trouble.abort}
+    doomed = {rid for rid in rids if dice.random() < faults.abort}
     for _ in range(3000):
         if waiting and dice.random() < 0.4:
             submit(pair, waiting.pop(0), shared, dice)
@@ -80,7 +80,7 @@ def drive(pair: Pair, trouble: Trouble, dice: random.Random) -> list[str]:
         if started and dice.random() < 0.2:
             abort(pair, started[0])
             doomed.discard(started[0])
-        if dice.random() < trouble.pause:
+        if dice.random() < faults.pause:
             pause(pair, dice)
         pair.turn()
         pair.pass_time(TURN_SECONDS)
@@ -193,7 +193,8 @@ def failed(side: Side, rid: str) -> bool:
 
 
 def raising_now_and_then(model: FakeModel) -> LateExecutor:
-    """Every fifth step raises, before or after it writes its KV, unless a request is alone: twice would convict it."""
+    """Every fifth step raises, before or after it writes its KV, unless a request is alone: twice would count as
+    poison."""
 
     def forward(batch: ForwardBatch) -> ForwardResult:
         unlucky = batch.step % 5 == 0 and batch.num_sequences > 1
@@ -242,10 +243,10 @@ def push_layers(dice: random.Random) -> DisaggConfig:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("trouble", [NONE, SLOW, HOSTILE], ids=["no faults", "slow", "hostile"])
+@pytest.mark.parametrize("faults", [NONE, SLOW, HOSTILE], ids=["no faults", "slow", "hostile"])
 @pytest.mark.parametrize("seed", range(3))
-def test_disaggregated_output_is_equal_or_retryable_error(engine, trouble, seed):
-    dice = random.Random(f"{engine}{trouble}{seed}")
+def test_disaggregated_output_is_equal_or_retryable_error(engine, faults, seed):
+    dice = random.Random(f"{engine}{faults}{seed}")
     # The KV of a request may arrive before its receiver has the grammar; or a sender may be late with it.
     prefill, decode = (30, 2) if seed % 2 else (2, 30)
     pair = make_pair(
@@ -255,19 +256,19 @@ def test_disaggregated_output_is_equal_or_retryable_error(engine, trouble, seed)
         prefill={"grammars": ToyGrammars(polls=prefill)},
         decode={"grammars": ToyGrammars(polls=decode)},
     )
-    make_trouble(pair, trouble, dice)
-    rids = drive(pair, trouble, dice)
+    inject_faults(pair, faults, dice)
+    rids = drive(pair, faults, dice)
     complete = [rid for rid in rids if assert_right_or_retryable(pair, rid)]
-    if trouble is not HOSTILE:
+    if faults is not HOSTILE:
         assert complete == rids
     pair.assert_clean()
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
-@pytest.mark.parametrize("trouble", [NONE, HOSTILE], ids=["no faults", "hostile"])
+@pytest.mark.parametrize("faults", [NONE, HOSTILE], ids=["no faults", "hostile"])
 @pytest.mark.parametrize("engine", ["tight", "overlap"])
-def test_two_engines_give_the_output_of_one_under_every_policy(engine, trouble, policy):
-    dice = random.Random(f"{engine}{trouble}{policy}")
+def test_two_engines_give_the_output_of_one_under_every_policy(engine, faults, policy):
+    dice = random.Random(f"{engine}{faults}{policy}")
     pair = make_pair(
         **ENGINES[engine],
         num_layers=LAYERS,
@@ -279,12 +280,12 @@ def test_two_engines_give_the_output_of_one_under_every_policy(engine, trouble, 
         prefill={"grammars": ToyGrammars(polls=2)},
         decode={"grammars": ToyGrammars(polls=30)},
     )
-    make_trouble(pair, trouble, dice)
-    rids = drive(pair, trouble, dice)
+    inject_faults(pair, faults, dice)
+    rids = drive(pair, faults, dice)
     complete = [rid for rid in rids if assert_right_or_retryable(pair, rid)]
     # Prompts that overtake may fill a memory this tight and wait for pages promised to the one they overtook.
-    may_wait_in_vain = engine == "tight" and policy is not SchedulePolicy.FCFS
-    if trouble is NONE and not may_wait_in_vain:
+    may_deadlock = engine == "tight" and policy is not SchedulePolicy.FCFS
+    if faults is NONE and not may_deadlock:
         assert complete == rids
     assert complete
     pair.assert_clean()
@@ -292,9 +293,9 @@ def test_two_engines_give_the_output_of_one_under_every_policy(engine, trouble, 
 
 def test_every_ack_lost_means_quarantine_and_not_a_wrong_token():  # [late-write] [ack-per-grant]
     dice = random.Random(7)
-    trouble = Trouble(delay=0.9, abort=0.7)
+    faults = Faults(delay=0.9, abort=0.7)
     pair = make_pair(usable_pages=40, enable_overlap=True, chunked_prefill_size=4)
-    make_trouble(pair, trouble, dice)
+    inject_faults(pair, faults, dice)
     pair.network.lost = lambda message: isinstance(message, TransferAborted)
     rids: list[str] = []
     shared = [1, 2, 3, 4, 5]
@@ -302,7 +303,7 @@ def test_every_ack_lost_means_quarantine_and_not_a_wrong_token():  # [late-write
         rids.append(f"r{i}")
         submit(pair, rids[-1], shared, dice)
         pair.turn(2)
-        if dice.random() < trouble.abort:
+        if dice.random() < faults.abort:
             abort(pair, rids[-1])
         pair.turn(6)
     for _ in range(300):

@@ -1,4 +1,4 @@
-"""Speculative decoding on a device, by the twin: tokens of no drafts, guesses of a CPU, and no wait for a proposal."""
+"""Speculative decoding on a simulated device: tokens as without drafts, drafts of a CPU, and no wait for a proposal."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -27,8 +27,8 @@ from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.parallel.group import Parallel
 from tandem_engine.speculative.interface import DraftRequest, DraftTokens, Proposer
+from tandem_testing.simulated_platform import SimulatedPlatform, load_simulated
 from tandem_testing.tiny_checkpoints import VOCAB_SIZE, write_tiny_checkpoint, write_tiny_eagle3, write_tiny_head
-from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 GRAPHS = GraphConfig(sizes=(4, 8))
 NONE = SpecConfig()
@@ -39,7 +39,7 @@ DIGITS = GrammarSpec(kind=GrammarKind.REGEX, source="[0-9 ]{40}")
 def model(tmp_path_factory) -> LoadedModel:
     checkpoint = write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "model")
     write_tiny_head(checkpoint, Path(f"{checkpoint}-eagle"))
-    return load_for_twin(checkpoint)
+    return load_simulated(checkpoint)
 
 
 def spec_of(model: LoadedModel, algorithm: SpecAlgorithm) -> SpecConfig:
@@ -86,13 +86,13 @@ def tokens_of(engine: Engine) -> list[tuple[int, ...]]:
 
 @pytest.fixture(scope="module")
 def without_drafts(model) -> list[tuple[int, ...]]:
-    with engine_of(model, NONE, TwinPlatform()) as engine:
+    with engine_of(model, NONE, SimulatedPlatform()) as engine:
         return tokens_of(engine)
 
 
 @pytest.mark.parametrize("algorithm", SpecAlgorithm)
 def test_tokens_are_those_of_no_drafts_greedy_or_seeded(model, without_drafts, algorithm):
-    platform = TwinPlatform()
+    platform = SimulatedPlatform()
     with engine_of(model, spec_of(model, algorithm), platform) as engine:
         assert tokens_of(engine) == without_drafts
         assert engine.stats().speculation.drafted_total > 0
@@ -104,7 +104,7 @@ def test_head_of_three_layers_drafts_on_a_device(model, without_drafts, tmp_path
     head = write_tiny_eagle3(Path(model.config.model_path), tmp_path / "head")
     spec = replace(spec_of(model, SpecAlgorithm.EAGLE), draft_model_path=str(head))
     received = []
-    for platform in (TwinPlatform(), None):
+    for platform in (SimulatedPlatform(), None):
         with engine_of(model, spec, platform, enable_overlap=False) as engine:
             received.append(listen(engine))
             assert tokens_of(engine) == without_drafts
@@ -138,9 +138,9 @@ def listen(engine: Engine) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
 
 
 def test_draft_head_drafts_equal_on_device_and_cpu(model):
-    """So it reads the states of its own text, and goes on from its own: guesses change with either."""
+    """So it reads the states of its own text, and continues from its own: drafts change with either."""
     received = []
-    for platform in (TwinPlatform(), None):
+    for platform in (SimulatedPlatform(), None):
         with engine_of(model, spec_of(model, SpecAlgorithm.EAGLE), platform, enable_overlap=False) as engine:
             received.append(listen(engine))
             tokens_of(engine)
@@ -171,7 +171,7 @@ def test_proposal_and_its_verify_step_are_queued_without_sync(model, algorithm, 
     monkeypatch.setattr(StreamFuture, "_arrived", looked)
     monkeypatch.setattr(StreamRunner, "guess", proposed)
     sampling = {"temperature": 0.9, "seed": 5}
-    with engine_of(model, spec_of(model, algorithm), TwinPlatform(), enable_overlap=overlap) as engine:
+    with engine_of(model, spec_of(model, algorithm), SimulatedPlatform(), enable_overlap=overlap) as engine:
         engine.generate([request("one", range(3, 20), **sampling)])
     proposals = [index for index, call in enumerate(calls) if call == "propose"]
     assert len(proposals) > 2
@@ -188,14 +188,14 @@ def test_drafts_on_streams_with_grammar_equal_no_drafts(model, algorithm):
         request("plain", [7, 8, 9, 10, 11] * 3),
         request("grammar", [1, 2, 3], grammar=DIGITS, ignore_eos=False),
     ]
-    with engine_of(model, NONE, TwinPlatform()) as engine:
+    with engine_of(model, NONE, SimulatedPlatform()) as engine:
         expected = [generation.token_ids for generation in engine.generate(asked)]
-    with engine_of(model, spec_of(model, algorithm), TwinPlatform()) as engine:
+    with engine_of(model, spec_of(model, algorithm), SimulatedPlatform()) as engine:
         assert [generation.token_ids for generation in engine.generate(asked)] == expected
         assert engine.stats().speculation.drafted_total > 0
 
 
-class Weighed(TwinPlatform):
+class Weighed(SimulatedPlatform):
     """Graphs of a model take as many bytes as it has layers, times a thousand."""
 
     def __init__(self) -> None:
@@ -228,7 +228,7 @@ def test_memory_plan_includes_graphs_of_draft_model(model, algorithm, layers, mo
 
 def test_draft_model_catches_up_and_guesses_by_graphs(model):
     """It is always right here, so each proposal begins with two tokens; the prompt alone is queued step by step."""
-    platform = TwinPlatform()
+    platform = SimulatedPlatform()
     with engine_of(model, spec_of(model, SpecAlgorithm.DRAFT), platform, enable_overlap=False) as engine:
         engine.generate([request("one", range(3, 20), max_tokens=24)])
         stats = engine.stats().speculation

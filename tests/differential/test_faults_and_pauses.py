@@ -1,4 +1,4 @@
-"""Steps that raise and operators that pause, at random, with grammars and drafts: nobody's output depends on it."""
+"""Steps that raise and operators that pause, at random, with grammars and drafts: no output depends on it."""
 
 from dataclasses import dataclass
 
@@ -15,7 +15,7 @@ from tandem_testing.scripted_proposer import ScriptedProposer, wrong_every
 from tandem_testing.toy_grammar import toy_grammar
 
 POISON = 96
-"""Occurs in prompts alone: nobody may generate it."""
+"""Occurs in prompts alone: no request may generate it."""
 PREFIX = tuple(range(20, 32))
 
 

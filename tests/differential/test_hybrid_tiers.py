@@ -18,7 +18,7 @@ PROMPTS = (tuple(range(1, 60)) * 2, tuple(range(5, 75)), (*range(1, 60), *range(
 """The first and third share the first 99 tokens."""
 ROUNDS = 3
 LONG = tuple((*range(1, 60), *range(3, 40)) * 3)[:280]
-PARTING = tuple(
+BRANCHING = tuple(
     (first, *prompt)
     for first in (1, 2)
     for prompt in (LONG, (*LONG[:210], *range(1, 62)), (*LONG[:150], *range(2, 60), *range(2, 60)))
@@ -92,7 +92,7 @@ def test_retracted_and_swapped_requests_find_their_states():
 @pytest.mark.parametrize(("overlap", "host_pages"), [(False, 0), (True, 400)])
 @pytest.mark.parametrize("disturbed", [False, True])
 def test_prompts_that_part_within_another_are_the_same(overlap, disturbed, host_pages):
-    """Some continue at states on trial, which make room for others all the time."""
+    """Some continue at provisional states, which make room for others all the time."""
     host = HostConfig(enable_cache=host_pages > 0)
     faults = {"force_retract_every": 5, "force_fault_every": 9} if disturbed else {}
     engine = engine_of(
@@ -104,6 +104,6 @@ def test_prompts_that_part_within_another_are_the_same(overlap, disturbed, host_
     with pytest.MonkeyPatch.context() as patch:
         keep = anchors._keep
         patch.setattr(anchors, "_keep", lambda page: used.append(page) or keep(page))
-        run_rounds(engine, poison=not overlap, prompts=PARTING)
+        run_rounds(engine, poison=not overlap, prompts=BRANCHING)
     assert used
     assert anchors.counts.replaced > 0

@@ -1,8 +1,8 @@
 """Whether KV stayed on the device, went to host memory or to files and came back, the output is the same.
 
-The fake model reads its KV, so a page that came back wrong, late, or into a page that somebody else was given
-meanwhile becomes a wrong token. Pools are small, so that everything moves all the time; in overlap mode copies run
-as late as can be.
+The fake model reads its KV, so a page that came back wrong, late, or into a page that another request was given
+in the meantime becomes a wrong token. Pools are small, so that everything moves all the time; in overlap mode copies
+run as late as can be.
 """
 
 from itertools import product
@@ -35,14 +35,14 @@ def conversations(rounds: int = 3) -> list[list[GenerateRequest]]:
     return [
         [
             make_message(
-                f"round{turn}-{number}-{twin}",
-                [*prompt, *range(turn + twin)],
+                f"round{turn}-{number}-{duplicate}",
+                [*prompt, *range(turn + duplicate)],
                 max_tokens=6 + number,
                 temperature=0.8 if number == 1 else 0.0,
                 seed=number,
             )
             for number, prompt in enumerate(PROMPTS)
-            for twin in range(2)
+            for duplicate in range(2)
         ]
         for turn in range(rounds)
     ]

@@ -1,4 +1,4 @@
-"""Moves that memory or time leaves no room for: nothing waits for ever, and no stream is lost or changed.
+"""Moves that memory or time leaves no room for: nothing waits forever, and no stream is lost or changed.
 
 The fake model reads its KV, so a page that is missing, torn or stale after a move becomes a wrong token.
 """
@@ -52,7 +52,7 @@ def retracted(sides: list[Side]) -> int:
 @pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("seed", range(2))
 def test_streams_of_two_full_workers_swap_places(overlap, seed):  # [moves-without-room]
-    """The gateway takes both to have room. What gets no pages gives up after its time, and goes on elsewhere."""
+    """The gateway takes both to have room. What gets no pages gives up after its time, and resumes elsewhere."""
     dice = random.Random(seed)
     fleet = full_fleet(dice, enable_overlap=overlap)
     fleet.fabric.fates = lambda _push: Fate(delay=dice.randrange(8))

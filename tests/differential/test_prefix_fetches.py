@@ -1,7 +1,7 @@
 """Two engines that fetch prefixes from each other, over a faulty fabric: whatever becomes of a fetch, the same output.
 
-Conversations go on at either engine, as a router may send them, each turn naming the other engine as the one that has
-what came before: it has, or has had, or never had. No fault of a fetch may show but as computing.
+Conversations continue at either engine, as a router may send them, each turn naming the other engine as the one that
+has what came before: it has, or has had, or never had. No fault of a fetch may show but as computing.
 """
 
 import random
@@ -41,7 +41,7 @@ ENGINES = {
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Faults:
     """Probabilities, per push, per message and per turn."""
 
     delay: float = 0.0
@@ -56,10 +56,10 @@ class Trouble:
     """What requests wait at most."""
 
 
-TROUBLES = {
-    "no faults": Trouble(),
-    "slow": Trouble(delay=0.7, pause=0.05, within_s=HURRIES),
-    "hostile": Trouble(delay=0.5, spoilt=0.25, lost=0.05, abort=0.2, pause=0.05, emptied=0.05, within_s=HURRIES),
+FAULTS = {
+    "no faults": Faults(),
+    "slow": Faults(delay=0.7, pause=0.05, within_s=HURRIES),
+    "hostile": Faults(delay=0.5, spoilt=0.25, lost=0.05, abort=0.2, pause=0.05, emptied=0.05, within_s=HURRIES),
 }
 
 
@@ -68,7 +68,7 @@ class Talks:
     """Conversations under way."""
 
     pair: Pair
-    trouble: Trouble
+    faults: Faults
     dice: random.Random
     histories: list[tuple[Side, list[int]]] = field(default_factory=list)
     """With the engine that has, or had, their KV."""
@@ -86,7 +86,7 @@ class Talks:
         fetch = PrefixFetch(
             peer=there.peer,
             tokens=dice.randrange(1, len(prompt) + 1),
-            within_s=dice.choice(self.trouble.within_s),
+            within_s=dice.choice(self.faults.within_s),
         )
         message = make_message(
             f"r{serial}",
@@ -101,8 +101,8 @@ class Talks:
         self.at[message.rid] = here
         here.engine.add(message)
 
-    def go_on(self) -> None:
-        """Whoever has ended goes into the history that its next turn will continue."""
+    def collect(self) -> None:
+        """Add finished turns to the histories that later turns continue."""
         for rid, side in self.at.items():
             finish, message = side.finish(rid), side.engine.messages[rid]
             whole = [*message.input_ids, *side.tokens(rid)]
@@ -111,16 +111,16 @@ class Talks:
         self.histories = self.histories[-6:]
 
     def disturb(self) -> None:
-        trouble, dice, side = self.trouble, self.dice, self.dice.choice([self.pair.prefill, self.pair.decode])
-        if dice.random() < trouble.abort and self.at:
+        faults, dice, side = self.faults, self.dice, self.dice.choice([self.pair.prefill, self.pair.decode])
+        if dice.random() < faults.abort and self.at:
             rid = dice.choice([*self.at])
             self.aborted.add(rid)
             self.at[rid].engine.scheduler.abort(RequestId(rid))
-        if dice.random() < trouble.emptied:
+        if dice.random() < faults.emptied:
             side.engine.scheduler.pause(PauseMode.RETRACT)
             side.engine.scheduler.forget_kv()
             side.engine.scheduler.resume()
-        if dice.random() < trouble.pause:
+        if dice.random() < faults.pause:
             side.engine.scheduler.pause(dice.choice([PauseMode.IN_PLACE, PauseMode.RETRACT]))
             self.turn(dice.randrange(1, 6))
             side.engine.scheduler.resume()
@@ -131,32 +131,32 @@ class Talks:
             self.pair.pass_time(TURN_SECONDS)
 
 
-def make_trouble(pair: Pair, trouble: Trouble, dice: random.Random) -> None:
+def inject_faults(pair: Pair, faults: Faults, dice: random.Random) -> None:
     spoilt = [Fate(corrupt=True), Fate(fail=True), Fate(lose_peer=True)]
 
     def fate(_push: object) -> Fate:
-        if dice.random() < trouble.spoilt:
+        if dice.random() < faults.spoilt:
             return dice.choice(spoilt)
-        return Fate(delay=dice.randrange(1, 12) if dice.random() < trouble.delay else 0)
+        return Fate(delay=dice.randrange(1, 12) if dice.random() < faults.delay else 0)
 
     pair.fabric.fates = fate
-    pair.network.lost = lambda _message: dice.random() < trouble.lost
-    pair.network.delay = lambda _message: dice.randrange(1, 8) if dice.random() < trouble.delay else 0
+    pair.network.lost = lambda _message: dice.random() < faults.lost
+    pair.network.delay = lambda _message: dice.randrange(1, 8) if dice.random() < faults.delay else 0
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("trouble", TROUBLES)
+@pytest.mark.parametrize("faults", FAULTS)
 @pytest.mark.parametrize("seed", range(3))
-def test_output_is_unchanged_by_fetch_faults(engine, trouble, seed):
-    dice = random.Random(f"{engine}{trouble}{seed}")
+def test_output_is_unchanged_by_fetch_faults(engine, faults, seed):
+    dice = random.Random(f"{engine}{faults}{seed}")
     pair = make_pair(**ENGINES[engine], config=CONFIG, context_length=400, grammars=ToyGrammars(polls=5))
-    make_trouble(pair, TROUBLES[trouble], dice)
-    talks = Talks(pair, TROUBLES[trouble], dice)
+    inject_faults(pair, FAULTS[faults], dice)
+    talks = Talks(pair, FAULTS[faults], dice)
     for serial in range(TURNS):
         talks.submit(serial)
         talks.turn(dice.randrange(1, 12))
         talks.disturb()
-        talks.go_on()
+        talks.collect()
     pair.run(seconds_per_turn=TURN_SECONDS)
     for rid, side in talks.at.items():
         if rid not in talks.aborted:
@@ -164,8 +164,8 @@ def test_output_is_unchanged_by_fetch_faults(engine, trouble, seed):
     pair.assert_clean()
     counters = [side.stage.prefixes.counters for side in (pair.prefill, pair.decode)]
     fetched = sum(each.fetched for each in counters)
-    if trouble != "hostile":
+    if faults != "hostile":
         assert (fetched > 0) == (engine != "no radix"), counters
-    if trouble == "no faults":
+    if faults == "no faults":
         assert not any(each.failed for each in counters)
     assert not any(side.engine.memory.pins for side in (pair.prefill, pair.decode))

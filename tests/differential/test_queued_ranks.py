@@ -3,9 +3,9 @@
 import pytest
 
 from tandem_testing.exactness import SHARED, run_paths_of
+from tandem_testing.simulated_platform import SimulatedPlatform, load_simulated
+from tandem_testing.simulated_ranks import NAMESPACE, simulated_ranks
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
-from tandem_testing.twin_platform import TwinPlatform, load_for_twin
-from tandem_testing.twin_ranks import NAMESPACE, twin_ranks
 
 RANKS = 2
 
@@ -13,14 +13,14 @@ RANKS = 2
 @pytest.mark.timeout(300)
 def test_ranks_replay_collectives_and_match_transformers(tmp_path):
     checkpoint = write_tiny_checkpoint("qwen3", tmp_path)
-    platforms: list[TwinPlatform] = []
+    platforms: list[SimulatedPlatform] = []
 
-    def platform() -> TwinPlatform:
-        platforms.append(TwinPlatform())
+    def platform() -> SimulatedPlatform:
+        platforms.append(SimulatedPlatform())
         return platforms[-1]
 
-    ranks = twin_ranks(checkpoint, RANKS, platform)
-    results = run_paths_of(load_for_twin(checkpoint), [SHARED], ranks={("sender", RANKS): ranks}, every=2)
+    ranks = simulated_ranks(checkpoint, RANKS, platform)
+    results = run_paths_of(load_simulated(checkpoint), [SHARED], ranks={("sender", RANKS): ranks}, every=2)
     assert [result.difference for result in results] == [None]
     assert len(platforms) == RANKS
     first, second = platforms

@@ -1,9 +1,9 @@
 """Steps that are queued on streams and replayed from graphs give what transformers gives, token for token.
 
-The device is a twin on the CPU that knows the rules of one: it raises where the host would wait for it, where device
-and host memory meet, and where two streams touch the same memory with nothing between (`tandem_testing.device_twin`).
-Its graphs are tapes of operations that are run again on the same memory. So what is tested here is everything about a
-GPU but its kernels.
+The device is simulated on the CPU with the rules of a GPU: it raises where the host would wait for it, where device
+and host memory meet, and where two streams touch the same memory with nothing between
+(`tandem_testing.simulated_device`). Its graphs are tapes of operations that are run again on the same memory. So what
+is tested here is everything about a GPU but its kernels.
 """
 
 from pathlib import Path
@@ -13,8 +13,8 @@ import pytest
 from tandem_engine.engine.loaded_model import LoadedModel
 from tandem_lab.verify.paths import WITHOUT_GRAPHS
 from tandem_testing.exactness import run_paths_of
+from tandem_testing.simulated_platform import SimulatedPlatform, load_simulated
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint, write_tiny_head
-from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 PATHS = [
     "whole prompts, no overlap",
@@ -36,15 +36,15 @@ COMBINED = ["host cache, write_back", "n-gram drafts, edited", "EAGLE drafts, re
 def model(tmp_path_factory):
     checkpoint = write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "model")
     write_tiny_head(checkpoint, Path(f"{checkpoint}-eagle"))
-    return load_for_twin(checkpoint)
+    return load_simulated(checkpoint)
 
 
-def run(model: LoadedModel, paths: list[str]) -> list[TwinPlatform]:
+def run(model: LoadedModel, paths: list[str]) -> list[SimulatedPlatform]:
     """What the engines of `paths` ran on, which must have given what transformers gives."""
-    platforms: list[TwinPlatform] = []
+    platforms: list[SimulatedPlatform] = []
 
-    def platform() -> TwinPlatform:
-        platforms.append(TwinPlatform())
+    def platform() -> SimulatedPlatform:
+        platforms.append(SimulatedPlatform())
         return platforms[-1]
 
     results = run_paths_of(model, paths, platform=platform, every=2)

@@ -199,7 +199,7 @@ def test_aborts_leave_no_trace_in_other_outputs(case):  # [abort-is-deferred] [a
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("page_size", [1, 16])
 def test_same_output_under_every_policy(policy, overlap, mixed, page_size):
-    """Few seats, few pages and rising priorities: everybody waits, and some are put back."""
+    """Few seats, few pages and rising priorities: all wait, and some are put back."""
     engine = make_engine(
         schedule_policy=policy,
         enable_overlap=overlap,

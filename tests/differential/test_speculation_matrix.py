@@ -103,7 +103,7 @@ def test_scripts_are_right():
     engine = engine_of("right", usable_pages=400)
     run_staggered(engine)
     stats = engine.scheduler.stats().speculation
-    # Drafts beyond a stop are guesses about a text that nobody computes.
+    # Drafts beyond a stop are drafts of a text that is never computed.
     assert stats.accepted_total > 0.9 * stats.drafted_total > 150
 
 
@@ -258,7 +258,7 @@ def test_draft_model_keeps_its_kv_through_everything(settings, page_size, overla
         enable_mixed_chunk=True,
         **settings,
     )
-    # The draft model is told neither of min_tokens nor of edits nor of masks.
+    # The draft model gets neither min_tokens nor edits nor masks.
     reported = [message for message in workload() if not (message.sampling.edits_logits or message.sampling.masked)]
     messages = [message for message in reported if not message.sampling.min_tokens]
     for message in messages:

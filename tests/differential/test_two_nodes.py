@@ -125,7 +125,7 @@ async def test_two_nodes_on_ipv6_addresses_serve_and_hand_over(checkpoint, tmp_p
 async def test_rank_lost_on_the_other_node_ends_both(checkpoint, tmp_path):
     async with two_nodes(checkpoint, tmp_path, key_file(tmp_path)) as both:
         rank = only_child(both.node.pid)
-        # As many as there are positions for: it goes on when the rank is killed, however long that takes.
+        # As many as there are positions for: it still runs when the rank is killed, however long that takes.
         both.engine.client.send(make_message("during", PROMPTS[1], max_tokens=3900))
         await both.engine.until("during", tokens=1)
         os.kill(rank, signal.SIGKILL)

@@ -1,7 +1,7 @@
 """Engines of unequal numbers of ranks and a faulty fabric: the output of one engine, or an error worth retrying.
 
 Faults hit the slices of a push one by one. The ranks of an engine run on threads, so what becomes of a slice is decided
-by its name and not by who comes first.
+by its name and not by order of arrival.
 """
 
 import random

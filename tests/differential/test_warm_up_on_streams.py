@@ -9,8 +9,8 @@ from tandem_engine.engine import Engine, standalone_runs
 from tandem_engine.engine.stats import Generation
 from tandem_engine.kernels.compiles import CompileCounter
 from tandem_testing.scheduler_builders import make_message
+from tandem_testing.simulated_platform import SimulatedPlatform, load_simulated
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
-from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 EDITED = {"repetition_penalty": 1.5, "presence_penalty": 0.5, "frequency_penalty": 0.5, "bad_words": ((1, 2),)}
 
@@ -37,9 +37,9 @@ def engines(checkpoint, speculative: SpecConfig) -> Iterator[Engine]:
         "disagg": DisaggConfig(transport="none"),
         "speculative": speculative,
     }
-    loaded = load_for_twin(checkpoint, **config)
+    loaded = load_simulated(checkpoint, **config)
     for warm in (True, False):
-        with Engine.build(loaded, loaded.config, platform=TwinPlatform()) as engine:
+        with Engine.build(loaded, loaded.config, platform=SimulatedPlatform()) as engine:
             free = engine.audit().free
             if warm:
                 engine.warm_up()

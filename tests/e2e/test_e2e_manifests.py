@@ -80,7 +80,7 @@ def manifests(cluster: ControlPlane, service: Served) -> list[Manifest]:
     budgets = "policy/v1" if cluster.serves("policy/v1") else "policy/v1beta1"
     settings = OperatorSettings(**IMAGES, apis=ClusterApis(pod_disruption_budget=budgets))
     plan = make_plan(service, Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)
-    # Nobody acts on a pool here.
+    # No controller acts on a pool here.
     return [one for one in plan.apply if one["kind"] != "WorkerPool"]
 
 

@@ -189,7 +189,7 @@ def test_deleted_cache_of_a_made_claim_disturbs_no_pod(caches: Caches, pods: Pod
             caches.cluster.api.delete(caches.path("mini")).raise_for_status()
             wait_equal(lambda: condition(chat, "ModelCached")[:2], ("False", "CacheMissing"), PATIENCE_S, chat.explain)
             more(load, 20)
-            # A claim that is being deleted lets in no new pod.
+            # A claim that is being deleted accepts no new pod.
             chat.apply(spec_on("mini", replicas=2))
             wait_for(lambda: "being deleted" in condition(chat, "Degraded")[2], PATIENCE_S, chat.explain)
             chat.apply(spec_on("mini"))

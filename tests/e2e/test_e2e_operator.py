@@ -83,7 +83,7 @@ def references(url: str) -> dict:
 
 
 def check(load: Load) -> None:
-    """Nobody lost anything."""
+    """No client lost anything."""
     summary = load.summary()
     assert summary.failed == 0, summary.errors
     assert summary.mismatched == 0
@@ -220,7 +220,7 @@ def test_successor_without_a_node_is_waited_for(
 
 
 def test_redis_is_evicted(resource: Resource, pods: Pods, url: str, references: dict, diary: Diary):
-    """A drained node takes it, too. Its successor knows nothing, and everybody tells it again."""
+    """A drained node takes it, too. Its successor is empty, and all workers report again."""
     with diary.step("Redis evicted under load") as entry:
         with Load(url, NAME, references, clients=CLIENTS) as load:
             (name,) = pods.ready(REDIS)

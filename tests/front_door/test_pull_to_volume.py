@@ -21,7 +21,7 @@ CLI = (sys.executable, "-m", "tandem_services.cli.main", "pull", REPO)
 
 
 class Job:
-    """The container: a read-only home, a volume, a file for its last words."""
+    """The container: a read-only home, a volume, a file for its termination message."""
 
     def __init__(self, folder, url):
         kept = {name: text for name, text in os.environ.items() if not name.startswith(("HF_", "XDG_", "TANDEM_"))}

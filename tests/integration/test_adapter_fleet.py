@@ -231,7 +231,7 @@ async def set_role(fleet: SystemClient, worker: str, role: str) -> None:
 
 
 async def speaking_streams(fleet: SystemClient, models: Sequence[str]) -> "list[asyncio.Task[list[int]]]":
-    """Long ones, each of which has said something."""
+    """Long ones, each of which has some output."""
     before = fleet.chunks.speaking
     running = [asyncio.create_task(streamed(fleet, model, LONG)) for model in models]
     await until(lambda: fleet.chunks.speaking >= before + len(running), 60.0, "streams speak")

@@ -7,7 +7,7 @@ from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import EngineRack, live_gateway, script
 from tandem_testing.key_files import key_of, write_keys
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 HI = [{"role": "user", "content": "Weather in Bern?"}]
@@ -31,7 +31,7 @@ async def client(tmp_path):
     keys = write_keys(tmp_path, ann={})
     with EngineRack() as rack:
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-            rack.add(name, MockBehaviour(token=scripted_tokens(ids), eos=EOS), role).context_length = 4096
+            rack.add(name, MockBehavior(token=scripted_tokens(ids), eos=EOS), role).context_length = 4096
         async with (
             live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as live,
             anthropic.AsyncAnthropic(base_url=live.url, api_key=key_of("ann"), max_retries=0) as client,

@@ -19,7 +19,7 @@ from tandem_services.router.cells.places import CellPlace
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of, serving_fleets
 from tandem_testing.metric_text import metric_sum
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, MockEngine, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import PATIENT_S, Fleet, make_load, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
@@ -33,8 +33,8 @@ HELD_AT, TOKENS = 10, 24
 FULL = make_load(sequences=64)
 
 
-def behaviour(**changes) -> MockBehaviour:
-    return MockBehaviour(token=hash_tokens(3, 250), step_s=0.01, **changes)
+def behavior(**changes) -> MockBehavior:
+    return MockBehavior(token=hash_tokens(3, 250), step_s=0.01, **changes)
 
 
 @pytest.fixture
@@ -106,7 +106,7 @@ async def cell_of(http) -> dict | int | None:
 
 
 async def test_full_cell_is_relieved_by_another_as_explain_and_metrics_say(servers, rack, tmp_path):
-    home, west = rack.add("h", behaviour()), rack.add("w", behaviour())
+    home, west = rack.add("h", behavior()), rack.add("w", behavior())
     async with (
         beating(servers[HOME], HOME, home, FULL),
         beating(servers[WEST], WEST, west),
@@ -122,8 +122,8 @@ async def test_full_cell_is_relieved_by_another_as_explain_and_metrics_say(serve
         assert moved >= 1
 
 
-async def test_stream_of_a_dead_cell_continues_in_another_and_requests_return(servers, rack, tmp_path):
-    home, west = rack.add("h", behaviour(hold_at=HELD_AT)), rack.add("w", behaviour())
+async def test_stream_of_a_dead_cell_resumes_in_another_and_returns(servers, rack, tmp_path):
+    home, west = rack.add("h", behavior(hold_at=HELD_AT)), rack.add("w", behavior())
     async with beating(servers[WEST], WEST, west), gateway_at_home(servers, tmp_path, rack.context) as http:
         async with beating(servers[HOME], HOME, home):
             await until(lambda: _is_home(http), PATIENCE_S, "the own cell serves")
@@ -142,7 +142,7 @@ async def test_stream_of_a_dead_cell_continues_in_another_and_requests_return(se
         assert len(pieces) == TOKENS
         await until(lambda: _served_in(http, WEST, "no_worker"), PATIENCE_S, "the other cell serves")
         servers[HOME].restart()
-        again = rack.add("h2", behaviour())
+        again = rack.add("h2", behavior())
         async with beating(servers[HOME], HOME, again):
             await until(lambda: _is_home(http), PATIENCE_S, "the own cell serves again")
 

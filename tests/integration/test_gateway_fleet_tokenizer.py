@@ -25,7 +25,7 @@ from tandem_services.router.deployment import Deployment
 from tandem_services.router.keys import Keys
 from tandem_services.router.shared_state import TokenizerCopy
 from tandem_testing.gateway_builders import EngineRack
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, MockEngine, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER
 from tandem_testing.router_builders import Fleet, make_record
 from tandem_testing.service_clock import ServiceClock
@@ -70,7 +70,7 @@ def rack() -> Iterator[EngineRack]:
 
 
 def engine_of(rack: EngineRack, name: str, bundle: TokenizerBundle) -> MockEngine:
-    engine = rack.add(name, MockBehaviour(token=hash_tokens(3, 250)))
+    engine = rack.add(name, MockBehavior(token=hash_tokens(3, 250)))
     engine.model, engine.tokenizer = "m", bundle
     return engine
 

@@ -22,7 +22,7 @@ from tandem_services.router.decision import RouteDecision, RouteQuery
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, MockEngine, hash_tokens
 from tandem_testing.redis_server import RedisServer
 from tandem_testing.router_builders import PATIENT_S, Fleet, make_load, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
@@ -77,7 +77,7 @@ async def test_flood_waits_at_the_gateway_and_lets_another_tenant_by(server, tmp
     most: list[int] = []
     ended: list[str] = []
     with EngineRack() as rack:
-        engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
+        engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), step_s=0.01))
         fleet = Fleet(server)
         reporting = asyncio.create_task(report(fleet, engine, most))
 
@@ -121,7 +121,7 @@ async def test_short_chat_does_not_wait_for_any_choice_of_a_flood(server, tmp_pa
         return await choose(router, query)
 
     monkeypatch.setattr(Router, "choose", noted)
-    behavior = MockBehaviour(token=hash_tokens(3, 250), hold_at=1)
+    behavior = MockBehavior(token=hash_tokens(3, 250), hold_at=1)
     with EngineRack() as rack:
         engine = rack.add("solo", behavior)
         fleet = Fleet(server)

@@ -1,4 +1,4 @@
-"""Who a gateway offers: workers that answer it, whatever a real Redis says of them."""
+"""Workers that a gateway routes to: those that answer it, whatever a real Redis has of them."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,7 +19,7 @@ from tandem_services.router.policies import PolicyNames
 from tandem_services.router.registry import LeaseStatus
 from tandem_services.router.router import Router, RouterConfig
 from tandem_testing.gateway_builders import EngineRack, config_of, fleet_of, serving_fleets
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, MockEngine, hash_tokens
 from tandem_testing.router_builders import PATIENT_S, Fleet, make_load, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
 from tandem_testing.waiting import until
@@ -27,11 +27,11 @@ from tandem_testing.waiting import until
 OURS, THEIRS = KeyPair.generate(), KeyPair.generate()
 PATIENCE_S = 60.0
 BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": 800, "SWEEP_EVERY_MS": 0}
-"""Whoever is silent for a second is gone from the registry."""
+"""A worker that is silent for a second is gone from the registry."""
 
 
-def behaviour() -> MockBehaviour:
-    return MockBehaviour(token=hash_tokens(3, 250))
+def behavior() -> MockBehavior:
+    return MockBehavior(token=hash_tokens(3, 250))
 
 
 @pytest.fixture
@@ -41,7 +41,7 @@ def rack():
 
 
 @pytest.fixture
-def strangers():
+def foreign_rack():
     with EngineRack(context=IpcContext(THEIRS)) as engines:
         yield engines
 
@@ -109,7 +109,7 @@ def sees(router: Router, *incarnations: str) -> Callable[[], bool]:
 
 async def test_workers_without_redis_stay_members_while_reachable(server, rack, fleet, tmp_path):
     """The gateway keeps Redis, which forgets them, and a restart of the heartbeats brings them back."""
-    engines = [rack.add(name, behaviour()) for name in ("a", "b")]
+    engines = [rack.add(name, behavior()) for name in ("a", "b")]
     async with gateway_of(server, rack.context, tmp_path) as (http, router):
         async with beating(fleet, *engines):
             await until(sees(router, "a@1", "b@1"), PATIENCE_S, "both are members")
@@ -126,15 +126,15 @@ async def test_workers_without_redis_stay_members_while_reachable(server, rack, 
 async def test_workers_never_asked_stay_members_without_redis(server, rack, fleet, tmp_path, monkeypatch):
     """The gateway of a large fleet is connected to few of its workers. When Redis forgets all, it asks the others."""
     monkeypatch.setattr(engine_pool, "AHEAD", 1)
-    engines = [rack.add(name, behaviour()) for name in "abcd"]
-    everybody = {engine.view.incarnation for engine in engines}
+    engines = [rack.add(name, behavior()) for name in "abcd"]
+    all_workers = {engine.view.incarnation for engine in engines}
     async with gateway_of(server, rack.context, tmp_path) as (http, router):
         async with beating(fleet, *engines):
-            await until(sees(router, *everybody), PATIENCE_S, "all are members")
+            await until(sees(router, *all_workers), PATIENCE_S, "all are members")
             assert sum(engine.pings > 0 for engine in engines) <= 1
-        await until(lambda: router._membership.unlisted == everybody, PATIENCE_S, "Redis has lost them")
+        await until(lambda: router._membership.unlisted == all_workers, PATIENCE_S, "Redis has lost them")
         await until(lambda: all(engine.pings > 0 for engine in engines), PATIENCE_S, "all were asked")
-        await until(lambda: all(map(router._membership.proofs.proven, everybody)), PATIENCE_S, "all have answered")
+        await until(lambda: all(map(router._membership.proofs.proven, all_workers)), PATIENCE_S, "all have answered")
         await asyncio.to_thread(engines[0].stop)
         await until(sees(router, "b@1", "c@1", "d@1"), PATIENCE_S, "one answers no longer")
         assert set(await answered(http, 20)) == {200}
@@ -142,9 +142,9 @@ async def test_workers_never_asked_stay_members_without_redis(server, rack, flee
 
 @pytest.mark.parametrize("endpoint", ["of another worker", "tcp://127.0.0.1:9"])
 async def test_row_of_no_engine_costs_no_request(server, rack, fleet, tmp_path, monkeypatch, endpoint):
-    """Nobody was asked before: requests find out."""
+    """No worker was probed before: requests find out."""
     monkeypatch.setattr(engine_pool, "AHEAD", 0)
-    engine = rack.add("a", behaviour())
+    engine = rack.add("a", behavior())
     changes = {} if endpoint == "of another worker" else {"request_endpoint": endpoint}
     old = record_of(engine, worker_id="z", incarnation="z@7", **changes)
     async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, engine):
@@ -160,7 +160,7 @@ async def test_row_of_no_engine_costs_no_request(server, rack, fleet, tmp_path, 
 async def test_policy_whose_worker_does_not_answer_chooses_another(server, rack, fleet, tmp_path, monkeypatch):
     """A policy leaves one worker of a role, so that neither Redis nor the view has another for the same query."""
     monkeypatch.setattr(engine_pool, "AHEAD", 0)
-    engine = rack.add("b", behaviour())
+    engine = rack.add("b", behavior())
     old = record_of(engine, worker_id="a", incarnation="a@7", request_endpoint="tcp://127.0.0.1:9")
     in_turn = PolicyNames.parse("round_robin")
     async with gateway_of(server, rack.context, tmp_path, in_turn) as (http, router), beating(fleet, engine):
@@ -174,14 +174,14 @@ async def test_policy_whose_worker_does_not_answer_chooses_another(server, rack,
 async def test_session_stays_with_a_worker_in_a_long_step(server, rack, fleet, tmp_path, monkeypatch):
     """No other worker has the session."""
     monkeypatch.setattr(engine_pool, "AHEAD", 0)
-    engine = rack.add("a", behaviour())
+    engine = rack.add("a", behavior())
     async with gateway_of(server, rack.context, tmp_path) as (_, router), beating(fleet, engine):
         await until(sees(router, "a@1"), PATIENCE_S, "it is a member")
-        engine.behaviour.deaf = True
+        engine.behavior.deaf = True
         query = RouteQuery(request_id="r", model="m", token_ids=(1, 2, 3))
         choosing = asyncio.create_task(router.stay(query, "a@1"))
         await asyncio.sleep(0.5)
-        engine.behaviour.deaf = False
+        engine.behavior.deaf = False
         choice = await choosing
         assert choice.decode.incarnation == "a@1"
         await router.release(choice)
@@ -189,7 +189,7 @@ async def test_session_stays_with_a_worker_in_a_long_step(server, rack, fleet, t
 
 async def test_prefill_worker_that_loses_redis_still_computes(server, rack, fleet, tmp_path):
     """Decode workers are registered, so that Redis finds a way without it."""
-    prefill, decode = rack.add("p", behaviour(), Role.PREFILL), rack.add("d", behaviour(), Role.DECODE)
+    prefill, decode = rack.add("p", behavior(), Role.PREFILL), rack.add("d", behavior(), Role.DECODE)
     async with (
         gateway_of(server, rack.context, tmp_path, prefill_fallback=False) as (http, router),
         beating(fleet, decode),
@@ -201,7 +201,7 @@ async def test_prefill_worker_that_loses_redis_still_computes(server, rack, flee
 
 
 async def test_ended_worker_is_removed_from_members(server, rack, fleet, tmp_path):
-    engines = [rack.add(name, behaviour()) for name in ("a", "b")]
+    engines = [rack.add(name, behavior()) for name in ("a", "b")]
     async with gateway_of(server, rack.context, tmp_path) as (_, router):
         async with beating(fleet, *engines):
             await until(sees(router, "a@1", "b@1"), PATIENCE_S, "both are members")
@@ -213,7 +213,7 @@ async def test_ended_worker_is_removed_from_members(server, rack, fleet, tmp_pat
 @pytest.mark.parametrize("reason", ["superseded", "fenced"])
 async def test_verdict_ends_a_member_that_still_answers(server, rack, fleet, tmp_path, reason):
     """Its id was given to another incarnation, or its peers found it dead, while it did not reach Redis."""
-    engine = rack.add("a", behaviour())
+    engine = rack.add("a", behavior())
     async with gateway_of(server, rack.context, tmp_path) as (_, router):
         async with beating(fleet, engine):
             await until(sees(router, "a@1"), PATIENCE_S, "it is a member")
@@ -232,7 +232,7 @@ async def test_verdict_ends_a_member_that_still_answers(server, rack, fleet, tmp
 
 
 async def test_forged_verdict_ends_no_member(server, rack, fleet, tmp_path):
-    engine, forger = rack.add("a", behaviour()), Deployment.of(THEIRS)
+    engine, forger = rack.add("a", behavior()), Deployment.of(THEIRS)
     async with gateway_of(server, rack.context, tmp_path) as (http, router):
         async with beating(fleet, engine):
             await until(sees(router, "a@1"), PATIENCE_S, "it is a member")
@@ -246,7 +246,7 @@ async def test_forged_verdict_ends_no_member(server, rack, fleet, tmp_path):
 
 async def test_row_that_no_engine_answers_for_is_never_offered(server, rack, fleet, tmp_path):
     """An old row, written again: its proof is good, and another incarnation is at its address."""
-    engine = rack.add("a", behaviour())
+    engine = rack.add("a", behavior())
     async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, engine):
         await until(sees(router, "a@1"), PATIENCE_S, "it is a member")
         old = record_of(engine, worker_id="z", incarnation="z@7")
@@ -257,9 +257,9 @@ async def test_row_that_no_engine_answers_for_is_never_offered(server, rack, fle
             assert "z@7" not in {worker.incarnation for worker in router.workers()}
 
 
-async def test_engine_of_another_deployment_is_never_offered(server, rack, strangers, fleet, tmp_path):
+async def test_engine_of_another_deployment_is_never_offered(server, rack, foreign_rack, fleet, tmp_path):
     """The row is signed by our deployment, and the engine behind it has other keys."""
-    ours, theirs = rack.add("a", behaviour()), strangers.add("x", behaviour())
+    ours, theirs = rack.add("a", behavior()), foreign_rack.add("x", behavior())
     async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, ours, theirs):
         await until(sees(router, "a@1"), PATIENCE_S, "ours is a member")
         for _ in range(6):
@@ -269,9 +269,9 @@ async def test_engine_of_another_deployment_is_never_offered(server, rack, stran
     assert not theirs.received
 
 
-async def test_victim_of_a_stolen_name_serves_on(server, rack, strangers, fleet, tmp_path):
+async def test_victim_of_a_stolen_name_serves_on(server, rack, foreign_rack, fleet, tmp_path):
     """After a wipe a second deployment with the same cluster name registers first."""
-    ours, theirs = rack.add("a", behaviour()), strangers.add("a", behaviour())
+    ours, theirs = rack.add("a", behavior()), foreign_rack.add("a", behavior())
     intruder = Fleet(server, deployment=Deployment.of(THEIRS), **BRIEF)
     async with gateway_of(server, rack.context, tmp_path) as (http, router), beating(fleet, ours):
         await until(sees(router, "a@1"), PATIENCE_S, "ours is a member")

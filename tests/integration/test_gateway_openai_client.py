@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import EngineRack, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 HI = [{"role": "user", "content": "hi"}]
@@ -19,7 +19,7 @@ async def gateway(tmp_path):
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path))
     with EngineRack() as rack:
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-            rack.add(name, MockBehaviour(token=hash_tokens(3, 250), eos=EOS), role)
+            rack.add(name, MockBehavior(token=hash_tokens(3, 250), eos=EOS), role)
         async with live_gateway(rack.context, tokenizer, rack.engines) as live:
             yield live
 
@@ -46,7 +46,7 @@ async def test_clients_own_accumulator_understands_the_stream(tmp_path):
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path))
     with EngineRack() as rack:
         ids = script(tokenizer, "hello there", eos=EOS)
-        rack.add("only", MockBehaviour(token=scripted_tokens(ids), eos=EOS))
+        rack.add("only", MockBehavior(token=scripted_tokens(ids), eos=EOS))
         async with (
             live_gateway(rack.context, tokenizer, rack.engines) as gateway,
             openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
@@ -103,7 +103,7 @@ async def test_tools_with_a_format_and_allowed_tools(tmp_path):
     allowed = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "f"}}]}
     ids = script(tokenizer, '<tool_call>\n{"name": "f", "arguments": {"a": "b"}}\n</tool_call>', eos=EOS)
     with EngineRack() as rack:
-        rack.add("only", MockBehaviour(token=scripted_tokens(ids), eos=EOS)).context_length = 4096
+        rack.add("only", MockBehavior(token=scripted_tokens(ids), eos=EOS)).context_length = 4096
         async with (
             live_gateway(rack.context, tokenizer, rack.engines) as gateway,
             openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,
@@ -132,7 +132,7 @@ async def test_error_in_the_middle_of_a_stream_is_raised_by_the_client(tmp_path)
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path))
     with EngineRack() as rack:
         ids = tokenizer.encode("hello there")
-        rack.add("only", MockBehaviour(token=scripted_tokens(ids), die_after=3))
+        rack.add("only", MockBehavior(token=scripted_tokens(ids), die_after=3))
         async with (
             live_gateway(rack.context, tokenizer, rack.engines, recovery_s=0.1) as gateway,
             openai.AsyncOpenAI(base_url=f"{gateway.url}/v1", api_key="none", max_retries=0) as client,

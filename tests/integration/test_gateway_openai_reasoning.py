@@ -12,7 +12,7 @@ from tandem_engine.engine import Engine
 from tandem_engine.engine.loaded_model import load
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_testing.gateway_builders import EngineRack, live_gateway
-from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.mock_engine import MockBehavior
 
 MODEL = Path(__file__).resolve().parents[2] / "models" / "tandem-mini"
 LEGS = {
@@ -57,7 +57,7 @@ def loaded():
 async def client(loaded):
     eos = min(loaded.model.config.eos_token_ids)
     with Engine.build(loaded, loaded.config) as engine, EngineRack() as rack:
-        behavior = MockBehaviour(token=ComputedTokens(engine, eos), eos=eos)
+        behavior = MockBehavior(token=ComputedTokens(engine, eos), eos=eos)
         rack.add("only", behavior).context_length = 4096
         async with (
             live_gateway(rack.context, loaded.text, rack.engines, reasoning_parser="deepseek_r1") as gateway,

@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import EngineRack, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 HI = [{"role": "user", "content": "Weather in Bern?"}]
@@ -33,7 +33,7 @@ async def client(tmp_path):
     ids = script(tokenizer, OUTPUT, eos=EOS)
     with EngineRack() as rack:
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-            rack.add(name, MockBehaviour(token=scripted_tokens(ids), eos=EOS), role).context_length = 4096
+            rack.add(name, MockBehavior(token=scripted_tokens(ids), eos=EOS), role).context_length = 4096
         async with (
             live_gateway(rack.context, tokenizer, rack.engines, ping_interval_s=2.0) as live,
             openai.AsyncOpenAI(base_url=f"{live.url}/v1", api_key="none", max_retries=0) as client,

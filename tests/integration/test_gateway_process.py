@@ -15,7 +15,7 @@ import pytest
 from tandem_services.common.sockets import free_port
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, MockEngine, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import Fleet, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.skipif(REDIS_SERVER is None, reason="redis-server is no
 PATIENCE_S = 120.0
 get, post = partial(httpx.get, timeout=PATIENCE_S), partial(httpx.post, timeout=PATIENCE_S)
 LONG_NOTICE_S = 6.0
-"""Of an end: long enough for what is asked meanwhile, however late it is asked."""
+"""Of an end: long enough for requests during it, however late."""
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -118,7 +118,7 @@ async def test_draining_gateway_turns_unready_first_and_keeps_streams(redis, tmp
     running = asyncio.Semaphore(0)
     try:
         with EngineRack() as rack:
-            engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
+            engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), step_s=0.01))
             async with (
                 registered(redis, engine),
                 httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client,
@@ -139,7 +139,7 @@ async def test_draining_gateway_turns_unready_first_and_keeps_streams(redis, tmp
                 answer = await client.get("/ready")
                 while answer.status_code == 200:
                     answer = await client.get("/ready")
-                # It is told apart by its word, not by a closed port, and still serves who has not heard it.
+                # Its status shows it, not a closed port, and it still serves clients that have not seen that.
                 assert (answer.status_code, answer.json()["status"]) == (503, "draining")
                 assert answer.headers["connection"] == "close"
                 late = await client.post("/v1/completions", json={**body, "stream": False, "max_tokens": 1})
@@ -164,7 +164,7 @@ async def test_streams_wait_when_descriptors_are_short(redis, tmp_path):
     limits = httpx.Limits(max_connections=clients)
     try:
         with EngineRack() as rack:
-            engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
+            engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), step_s=0.01))
             url = f"http://127.0.0.1:{port}"
             async with registered(redis, engine):
                 async with httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as first:
@@ -189,7 +189,7 @@ async def test_console_shows_worker_statistics_and_redis_outage(redis, tmp_path)
     reported = {"running": 3, "evictable_pages": 40, "cached_tokens_total": 7}
     try:
         with EngineRack() as rack:
-            engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+            engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
             async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=PATIENCE_S) as client:
                 async with registered(redis, engine, **reported):
                     await wait_until_ready(client)

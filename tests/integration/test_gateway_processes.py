@@ -17,7 +17,7 @@ import pytest
 from tandem_services.common.sockets import free_port, listen
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, MockEngine, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.router_builders import Fleet, make_record
 from tandem_testing.tokenizer_builders import write_tokenizer
@@ -71,7 +71,7 @@ async def gateway(folder: Path, redis: RedisServer, *flags: str) -> AsyncIterato
     running = Running(process, port, admin_port)
     try:
         with EngineRack() as rack:
-            async with registered(redis, rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))):
+            async with registered(redis, rack.add("solo", MockBehavior(token=hash_tokens(3, 250), step_s=0.01))):
                 async with running.to(admin_port) as admin:
                     await until_all_are_ready(running, admin)
                 yield running
@@ -259,6 +259,6 @@ def test_port_that_is_taken_is_refused(redis, tmp_path):
 
 @contextlib.contextmanager
 def shared_port() -> Iterator[int]:
-    """A port that is listened on by another process, which shares it with anybody."""
+    """A port that is listened on by another process, which shares it with any process."""
     with listen("127.0.0.1", 0, shared=True) as listener:
         yield listener.getsockname()[1]

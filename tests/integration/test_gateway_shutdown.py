@@ -13,7 +13,7 @@ from tests.integration.test_gateway_process import PATIENCE_S, registered, wait_
 
 from tandem_services.common.sockets import free_port
 from tandem_testing.gateway_builders import EngineRack
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER, RedisServer
 from tandem_testing.tokenizer_builders import write_tokenizer
 from tandem_testing.waiting import until
@@ -68,7 +68,7 @@ async def test_gateway_shutdown_gives_each_stream_its_error(redis, tmp_path, num
     process = start(tmp_path, port, redis.url, drain_s=0.5)
     try:
         with EngineRack() as rack:
-            engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.1))
+            engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), step_s=0.1))
             url = f"http://127.0.0.1:{port}"
             async with registered(redis, engine), httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
                 await wait_until_ready(client)
@@ -111,7 +111,7 @@ async def test_gateway_under_nohup_outlives_its_terminal(redis, tmp_path):
     process = start(tmp_path, port, redis.url, drain_s=0.5, hang_up_ignored=True)
     try:
         with EngineRack() as rack:
-            engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+            engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
             url = f"http://127.0.0.1:{port}"
             async with registered(redis, engine), httpx.AsyncClient(base_url=url, timeout=PATIENCE_S) as client:
                 await wait_until_ready(client)

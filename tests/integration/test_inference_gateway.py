@@ -27,7 +27,7 @@ from tandem_testing.ext_proc_builders import (
 )
 from tandem_testing.gateway_builders import EngineRack
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.router_builders import LASTING, Fleet, make_load
 from tandem_testing.router_stack import ALIAS, MODEL, LiveRouter, live_gateway_of, live_router, report
 from tandem_testing.waiting import until
@@ -53,7 +53,7 @@ async def engines(fleet):
     """Two mock engines whose workers have registered."""
     with EngineRack() as rack:
         for name in ("w1", "w2"):
-            await report(fleet, rack.add(name, MockBehaviour(token=hash_tokens(3, 250))))
+            await report(fleet, rack.add(name, MockBehavior(token=hash_tokens(3, 250))))
         yield rack
 
 
@@ -162,7 +162,7 @@ async def test_chats_and_responses_are_read_as_the_gateway_reads_them(server, en
 
 
 async def source_of(client: httpx.AsyncClient, url: str, headers: dict[str, str]) -> str:
-    """Who chose the workers of a request that comes to the gateway with these headers."""
+    """The source of the route decision of a request that comes to the gateway with these headers."""
     answer = await client.post(f"{url}{PATH}", json=REQUEST, headers=headers)
     explain = f"{url}/v1/requests/{answer.headers['x-request-id']}/explain"
     return (await client.get(explain, headers=headers)).json()["choices"][0]["attempts"][0]["source"]
@@ -214,7 +214,7 @@ async def test_unread_body_goes_to_gateway_without_reservation(server, engines, 
 
 async def test_picker_without_capacity_queues_or_rejects_request(server, fleet, tmp_path):
     with EngineRack() as rack:
-        engine = rack.add("full", MockBehaviour(token=hash_tokens(3, 250)))
+        engine = rack.add("full", MockBehavior(token=hash_tokens(3, 250)))
         await report(fleet, engine, load=make_load(sequences=64))
         async with live_router(server, tmp_path) as live:
             async with exchange(live) as stream:

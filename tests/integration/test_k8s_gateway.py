@@ -32,7 +32,7 @@ from tandem_testing.gateway_builders import (
 )
 from tandem_testing.key_files import key_of, write_keys
 from tandem_testing.kubernetes_objects import PODS, deployed
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
 POD = "llama-gateway-7c"
@@ -47,12 +47,12 @@ class Deployed:
     chooser: FakeChooser
     journal: RequestJournal
 
-    async def run(self, *words: str, key: str | None = None, said: str = "") -> tuple[int, str, str]:
-        """A command as its users start it: exit status, output, complaints."""
+    async def run(self, *words: str, key: str | None = None, stdin: str = "") -> tuple[int, str, str]:
+        """A command as its users start it: exit status, output, errors."""
         argv = [sys.executable, "-m", "tandem_services.cli.k8s.command", *words, "--kubeconfig", str(self.kubeconfig)]
         argv += ["--api-key", key] if key is not None else []
         done = await asyncio.to_thread(
-            subprocess.run, argv, input=said, capture_output=True, text=True, timeout=120, check=False
+            subprocess.run, argv, input=stdin, capture_output=True, text=True, timeout=120, check=False
         )
         return done.returncode, done.stdout, done.stderr
 
@@ -64,7 +64,7 @@ async def deployment(tmp_path):
     config = config_of(api_keys=keys, admin_port=1, ping_interval_s=5.0)
     with EngineRack() as rack, ForwardingApiServer(objects=deployed()) as api:
         says = scripted_tokens(script(tokenizer, "All is well.", eos=EOS))
-        rack.add("solo", MockBehaviour(token=says, eos=EOS))
+        rack.add("solo", MockBehavior(token=says, eos=EOS))
         chooser = FakeChooser([engine.view for engine in rack.engines])
         fleet = fleet_of(config, chooser, SessionShelf(), rack.context, tokenizer)
         gateway = build_gateway(config, [fleet], clock=MonotonicClock(), health=Health())
@@ -80,7 +80,7 @@ async def deployment(tmp_path):
 
 async def test_conversation_is_held_and_its_request_explained(deployment):
     deployment.chooser.priced = priced_options_of(None, "solo@1", others=1, more=2)
-    status, out, err = await deployment.run("chat", "llama", key=key_of("ann"), said="Hello\n")
+    status, out, err = await deployment.run("chat", "llama", key=key_of("ann"), stdin="Hello\n")
     assert (status, err) == (0, "")
     assert "All is well." in out
     assert "solo" in out.splitlines()[-1]
@@ -108,7 +108,7 @@ async def test_insufficient_key_error_names_required_rights(deployment):
     status, _, err = await deployment.run("explain", "any", key=key_of("ann"))
     assert status == 3
     assert f'{POD} requires a key with "admin": true' in err
-    status, _, err = await deployment.run("chat", "llama", said="Hello\n")
+    status, _, err = await deployment.run("chat", "llama", stdin="Hello\n")
     assert status == 3
     assert "key" in err
 

@@ -15,7 +15,7 @@ from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl import loopback
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PushDone, PushFailed
 from tandem_engine.forward.kv_progress import KvProgress
-from tandem_testing.disagg_nixl import PATIENCE, Node, make_push, nixl_node, remote_receiver
+from tandem_testing.disagg_nixl import TIMEOUT_S, Node, make_push, nixl_node, remote_receiver
 from tandem_testing.ended_step import over
 
 
@@ -64,7 +64,7 @@ def test_pages_arrive_in_granted_places_only(sender, receiver):
 
 
 def test_completed_write_has_arrived(sender, receiver):  # [record-after-writes]
-    """Nobody tells the receiver: the handoff record relies on this alone."""
+    """The receiver is not notified: the handoff record relies on this alone."""
     sender.pool.data[1:33] = torch.randn(32, *sender.pool.data.shape[1:])
     for turn in range(20):
         receiver.pool.data[33:65].zero_()
@@ -94,7 +94,7 @@ def test_transport_descriptor_is_readable_only_with_events(sender, receiver):
     sender.wait_for(PushDone, 0)
     assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
     sender.transport.push(make_push(receiver.name, (1,), (1,)))
-    assert select.select([sender.transport.fileno()], [], [], PATIENCE)[0] != []
+    assert select.select([sender.transport.fileno()], [], [], TIMEOUT_S)[0] != []
     sender.wait_for(PushDone)
     assert select.select([sender.transport.fileno()], [], [], 0)[0] == []
 
@@ -270,7 +270,7 @@ def test_push_awaiting_its_step_fails_at_grant_expiry(sender, receiver):  # [gra
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.001)

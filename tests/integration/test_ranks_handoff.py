@@ -150,7 +150,7 @@ async def test_writer_that_loses_a_rank_leaks_no_page(engines):
     "receivers", long_except((1, 2), {2}, why="the lease of each rank of a receiver runs out as that of a single one")
 )
 async def test_writer_with_stalled_rank_fails_at_lease_expiry(engines, receivers):
-    """Nobody is dead, so nobody is fenced: the lease runs out, and the pages wait until the writer is gone."""
+    """No peer is dead, so none is fenced: the lease runs out, and the pages wait until the writer has exited."""
     prefill = await engines.take("p", 2)
     decode = await engines.take("d", receivers, "--grant-timeout", str(SOON_S))
     rank = prefill.further_rank

@@ -1,4 +1,4 @@
-"""The prefix index against a real Redis: order, gaps, repeats, rubbish, and what it takes."""
+"""The prefix index against a real Redis: order, gaps, repeats, malformed data, and its cost."""
 
 from random import Random
 
@@ -116,14 +116,14 @@ async def test_bigger_match_beats_an_equal_worker(fleet):
 
 
 @pytest.mark.parametrize("key", ["fleet", "owner", "fenced", "meta", "worker:w1", "blocks:w1@1", "cursor:w1@1"])
-@pytest.mark.parametrize("rubbish", [("RPUSH", "x", "y"), ("SET", "x" * 100_000), ("HSET", "w1@1", "rubbish")])
+@pytest.mark.parametrize("malformed", [("RPUSH", "x", "y"), ("SET", "x" * 100_000), ("HSET", "w1@1", "malformed")])
 async def test_key_of_the_wrong_type_or_content_is_a_miss_and_heals(  # [redis-values-untrusted]
-    server, fleet, key, rubbish
+    server, fleet, key, malformed
 ):
     await apply(fleet, CLEARED, stored(*CHAIN), builds_on=-1, revision=1)
     name = fleet.keys.prefix + key
     server.command("DEL", name)
-    server.command(rubbish[0], name, *rubbish[1:])
+    server.command(malformed[0], name, *malformed[1:])
     demand = Demand(prompt_tokens=len(PROMPT), output_tokens=1, local_prefill_tokens=16)
     await fleet.index.route(
         model=MODEL, demand=demand, page_size=PAGE, chain=b"".join(CHAIN), exclude=frozenset(), seed=1

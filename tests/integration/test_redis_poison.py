@@ -74,7 +74,7 @@ OWN_KEYS = ("blocks", "host", "cursor", "links", "fenced")
 
 @pytest.fixture
 def raw(server):
-    """Redis as whoever poisons it sees it."""
+    """Redis as an attacker that poisons it sees it."""
     with redis.Redis(port=server.port) as client:
         yield client
 
@@ -229,7 +229,7 @@ async def test_registry_row_of_other_deployment_is_no_worker(server, fleet, rout
 
 
 async def test_deployments_with_one_cluster_name_stay_separate(server, fleet, router):  # [clusters-apart]
-    """Also after a wipe, whoever registers first."""
+    """Also after a wipe, whichever worker registers first."""
     other = Fleet(server, deployment=THEIRS, **LASTING)
     for _ in range(2):
         await other.beat(make_record("d1", Role.DECODE, number=2))
@@ -243,7 +243,7 @@ async def test_oversized_registry_drops_malformed_fields(raw, fleet, router):
     for key in fleet.keys.shared:
         raw.hset(key, mapping={f"many-{number}@1": "x" for number in range(20_000)})
     await serves(router)
-    await renewed(fleet, RECORDS[0])  # drops what is too much of the hashes, whoever calls
+    await renewed(fleet, RECORDS[0])  # drops what is too much of the hashes, at any call
     await check_sound(fleet, router, what="20,000 fields more")
     assert [raw.hlen(key) for key in fleet.keys.shared[:2]] == [3, 3]
 

@@ -62,11 +62,11 @@ def test_operator_lists_and_clears_them(server, capsys):
     server.command("FLUSHALL")
     server.command("ZADD", Keys("default").quarantine, "9e15", "aabb")
 
-    def told(*order: str) -> tuple[int, dict[str, float]]:
+    def output_of(*order: str) -> tuple[int, dict[str, float]]:
         status = main(["quarantine", "--redis-url", server.url, *order])
         return status, json.loads(capsys.readouterr().out)
 
-    status, listed = told("list")
+    status, listed = output_of("list")
     assert (status, list(listed)) == (0, ["aabb"])
-    assert told("clear", "aabb") == (0, {"cleared": 1})
-    assert told("clear", "--all") == (1, {"cleared": 0})
+    assert output_of("clear", "aabb") == (0, {"cleared": 1})
+    assert output_of("clear", "--all") == (1, {"cleared": 0})

@@ -1,4 +1,4 @@
-"""A Redis that goes wrong while it is used: whatever it says, routing goes on without it [redis-is-optional]."""
+"""A Redis that goes wrong while it is used: for any reply, routing continues without it [redis-is-optional]."""
 
 import asyncio
 import logging
@@ -118,10 +118,10 @@ def query() -> RouteQuery:
     return RouteQuery(request_id="r", model=MODEL, token_ids=tuple(range(10 * PAGE)), max_tokens=16)
 
 
-@pytest.mark.parametrize("said", ANSWERS)
-async def test_invalid_redis_reply_falls_back_to_local_routing(server, caplog, said):  # [redis-is-optional]
+@pytest.mark.parametrize("reply", ANSWERS)
+async def test_invalid_redis_reply_falls_back_to_local_routing(server, caplog, reply):  # [redis-is-optional]
     async with routing(server) as (router, relay, _):
-        relay.answer = ANSWERS[said]
+        relay.answer = ANSWERS[reply]
         with caplog.at_level(logging.WARNING):
             for _ in range(6):
                 choice = await router.choose(query())
@@ -131,10 +131,10 @@ async def test_invalid_redis_reply_falls_back_to_local_routing(server, caplog, s
         assert len(errors) <= 2, "one line a minute of each of its connections"
 
 
-@pytest.mark.parametrize("said", ["LOADING", "an end"])
-async def test_redis_decides_again_after_valid_replies(server, said):  # [redis-is-optional]
+@pytest.mark.parametrize("reply", ["LOADING", "an end"])
+async def test_redis_decides_again_after_valid_replies(server, reply):  # [redis-is-optional]
     async with routing(server) as (router, relay, fleet):
-        relay.answer = ANSWERS[said]
+        relay.answer = ANSWERS[reply]
         assert (await router.choose(query())).source is Source.LOCAL
         relay.answer = None
 

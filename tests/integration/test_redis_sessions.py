@@ -54,11 +54,11 @@ async def test_session_keys_differ_per_salt_and_reveal_nothing(bindings, server)
     assert "mine" not in str(server.command("KEYS", "*"))
 
 
-@pytest.mark.parametrize("rubbish", ["", "no json", '{"a": 1}', '["w", "many", 1]'])
-async def test_malformed_session_binding_is_a_miss(bindings, server, rubbish):  # [redis-values-untrusted]
+@pytest.mark.parametrize("malformed", ["", "no json", '{"a": 1}', '["w", "many", 1]'])
+async def test_malformed_session_binding_is_a_miss(bindings, server, malformed):  # [redis-values-untrusted]
     await bindings.put(NAME, BOUND, ttl_s=60)
     [key] = await bindings.client.command("KEYS", "*session*")
-    server.command("SET", key.decode(), rubbish)
+    server.command("SET", key.decode(), malformed)
     assert await bindings.find(NAME) is None
 
 

@@ -119,7 +119,7 @@ async def test_two_floods_at_a_gateway_each_share_the_fleet(server):
 
 
 async def test_gateways_that_share_every_tenant_serve_as_much_as_one(server):
-    """As a Service spreads clients: nobody has to give way for long."""
+    """As a Service spreads clients: no gateway yields for long."""
     spread = await run(server, requests_of(flood(), calm(), apart=False), gateways=3)
     one_queue = await run(server, requests_of(flood(), calm()), gateways=1)
     assert served_by(spread, SECONDS) >= 0.95 * served_by(one_queue, SECONDS)
@@ -127,7 +127,7 @@ async def test_gateways_that_share_every_tenant_serve_as_much_as_one(server):
 
 
 async def test_queue_head_of_stalled_gateway_costs_bounded_capacity(server, monkeypatch):
-    """The other gateway takes no turns, and says all the time that somebody waits there."""
+    """The other gateway takes no turns, and reports a waiting request all the time."""
     turn = LateBinding.turn
 
     async def stopped(self: LateBinding) -> bool:

@@ -1,4 +1,4 @@
-"""Limits and counters of tenants in a real Redis: exact over gateways, as their Python twins, never in the way."""
+"""Limits and counters of tenants in a real Redis: exact over gateways, equal to those in Python, and optional."""
 
 import asyncio
 from random import Random
@@ -17,7 +17,7 @@ from tandem_testing.router_builders import PATIENT_S, Fleet
 from tandem_testing.waiting import until
 
 KEYS = Keys("default")
-LASTING = {"WISH_MS": 600_000, "PLACE_MS": 600_000, "BACKLOG_MS": 600_000}
+LASTING = {"QUEUE_HEAD_TTL_MS": 600_000, "YIELDED_SLOT_TTL_MS": 600_000, "BACKLOG_MS": 600_000}
 """What gateways say counts for longer than any machine takes for the calls of a test."""
 
 
@@ -201,10 +201,10 @@ async def test_counters_of_idle_tenants_are_dropped(fair, server):
 
 
 async def test_malformed_tenant_counters_are_dropped(fair, server):  # [redis-values-untrusted]
-    counters, backlog, wishes, places = KEYS.fairness
+    counters, backlog, heads, places = KEYS.fairness
     server.command("SET", counters, "text")
     server.command("SET", backlog, "text")
-    server.command("SET", wishes, "text")
+    server.command("SET", heads, "text")
     server.command("HSET", places, "no", "text")
     assert await sync(fair, a=(5, True)) == {"a": 5}
     server.command("HSET", counters, "a", "not a number")
@@ -213,9 +213,9 @@ async def test_malformed_tenant_counters_are_dropped(fair, server):  # [redis-va
         if number % 500 == 0:
             server.command("HSET", counters, *(word for n in range(500) for word in (f"x{number + n}", "1")))
     assert await sync(fair, a=(5, True)) == {"a": 5}
-    server.command("HSET", wishes, "two", "not a wish", "three", "99999999999999 0 a", "four", "1 0 a")
-    in_time = int(server.command("TIME").split()[2]) * 1000 + LASTING["WISH_MS"] // 2
-    server.command("HSET", wishes, "five", f"{in_time} {'9' * 21} a")
+    server.command("HSET", heads, "two", "not a head", "three", "99999999999999 0 a", "four", "1 0 a")
+    in_time = int(server.command("TIME").split()[2]) * 1000 + LASTING["QUEUE_HEAD_TTL_MS"] // 2
+    server.command("HSET", heads, "five", f"{in_time} {'9' * 21} a")
     for text in ("many", "99999999999999 7", "-1", "1 7"):
         server.command("SET", places, text)
         standing = await report(fair, wanted=3)
@@ -228,7 +228,7 @@ async def test_gateways_receive_queue_heads_of_others_only(fair):
     received = await report(fair, "two", head=QueueHead(priority=-3, tenant="b"))
     assert received.heads == (RemoteHead(priority=0, value=0.0),)
     assert (await report(fair, "one")).heads == (RemoteHead(priority=-3, value=70.0),)
-    # "one" wishes no more.
+    # "one" has no queue head any more.
     assert (await report(fair, "two")).heads == ()
 
 
@@ -247,7 +247,7 @@ async def test_place_that_is_left_is_taken_once(fair):
 
 
 async def test_old_queue_heads_and_offers_expire(server):
-    async with Fleet.of(server, WISH_MS=0, PLACE_MS=0) as fleet:
+    async with Fleet.of(server, QUEUE_HEAD_TTL_MS=0, YIELDED_SLOT_TTL_MS=0) as fleet:
         fair = FairBoard(library=fleet.index.library, keys=KEYS)
         await report(fair, "one", head=QueueHead(priority=0, tenant="a"), left=5)
         standing = await report(fair, "two", wanted=5)
@@ -257,9 +257,9 @@ async def test_old_queue_heads_and_offers_expire(server):
 async def test_empty_tenant_name_does_not_raise_the_counter_floor(fair):
     """Its name is empty. It stood nowhere, so that it was always ahead of itself at other gateways."""
     charges = [Charge(tenant="", cost=100, waits=True)]
-    wish = QueueHead(priority=0, tenant="")
+    queue_head = QueueHead(priority=0, tenant="")
     for sofar in (100, 200):
-        standing = await fair.sync(Report(gateway="one", charges=charges, head=wish))
+        standing = await fair.sync(Report(gateway="one", charges=charges, head=queue_head))
         assert (standing.values, standing.floor) == ({"": sofar}, 0)
     reported = await fair.sync(Report(gateway="two", charges=charges))
     assert (reported.values, reported.heads) == ({"": 300}, (RemoteHead(priority=0, value=300),))

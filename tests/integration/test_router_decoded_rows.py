@@ -170,7 +170,7 @@ async def test_writes_of_another_release_are_read(server):
         assert queue_s(await decided(ours, by=SECOND)) == 0.0
         assert await decided(theirs, by=SECOND) is not None
         next_millisecond(server)
-        # Its reservation, and ours, after the next heartbeat of anybody.
+        # Its reservation, and ours, after the next heartbeat of any worker.
         await theirs.beat(FIRST, report_age_s=1.0)
         assert queue_s(await decided(ours, by=SECOND)) == pytest.approx(2.0)
         await theirs.close()

@@ -1,4 +1,4 @@
-"""Redis killed, hung, wiped, read-only, full, speaking nonsense: routing goes on [redis-is-optional]."""
+"""Redis killed, hung, wiped, read-only, full, speaking nonsense: routing continues [redis-is-optional]."""
 
 import asyncio
 import time
@@ -140,28 +140,28 @@ async def test_full_redis_is_as_good_as_none(server, fleet, router):  # [redis-i
 @pytest.mark.parametrize("key", ["fleet", "owner", "meta", "worker:d1", "fenced"])
 async def test_poisoned_keys_cost_no_request(server, fleet, router, key):  # [redis-values-untrusted]
     server.command("DEL", fleet.keys.prefix + key)
-    server.command("RPUSH", fleet.keys.prefix + key, "rubbish")
+    server.command("RPUSH", fleet.keys.prefix + key, "malformed")
     for _ in range(5):
         await router.refresh()
         assert (await router.choose(query())).decode.worker_id in {"d1", "d2"}
     await until_source(router, Source.REDIS, beat=lambda: beat_all(fleet))
 
 
-@pytest.mark.parametrize("rubbish", ["another type", "too many", "rows"])
-async def test_registry_repaired_by_heartbeat_is_not_taken_as_empty(server, fleet, router, rubbish):
-    """Whoever drops rubbish is told of it; the gateway, which asks later, must learn of the loss all the same."""
+@pytest.mark.parametrize("malformed", ["another type", "too many", "rows"])
+async def test_registry_repaired_by_heartbeat_is_not_taken_as_empty(server, fleet, router, malformed):
+    """The heartbeat that drops malformed data gets the news; the gateway, which asks later, must learn of it, too."""
     name = fleet.keys.prefix + "fleet"
-    match rubbish:
+    match malformed:
         case "another type":
             server.command("DEL", name)
-            server.command("RPUSH", name, "rubbish")
+            server.command("RPUSH", name, "malformed")
         case "too many":
             for first in range(0, 5000, 1000):
                 fields = [word for number in range(first, first + 1000) for word in (f"many-{number}@1", "x")]
                 server.command("HSET", name, *fields)
         case _:
             for worker in router.workers():
-                server.command("HSET", name, worker.incarnation, "rubbish")
+                server.command("HSET", name, worker.incarnation, "malformed")
             # A sweep is due; the heartbeat below makes it.
             server.command("HSET", fleet.keys.prefix + "meta", "swept_at", "0")
     await fleet.beat(RECORDS[0])
@@ -176,7 +176,7 @@ async def test_worker_with_malformed_endpoint_is_not_chosen(server, fleet, route
         return replace(record, view=replace(record.view, **{field: "tcp://::/etc/passwd"}))
 
     reports = (malformed(RECORDS[0]), malformed(RECORDS[1]), RECORDS[2])
-    # The old view may be used for a lease; then nobody is offered who cannot be connected to.
+    # The old view may be used for a lease; then no worker without a valid endpoint is offered.
     deadline = time.monotonic() + PATIENCE_S
     while {worker.worker_id for worker in router.workers()} != {"d2"}:
         assert time.monotonic() < deadline

@@ -22,7 +22,7 @@ from tandem_services.router_server.config import TokenizedModel
 from tandem_services.router_server.request_reading import RequestReading
 from tandem_services.router_server.worker_tokenizers import WorkerTokenizers
 from tandem_testing.gateway_builders import EngineRack
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.redis_server import REDIS_SERVER
 from tandem_testing.router_builders import Fleet, make_record
 from tandem_testing.service_clock import ServiceClock
@@ -47,7 +47,7 @@ async def no_beat() -> None:
 async def answer_of(
     http: httpx.AsyncClient, wanted: int, beat: Callable[[], Awaitable[None]] = no_beat
 ) -> httpx.Response:
-    """The first with this status. `beat`: of the workers, meanwhile."""
+    """The first with this status. `beat`: of the workers, in the meantime."""
     async with asyncio.timeout(PATIENCE_S):
         while True:
             await beat()
@@ -79,7 +79,7 @@ async def test_router_reads_text_once_a_worker_has_sent_its_tokenizer(server, ra
                 refused = await answer_of(http, 503)
                 assert "no worker has sent its tokenizer" in refused.text
                 assert "retry-after" in refused.headers
-                engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 250)))
+                engine = rack.add("w", MockBehavior(token=hash_tokens(3, 250)))
                 engine.model, engine.tokenizer = "m", TokenizerBundle.read(folder)
 
                 async def beat() -> None:

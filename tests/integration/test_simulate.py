@@ -22,7 +22,7 @@ TURNS, CONVERSATIONS = 4, 13
 
 
 def conversations() -> list[TraceRow]:
-    """Each turn repeats the one before it and adds three blocks; block 0 is everybody's."""
+    """Each turn repeats the one before it and adds three blocks; all conversations share block 0."""
     rows = []
     for turn in range(TURNS):
         for number in range(CONVERSATIONS):
@@ -133,7 +133,7 @@ async def test_burst_on_one_prefix_makes_a_second_worker_fetch_it(server):
     )
     assert len(outcome.served) == len(rows)
     assert sorted(worker.fetches.blocks for worker in outcome.workers) == [0, len(shared)]
-    # Nobody has computed the shared blocks again.
+    # No worker has computed the shared blocks again.
     assert sum(worker.done.hit_blocks for worker in outcome.workers) == 16 * len(shared)
     for worker in outcome.workers:
         assert worker.done.requests > 4
@@ -210,9 +210,9 @@ BOTH_LIMITS = (CandidateLimit.FEW, CandidateLimit.ALL)
 
 async def test_few_candidates_keep_hit_rate_in_large_fleet(server):
     report = await report_of(server, "locality", candidates=BOTH_LIMITS, both=30)
-    few, everybody = report.policies["locality, few"], report.policies["locality, all"]
+    few, all_workers = report.policies["locality, few"], report.policies["locality, all"]
     assert few.block_hit_rate > 0.0
-    assert few.block_hit_rate >= 0.985 * everybody.block_hit_rate
+    assert few.block_hit_rate >= 0.985 * all_workers.block_hit_rate
 
 
 async def test_few_candidates_of_a_large_fleet_are_repeatable(server):

@@ -102,7 +102,7 @@ async def test_from_zero_requests_wait_for_the_first_pair(server, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "error_message"),
     [
         (["--autoscale"], "needs a bound to attain"),
         (["--skip-prompts", "1"], "no requests in it after --skip-prompts 1"),
@@ -110,11 +110,11 @@ async def test_from_zero_requests_wait_for_the_first_pair(server, monkeypatch):
         (["--autoscale", "--slo-ttft-ms", "1", "--workers", "4"], "must say prefill=N,decode=N"),
     ],
 )
-def test_incomparable_scalers_are_rejected_at_start(flags, said, tmp_path, capsys):
+def test_incomparable_scalers_are_rejected_at_start(flags, error_message, tmp_path, capsys):
     trace = tmp_path / "trace.jsonl"
     trace.write_text(json.dumps({"timestamp": 0, "input_length": 512, "output_length": 1, "hash_ids": [1]}) + "\n")
     assert main(["simulate", "--trace", str(trace), "--cache-blocks", "10", *flags]) == 2
-    assert said in capsys.readouterr().err
+    assert error_message in capsys.readouterr().err
 
 
 def test_command_prints_a_table_and_draws_a_plot(tmp_path, capsys):

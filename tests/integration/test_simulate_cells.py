@@ -1,4 +1,4 @@
-"""Cells in the simulator: who serves what, with the product's routers in one Redis."""
+"""Cells in the simulator: which cell serves what, with the product's routers in one Redis."""
 
 import json
 from collections import Counter

@@ -277,7 +277,7 @@ async def test_flood_delays_itself_and_not_another_tenant(server, gateways):
     calm, flood = fair.tenants["calm"], fair.tenants["flood"]
     assert (calm.requests, calm.refused, flood.requests + flood.refused) == (14, 0, 100)
     assert calm.ttft_ms.p50 * 4 < flood.ttft_ms.p50
-    # Nobody is anybody: who came first goes first.
+    # No tenants: the first request to arrive goes first.
     unnamed = await replayed(server, simulation(flood_and_calm(flood="", calm=""), gateways=gateways))
     assert unnamed.tenants == {}
     alike = await replayed(server, simulation(flood_and_calm(calm="flood"), gateways=gateways))

@@ -31,7 +31,7 @@ def receiver() -> Iterator[Node]:
         yield node
 
 
-class NobodyElse:
+class EmptyRegistry:
     """A registry without workers, that counts how often it is asked."""
 
     asked = 0
@@ -65,7 +65,7 @@ async def test_pages_of_stopped_writer_are_held_until_it_exits(receiver):
 
     holds = HoldTable(clock=MonotonicClock(), give_back=give_back, drain_timeout=5.0)
     granted = tuple(PageId(page) for page in range(1, PAGES))
-    registry = NobodyElse()
+    registry = EmptyRegistry()
 
     async def ended(message: PeerEnded) -> None:
         holds.ended(message.incarnation)

@@ -1,4 +1,4 @@
-"""Workers that are told to leave, or to do other work, under load: every stream reads what it would have read."""
+"""Workers that are drained, or get another role, under load: every stream reads what it would have read."""
 
 import asyncio
 import os

@@ -1,6 +1,6 @@
 """Processes that die or leave under load: what the clients see, and what is left behind.
 
-Streams must say what they would have said without the fault. Where nobody can carry them on, each ends with
+Streams must have the output that they have without the fault. Where no worker can resume them, each ends with
 an error in OpenAI's shape, soon. Deaths of single workers are in tests/chaos.
 """
 

@@ -19,7 +19,7 @@ LARGEST = 2
 PUBLISHED = 1024
 """Tokens of two chunks of a prompt: workers tell the index of each when it is computed, and are not waited for."""
 QUESTION = 2200
-"""Tokens: more than a decode worker may compute itself, so that somebody else has to."""
+"""Tokens: more than a decode worker may compute itself, so that another worker has to."""
 
 
 def random_tokens(seed: int, count: int) -> tuple[int, ...]:
@@ -37,7 +37,7 @@ async def record(fleet: SystemClient, answered: dict[str, Any]) -> dict[str, Any
 
 
 async def test_next_turn_brings_the_answer_back_from_the_decode_worker(fleet, reference):
-    """Back-flow: who computed the first turn has its prompt, who generated it has its answer as well."""
+    """Back-flow: the prefill worker has the first turn's prompt, the decode worker has its answer as well."""
     came: dict[str, Any] = {}
 
     async def flows_back() -> bool:
@@ -93,7 +93,7 @@ async def test_idle_prefill_worker_fetches_prefix_from_busy_one(fleet, reference
     for seen in came:
         (attempt,) = seen["attempts"]
         assert seen["fetch"]["peer"] != attempt["prefill"], "those that wait for one prefix share a fetch"
-        # All of the prefix but what its worker computed last, of which the index may not have heard.
+        # All of the prefix but what its worker computed last, of which the index may have no event yet.
         assert seen["cached_tokens"] >= PUBLISHED
     computed_on = {attempt["prefill"] for seen in waves[-1] for attempt in seen["attempts"]}
     assert len(computed_on) == 2

@@ -32,7 +32,7 @@ async def test_second_turn_computes_at_most_128_tokens_and_explain_says_so(fleet
         return response.json()
 
     async def reused() -> bool:
-        """The router hears a moment after the first turn where it is cached: was that too late, tell another story."""
+        """The router learns a moment after the first turn where it is cached: was that too late, try another story."""
         messages = [{"role": "user", "content": f"{len(reported)}. {STORY}"}]
         first = await ask(messages)
         messages += [first["choices"][0]["message"], {"role": "user", "content": "And then?"}]

@@ -1,4 +1,4 @@
-"""Another key file for the sockets [secrets-reread]: a second fleet takes over, and nobody loses an answer.
+"""Another key file for the sockets [secrets-reread]: a second fleet takes over, and no client loses an answer.
 
 The procedure of docs/operations.md, with a proxy in place of the Service that clients use.
 """

@@ -40,7 +40,7 @@ async def test_every_pair_is_measured_and_the_operator_sees_it(fleet, capsys):
             links[:] = (await fleet.get(f"{url}/links"))["links"]
             # One that was killed by an earlier test may still be among them.
             known = sorted(link["peer"].partition("@")[0] for link in links) == [f"{peers}-0", f"{peers}-1"]
-            # A request's push has told the rate alone, perhaps before the self-test could.
+            # A request's push has measured the rate alone, perhaps before the self-test could.
             return known and all(min(link.get("bytes_per_s", 0.0), link.get("latency_s", 0.0)) > 0 for link in links)
 
         await until(measured, MEASURED_S, f"{worker_id} has measured its links", links.copy)

@@ -9,7 +9,7 @@ import os
 
 import pytest
 
-# Its list of prices is fetched from elsewhere unless it is told not to.
+# Its list of prices is fetched from elsewhere unless this is set.
 os.environ.setdefault("LITELLM_LOCAL_MODEL_COST_MAP", "True")
 litellm = pytest.importorskip("litellm", reason="LiteLLM is not installed: run `make clients`")
 

@@ -36,11 +36,11 @@ def system(group, tmp_path) -> Iterator[System]:
         yield system
 
 
-async def answered(url: str, count: int, *, patience_s: float = 300.0) -> list[int]:
+async def answered(url: str, count: int, *, timeout_s: float = 300.0) -> list[int]:
     """Statuses of requests with logprobs, `AT_ONCE` of them at a time."""
     free = asyncio.Semaphore(AT_ONCE)
 
-    async with httpx.AsyncClient(timeout=patience_s, limits=httpx.Limits(max_connections=AT_ONCE)) as http:
+    async with httpx.AsyncClient(timeout=timeout_s, limits=httpx.Limits(max_connections=AT_ONCE)) as http:
 
         async def one(index: int) -> int:
             words = f"{index} " + "the fox and the river " * (index % 40)
@@ -65,7 +65,7 @@ def test_small_container_serves_load_and_logs_oom_kill(system, group):
             # Version 1 rejects a limit that the use has passed since it was read.
             with contextlib.suppress(OSError):
                 group.limit(group.used() + (2 << 20))
-            asyncio.run(answered(system.url, AT_ONCE, patience_s=10.0))
+            asyncio.run(answered(system.url, AT_ONCE, timeout_s=10.0))
     finally:
         group.limit(LIMIT)
     assert KILLED in log.read_text()

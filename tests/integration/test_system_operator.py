@@ -1,4 +1,4 @@
-"""What the operator says to and hears from real workers and a real gateway: load, canaries, flips."""
+"""The operator's calls to real workers and a real gateway: load, canaries, flips."""
 
 import asyncio
 from asyncio.subprocess import DEVNULL

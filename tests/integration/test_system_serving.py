@@ -14,8 +14,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("system")]
 
 INDEXED_S = 120.0
 QUESTIONS = [
-    [{"role": "user", "content": f"Tell me a story about {who} who lives near a river."}]
-    for who in ("a fox", "a bear", "two cats", "an owl", "the baker", "a small boat", "Anna", "a lamp")
+    [{"role": "user", "content": f"Tell me a story about {hero} who lives near a river."}]
+    for hero in ("a fox", "a bear", "two cats", "an owl", "the baker", "a small boat", "Anna", "a lamp")
 ]
 
 
@@ -50,7 +50,7 @@ async def test_second_turn_hits_prefix_cache_and_explain_names_workers(fleet):
     first_turns: list[ChatAnswer] = []
 
     async def reused() -> bool:
-        """The router hears a moment after the first turn where it is cached: was that too late, try another story."""
+        """The router learns a moment after the first turn where it is cached: was that too late, try another story."""
         spec, *_ = fixed_workload(Lengths(prompt=120, output=1), 1, rate=None, seed=9 + len(first_turns))
         messages = [{"role": "user", "content": f"{len(first_turns)}, continue: {spec.prompt}"}]
         first = await fleet.chat(messages)

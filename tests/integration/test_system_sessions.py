@@ -19,7 +19,7 @@ async def post(client: SystemClient, path: str, **body: Any) -> dict[str, Any]:
 
 
 async def assert_continues(client: SystemClient, reference: SystemClient, about: str) -> list[dict[str, Any]]:
-    """Three turns of one session on `client`; returns its answers. Nobody has anything `about` that cached."""
+    """Three turns of one session on `client`; returns its answers. No worker has anything `about` that cached."""
     answers, history = [], []
     session_id = (await client.http.post("/v1/sessions", json={})).json()["id"]
     for text in TURNS:

@@ -1,4 +1,4 @@
-"""What a user meets who starts Tandem: errors of one sentence, and an end that leaves nothing behind."""
+"""Starting Tandem as a user does: errors of one sentence, and an end that leaves nothing behind."""
 
 import asyncio
 import json

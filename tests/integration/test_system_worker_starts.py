@@ -19,7 +19,7 @@ pytestmark = [
 
 FLAGS = ("--prefill", "1", "--decode", "1", "--threads", "1", "--kv-cache-gib", "0.05")
 SLOW_S = 13.0
-"""The engine is stopped for this long: more than a request waits for a worker that nobody has heard of."""
+"""The engine is stopped for this long: more than a request waits for a worker without reports."""
 REQUESTS = 12
 
 

@@ -90,9 +90,9 @@ class Sensitive:
         return logits
 
 
-def with_fault(ranks: ThreadRanks, *guilty: int, late: bool) -> ThreadRanks:
+def with_fault(ranks: ThreadRanks, *failing: int, late: bool) -> ThreadRanks:
     parts = [
-        replace(part, model=Sensitive(part.model, late)) if rank in guilty else part
+        replace(part, model=Sensitive(part.model, late)) if rank in failing else part
         for rank, part in enumerate(ranks.parts)
     ]
     return ThreadRanks(parts=parts)
@@ -100,14 +100,14 @@ def with_fault(ranks: ThreadRanks, *guilty: int, late: bool) -> ThreadRanks:
 
 @pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
 @pytest.mark.parametrize("late", [False, True], ids=["early", "late"])
-@pytest.mark.parametrize("guilty", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "both"])
-def test_poison_request_fails_alone_with_two_ranks(config, alone, ranks, guilty, late, overlap):
+@pytest.mark.parametrize("failing", [(0,), (1,), (0, 1)], ids=["rank 0", "rank 1", "both"])
+def test_poison_request_fails_alone_with_two_ranks(config, alone, ranks, failing, late, overlap):
     config = replace(config, scheduler=replace(config.scheduler, enable_overlap=overlap))
     with Engine.build(alone, replace(alone.config, scheduler=config.scheduler)) as engine:
         expected = generate(engine)
     messages = [make_message(f"r{i}", prompt) for i, prompt in enumerate(PROMPTS)]
     messages.insert(2, make_message("poison", [3, POISON, 4]))
-    with with_fault(ranks, *guilty, late=late).engine(config) as engine:
+    with with_fault(ranks, *failing, late=late).engine(config) as engine:
         generations = engine.generate(messages, steps_between=2)
         poison = generations.pop(2)
         assert [generation.token_ids for generation in generations] == expected

@@ -173,7 +173,7 @@ async def test_idle_engine_notices_a_lost_rank_too(checkpoint, tmp_path):
 async def test_sigterm_ends_both_in_order_while_a_request_runs(checkpoint, tmp_path):
     async with serving(checkpoint, tmp_path) as served:
         served.ask_much("long")
-        # Before anything is computed it is said who would be the cause if that went wrong [poison-quarantined].
+        # Before a step is computed its requests are reported as the cause if it fails [poison-quarantined].
         assert await served.client.receive() == Taken(rid="long-0")
         await served.first()
         # A service manager may signal every process of the group; the further rank leaves with rank 0 all the same.

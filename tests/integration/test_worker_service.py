@@ -242,10 +242,10 @@ async def test_engine_is_notified_when_peer_leaves_or_is_replaced(fleet, worker)
     await fleet.registry.deregister("p1@1")
     await fleet.beat(make_record("p2", number=2))
 
-    async def told() -> bool:
+    async def notified() -> bool:
         return len(worker.remote.orders_of("peer_gone")) == 2
 
-    await until(told)
+    await until(notified)
     assert {order["incarnation"] for order in worker.remote.orders_of("peer_gone")} == {"p1@1", "p2@1"}
 
 
@@ -259,10 +259,10 @@ async def test_engine_is_notified_when_fenced_writer_exits(worker):  # [late-wri
         assert worker.remote.orders_of("peer_ended") == []
     line.close()
 
-    async def told() -> bool:
+    async def notified() -> bool:
         return [order["incarnation"] for order in worker.remote.orders_of("peer_ended")][:1] == ["p1@1"]
 
-    await until(told)
+    await until(notified)
 
 
 async def test_worker_drain_finishes_requests_and_exits_0(fleet, worker, caplog):  # [drain-loses-nothing]
@@ -284,11 +284,11 @@ async def test_worker_drain_finishes_requests_and_exits_0(fleet, worker, caplog)
     assert await matched(fleet) is None
     assert (await worker.get("/ready")).status_code == 503
 
-    async def told() -> bool:
+    async def notified() -> bool:
         return bool(worker.remote.orders_of("drain"))
 
-    # The engine's own process hears of it after Redis does.
-    await until(told)
+    # The engine's own process is notified after Redis.
+    await until(notified)
     assert not worker.exit.done()
     worker.remote.send(stats={"running": 0})
     assert await asyncio.wait_for(worker.exit, 60) == 0
@@ -366,7 +366,7 @@ async def test_role_flip_changes_only_the_role_in_registry(server, remote, tmp_p
         assert (await post_role(worker, "decode")).status_code == 200
         orders = remote.orders_of("decode_elsewhere")
         assert [order["wanted"] for order in orders] == [True, False]
-        # As long as a drain: what nobody has taken by then is computed again elsewhere.
+        # As long as a drain: a request that no worker has taken by then is computed again elsewhere.
         assert orders[0]["within_s"] == config.drain_timeout_s
 
 
@@ -398,7 +398,7 @@ async def test_drain_has_a_time_limit(server, remote, tmp_path, fleet):
 
 
 async def test_worker_ends_though_its_engine_takes_no_order_any_more(server, remote, tmp_path, fleet):
-    """The engine was on its way out when the worker was told to end: `Shutdown` could not be sent, for ever."""
+    """The engine was on its way out when the worker was notified to end: `Shutdown` could never be sent."""
     async with running(config_for(server, remote), remote, tmp_path) as worker:
         await until(lambda: find(fleet))
         remote.send(hang_up=True)

@@ -43,7 +43,7 @@ def generations(services: Services) -> dict[str, int]:
     return {name: one["metadata"]["generation"] for name, one in services.deployments().items()}
 
 
-def trouble(services: Services) -> dict[str, Any]:
+def degraded(services: Services) -> dict[str, Any]:
     """The condition `Degraded` of the spec as it is now; empty before it is written."""
     body = services.get()
     if body.get("status", {}).get("observedGeneration") != body["metadata"]["generation"]:
@@ -63,8 +63,8 @@ def test_rejected_pod_sets_degraded_and_changes_nothing(services, running):
                 continue
             # Every Deployment would change with it.
             services.apply(observability={"logLevel": "debug"}, drainSeconds=33, **spec(pod))
-            wait_equal(lambda: trouble(services).get("reason"), "ApplyRefused", PATIENCE_S, running.log)
-            assert f"-{part}" in trouble(services)["message"], (part, name)
+            wait_equal(lambda: degraded(services).get("reason"), "ApplyRefused", PATIENCE_S, running.log)
+            assert f"-{part}" in degraded(services)["message"], (part, name)
             assert generations(services) == before, (part, name)
             assert services.condition("Ready")[0] == "True", "what runs goes on"
             reported += 1
@@ -95,7 +95,7 @@ def test_pod_that_admission_refuses_is_named(services, running):
 
 
 def test_missing_right_sets_degraded_condition(services, running, operator_account):
-    """The looks failed with 403, of which the operator's log alone said anything."""
+    """Reconciliation failed with 403, which only the operator's log reported."""
     services.apply()
     services.wait_ready()
     rules = operator_account.rules()
@@ -106,7 +106,7 @@ def test_missing_right_sets_degraded_condition(services, running, operator_accou
         wait_equal(lambda: client.get(listed).status_code, 403, PATIENCE_S)
     services.apply(gateway={"service": {"port": 81}})
     services.wait_condition("Degraded", "True", "ApplyRefused")
-    assert 'cannot patch resource "services"' in trouble(services)["message"]
+    assert 'cannot patch resource "services"' in degraded(services)["message"]
     services.wait_event("Warning", "ApplyRefused")
     operator_account.admit(services.namespace)
     services.wait_condition("Degraded", "False", "AllWell")

@@ -41,10 +41,10 @@ def test_first_revision_is_ready_when_its_canary_has_passed(services, pods, star
     services.apply(**pods.spec(decode={"replicas": 2}))
     services.wait_ready()
     (revision,) = services.workers("decode")
-    told = pods.told(revision)
-    assert told[0] == "passed"
+    requests = pods.requests_of(revision)
+    assert requests[0] == "passed"
     assert len(pods.offered) == 3, "both roles, also those that were not in the canary"
-    assert "passed" in pods.told(""), "and one through the gateway"
+    assert "passed" in pods.requests_of(""), "and one through the gateway"
     # A pod that comes later is tried itself, and kept away while no canary passes through it.
     known = set(pods.offered)
     pods.broken = lambda name: name not in known
@@ -68,8 +68,8 @@ def test_revision_whose_canary_fails_is_offered_after_later_pass(services, pods,
     services.apply(**pods.spec(decode={"replicas": 2}, **OTHER_MODEL))
     services.wait_condition("Degraded", "True", "CanaryFailed")
     (new,) = services.workers("decode").keys() - {old}
-    wait_for(lambda: pods.told(new).count("canary") >= 2, PATIENCE_S, first.log)
-    assert "offer" not in pods.told(new)
+    wait_for(lambda: pods.requests_of(new).count("canary") >= 2, PATIENCE_S, first.log)
+    assert "offer" not in pods.requests_of(new)
     assert services.workers("decode") == {old: 2, new: 1}, "nothing else has moved"
     assert services.condition("Ready")[0] == "True"
     shares = {one["name"]: one.get("share", 0) for one in services.get()["status"]["revisions"]}
@@ -77,14 +77,14 @@ def test_revision_whose_canary_fails_is_offered_after_later_pass(services, pods,
     # All that the next one knows is what the API server and the workers say.
     first.kill()
     second = start("second")
-    tried = len(pods.told(new))
-    wait_for(lambda: len(pods.told(new)) > tried, PATIENCE_S, second.log)
-    assert "offer" not in pods.told(new)
+    tried = len(pods.requests_of(new))
+    wait_for(lambda: len(pods.requests_of(new)) > tried, PATIENCE_S, second.log)
+    assert "offer" not in pods.requests_of(new)
     pods.passing = lambda _: True
     wait_equal(lambda: services.workers("decode"), {new: 2}, PATIENCE_S, second.log)
     services.wait_ready()
-    told = pods.told(new)
-    assert told.index("passed") < told.index("offer")
+    requests = pods.requests_of(new)
+    assert requests.index("passed") < requests.index("offer")
 
 
 def test_revert_removes_standby_workers(services, pods, start):

@@ -115,7 +115,7 @@ def test_next_commit_rolls_and_the_former_one_is_removed(services, caches, stora
     wait_for(lambda: len(caches.status()["commits"]) == 2, PATIENCE_S)
     wait_for(lambda: bool(caches.status()["commits"][1].get("unusedSince")), PATIENCE_S, running.log)
 
-    # Nobody waits five minutes here.
+    # The test does not wait five minutes.
     commits = caches.status()["commits"]
     commits[1]["unusedSince"] = "2020-01-01T00:00:00Z"
     path = f"{caches.path()}/status"
@@ -164,7 +164,7 @@ def test_deleted_cache_leaves_nothing_of_its_own(services, caches, running):
 
 
 def test_service_of_a_deleted_cache_is_scaled(services, caches, storage, running):
-    """On a claim that remains: one that is being deleted lets in no new pod."""
+    """On a claim that remains: one that is being deleted accepts no new pod."""
     claim = {
         "apiVersion": "v1",
         "kind": "PersistentVolumeClaim",

@@ -226,7 +226,7 @@ def test_pool_is_scaled_from_outside_in_mode_external(services, running):
     wait_equal(lambda: list(services.workers("decode").values()), [3], PATIENCE_S, running.log)
     services.wait_ready()
     wait_equal(lambda: services.cluster.get(f"{path}/scale")["status"]["replicas"], 3, PATIENCE_S)
-    # An edit of the spec leaves the number to whoever owns it.
+    # An edit of the spec leaves the number to its owner.
     services.apply(autoscaling={"mode": "external"}, observability={"logLevel": "debug"})
     services.wait_ready()
     assert services.cluster.get(path)["spec"]["replicas"] == 3

@@ -39,7 +39,7 @@ def kubeconfig(operator_kubeconfig, proxy, tmp_path):
 
 
 async def test_changes_during_api_server_outage_are_reconciled(control_plane, namespace, proxy, kubeconfig, tmp_path):
-    """Watches break, the lease runs out, an object is deleted and another edited without anybody to tell of it."""
+    """Watches break, the lease runs out, an object is deleted and another edited without a watch that reports it."""
     services = Services(control_plane, namespace)
     front = f"/api/v1/namespaces/{namespace}/services/chat-gateway"
     gateway = f"/apis/apps/v1/namespaces/{namespace}/deployments/chat-gateway"

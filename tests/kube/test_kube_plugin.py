@@ -18,7 +18,7 @@ CREATED = "2026-01-01T10:00:00Z"
 
 @pytest.fixture
 def kubectl(control_plane: ControlPlane, namespace: str, capsys):
-    """Run a command in the namespace; returns its exit status, output and complaints."""
+    """Run a command in the namespace; returns its exit status, output and errors."""
 
     def run(*words: str, kubeconfig=control_plane.kubeconfig) -> tuple[int, str, str]:
         status = command.main([*words, "--kubeconfig", str(kubeconfig), "-n", namespace])
@@ -92,7 +92,7 @@ def test_kubectl_tandem_status_shows_api_server_objects(control_plane, namespace
     assert re.search(r"─ llama-decode-5d8f-a +Ready", out)
     [tree] = json.loads(kubectl("status", "--no-figures", "-o", "json")[1])
     assert [role["wanted"] for role in tree["roles"]] == [1, 2]
-    # Nothing runs in these pods: that they cannot be asked is told, and takes no longer than it may.
+    # Nothing runs in these pods: that they do not answer is shown, within the time limit.
     assert "no response:" in kubectl("status")[1]
     assert "llama" in kubectl("status", "--no-figures", "-A")[1]
 

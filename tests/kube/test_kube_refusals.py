@@ -182,7 +182,7 @@ def test_every_rule_is_enforced_where_it_stands(control_plane, namespace, kind, 
         bad = merged(base, at_path(path, violation.now))
         answer = tried(control_plane, control_plane.collection(bad), bad)
     assert answer.status_code == 422, answer.text
-    assert (path.removeprefix(".") or "<nil>", message) in complaints(answer), answer.text
+    assert (path.removeprefix(".") or "<nil>", message) in causes_of(answer), answer.text
 
 
 def test_no_violation_is_left_over():
@@ -337,7 +337,7 @@ def tried(cluster: ControlPlane, collection: str, manifest: dict[str, Any]) -> h
     return cluster.api.post(collection, json=manifest, params={"dryRun": "All"})
 
 
-def complaints(answer: httpx.Response) -> set[tuple[str, str]]:
+def causes_of(answer: httpx.Response) -> set[tuple[str, str]]:
     """Field and message of each cause."""
     causes = answer.json()["details"]["causes"]
     return {(one["field"], one["message"].removeprefix("Invalid value: ")) for one in causes}

@@ -82,7 +82,7 @@ def test_stored_objects_are_rewritten_as_documented(control_plane, upgraded):
     patch = {"status": {"storedVersions": [VERSION]}}
     control_plane.merge(f"{CRDS}/{name}/status", patch).raise_for_status()
     assert control_plane.get(f"{CRDS}/{name}")["status"]["storedVersions"] == [VERSION]
-    # The API server serves a changed definition anew.
+    # The API server serves a changed definition again.
     wait_for(lambda: control_plane.api.get(f"{served}/chat").status_code == 200, PATIENCE_S, lambda: "not served")
     assert control_plane.get(f"{served}/chat")["spec"]["drainSeconds"] == 30
 

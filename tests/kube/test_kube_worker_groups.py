@@ -1,4 +1,4 @@
-"""Workers of several pods on a real API server: with the LeaderWorkerSet API, and what is said without it."""
+"""Workers of several pods on a real API server: with the LeaderWorkerSet API, and the condition without it."""
 
 import json
 from collections.abc import Iterator

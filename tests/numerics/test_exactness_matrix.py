@@ -196,7 +196,7 @@ def test_path_without_its_effect_is_not_exercised(checkpoint) -> None:
     reference = ReferenceOutput(prompt=(1, 2, 3), token_ids=(), logprobs=(), ignore_eos=True)
     verification = Verification(model=load(config, progress=False), references=[reference], max_tokens=1)
     path = next(p for p in make_paths(context_length=16, longest=8, num_prompts=1, quick=True) if p.expects_retraction)
-    # One token leaves no decode step in which anybody could be retracted.
+    # One token leaves no decode step in which a request could be retracted.
     with torch.inference_mode():
         result = verification.run(path)
     assert result.not_exercised == "no request was retracted"

@@ -1,6 +1,6 @@
 """The second prompt with a beginning continues within the first, and gets the tokens of an engine without a cache.
 
-Whatever is given out has NaN until it is written, and slots of anchors are few, so states on trial make room all the
+Whatever is given out has NaN until it is written, and slots of anchors are few, so provisional states make room all the
 time: one that is read at a length that is not its own, or after another got its slot, becomes a wrong token.
 """
 

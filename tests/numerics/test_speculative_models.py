@@ -137,7 +137,7 @@ def test_adapting_lengths_change_no_token(checkpoints, name):
 
 @pytest.mark.parametrize("options", [{}, {"page_size": 1, "force_retract_every": 4, "max_retractions": 1000}])
 def test_model_that_drafts_for_itself_is_always_right(checkpoints, options):
-    """With the noise of the target, at any temperature; it is not told of min_tokens alone, and would stop."""
+    """With the noise of the target, at any temperature; it does not get min_tokens alone, and would stop."""
     requests = [one for one in workload() if not one.sampling.min_tokens]
     _, stats = checkpoints.run_with_stats(checkpoints.spec("itself"), requests, **options)
     assert stats.accepted_total == stats.drafted_total
@@ -188,14 +188,14 @@ class Listening:
 
     def __init__(self, proposer: ModelProposer) -> None:
         self._proposer = proposer
-        self.heard: list[tuple[list[int], tuple[int, ...]]] = []
+        self.verified: list[tuple[list[int], tuple[int, ...]]] = []
         self.name, self.writes_kv = proposer.name, proposer.writes_kv
         self.ready, self.release = proposer.ready, proposer.release
 
     def propose(self, requests: Sequence[DraftRequest]) -> DraftTokens:
         texts = [list(one.token_ids(0, one.seq_len)) for one in requests]
         drafts = self._proposer.propose(requests)
-        self.heard += [(text, chain) for text, chain in zip(texts, drafts.chains, strict=True) if chain]
+        self.verified += [(text, chain) for text, chain in zip(texts, drafts.chains, strict=True) if chain]
         return drafts
 
 
@@ -230,8 +230,8 @@ def test_head_reads_the_states_of_its_own_text(checkpoints, options):
         shared = [7, 8, 9, 10, 11, 12, 13] * 5
         engine.generate([request("first", shared, max_tokens=12), request("other", range(20, 41), max_tokens=9)])
         engine.generate([request("cached", [*shared, 3, 4], max_tokens=9)], steps_between=1)
-    assert len(listening.heard) > 5
-    for text, chain in listening.heard:
+    assert len(listening.verified) > 5
+    for text, chain in listening.verified:
         assert chain == head_guesses(checkpoints, text, len(chain))
 
 

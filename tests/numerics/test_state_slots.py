@@ -7,8 +7,8 @@ from tandem_engine.engine.loaded_model import load
 from tandem_engine.memory.allocator import ReqToTokenPool
 from tandem_engine.memory.state_pool import StatePool
 from tandem_testing.exactness import CHUNKED, MIXED, RETRACTED, TWICE, run_paths_of
+from tandem_testing.simulated_platform import SimulatedPlatform, load_simulated
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
-from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 ROWS: list[int] = []
 
@@ -48,14 +48,14 @@ def test_slots_of_earlier_requests_change_no_token(tmp_path) -> None:
 @pytest.mark.usefixtures("_poison")
 def test_queued_steps_and_graphs_have_the_states_of_rows(tmp_path) -> None:
     """A graph pads its rows, and padding reads and writes a slot of its own."""
-    platforms: list[TwinPlatform] = []
+    platforms: list[SimulatedPlatform] = []
 
-    def platform() -> TwinPlatform:
-        platforms.append(TwinPlatform())
+    def platform() -> SimulatedPlatform:
+        platforms.append(SimulatedPlatform())
         return platforms[-1]
 
     names = [CHUNKED, MIXED, RETRACTED, TWICE]
-    model = load_for_twin(write_tiny_checkpoint("qwen3.5", tmp_path))
+    model = load_simulated(write_tiny_checkpoint("qwen3.5", tmp_path))
     results = run_paths_of(model, names, platform=platform, every=4)
     assert {result.path: result.difference for result in results} == dict.fromkeys(names)
     assert all(each.replays for each in platforms)

@@ -23,8 +23,8 @@ from tandem_lab.verify.reference import TransformersReference
 from tandem_testing.draft_heads import KnowingProposer, add_mtp_layer, request
 from tandem_testing.exactness import run_paths_of
 from tandem_testing.poisoned_states import poisoned_states
+from tandem_testing.simulated_platform import SimulatedPlatform, load_simulated
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
-from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 PROMPTS = [[(7 * n + 3 * at) % 250 for at in range(20 + 17 * n)] for n in range(6)]
 OUTPUT = 80
@@ -127,12 +127,12 @@ def test_swapped_states_of_drafting_requests_come_back(model, expected):
 def test_queued_steps_of_drafts_leave_states_to_acceptance(tmp_path):
     """On a device that queues: verification is no graph of decodes, which would change states."""
     checkpoint = write_tiny_checkpoint("qwen3.5", tmp_path)
-    model = load_for_twin(checkpoint)
+    model = load_simulated(checkpoint)
     reference = TransformersReference(str(checkpoint), weights=torch.float32)
     expected = [
         tuple(reference.generate(tuple(prompt), OUTPUT, frozenset(), ignore_eos=True).token_ids) for prompt in PROMPTS
     ]
-    platform = TwinPlatform()
+    platform = SimulatedPlatform()
     with engine_of(model, PLAIN, platform=platform) as engine:
         drafting(engine, expected)
         found = [output.token_ids for output in engine.generate(asked(), steps_between=2)]
@@ -161,10 +161,10 @@ def test_memory_planned_for_drafts_equals_step_usage(model, expected, monkeypatc
 @pytest.mark.slow
 def test_queued_step_of_drafts_that_raises_keeps_nothing(tmp_path, monkeypatch):
     """The runs of its requests apart, which follow, have the memory."""
-    model = load_for_twin(write_tiny_checkpoint("qwen3.5", tmp_path))
+    model = load_simulated(write_tiny_checkpoint("qwen3.5", tmp_path))
     reference = TransformersReference(model.config.model_path, weights=torch.float32)
     output = reference.generate(tuple(PROMPTS[0]), OUTPUT, frozenset(), ignore_eos=True).token_ids
-    with engine_of(model, PLAIN, platform=TwinPlatform()) as engine:
+    with engine_of(model, PLAIN, platform=SimulatedPlatform()) as engine:
         drafting(engine, [tuple(output)] * len(PROMPTS))
         runner = engine._parts.runner
         sample, kept_after = runner.sampler.sample, []

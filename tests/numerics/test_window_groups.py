@@ -11,8 +11,8 @@ from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.memory.window_pages import WindowPages
 from tandem_testing.exactness import CACHED, CHUNKED, CONTINUED, MIXED, RETRACTED, run_paths_of
+from tandem_testing.simulated_platform import SimulatedPlatform, load_simulated
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
-from tandem_testing.twin_platform import TwinPlatform, load_for_twin
 
 PATHS = {
     "gemma3": [CACHED, MIXED, RETRACTED, "page size 1", "drafts by the model itself"],
@@ -60,12 +60,12 @@ QUEUED = [CHUNKED, RETRACTED, "drafts by the model itself"]
 @pytest.mark.parametrize("name", ["gemma3", "mistral"])
 def test_queued_steps_and_graphs_have_the_pages_of_windows(name, tmp_path) -> None:
     """A graph keeps its tensors: each replay has to load those of every group."""
-    platforms: list[TwinPlatform] = []
+    platforms: list[SimulatedPlatform] = []
 
-    def platform() -> TwinPlatform:
-        platforms.append(TwinPlatform())
+    def platform() -> SimulatedPlatform:
+        platforms.append(SimulatedPlatform())
         return platforms[-1]
 
-    results = run_paths_of(load_for_twin(write_tiny_checkpoint(name, tmp_path)), QUEUED, platform=platform, every=4)
+    results = run_paths_of(load_simulated(write_tiny_checkpoint(name, tmp_path)), QUEUED, platform=platform, every=4)
     assert {result.path: result.difference for result in results} == dict.fromkeys(QUEUED)
     assert all(each.replays for each in platforms)

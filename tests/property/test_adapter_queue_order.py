@@ -110,7 +110,7 @@ class Gateway:
             self.running.append(sent)
 
     async def admit_all(self) -> None:
-        """As many rounds as admit a request; checks who is admitted."""
+        """As many rounds as admit a request; checks which are admitted."""
         while True:
             self.clock.advance(1.0)
             waiting = [*self.binding.queue]

@@ -4,7 +4,7 @@ The gateway's own `LateBinding` in fake time, in front of a worker with a number
 choices of several prompts. Each choice visits the queue as in a gateway: its prompt is charged when it is admitted,
 each output token as it comes.
 
-Whoever is admitted has had least of those that wait. From then on its tenant gains the rest of this choice and of those
+The admitted choice has had least of those that wait. From then on its tenant gains the rest of this choice and of those
 that run beside it at most: one choice for each place, and those that were sent early.
 """
 
@@ -158,7 +158,7 @@ class Gateway:
             self.waiting.append(choice)
             choice.placed = await self.binding.arrive(entry)
             self._begin()
-        # Of who waits since now.
+        # Of each that waits since now.
         self.got.clear()
         found = []
         while self.running or self.waiting:

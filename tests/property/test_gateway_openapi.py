@@ -27,7 +27,7 @@ from schemathesis.specs.openapi import checks
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.api.openapi.document import Traits, openapi_document
 from tandem_testing.gateway_builders import EngineRack, LiveGateway, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.openapi_contract import Contract
 from tandem_testing.tokenizer_builders import EOS, TOOL_CHATML, write_tokenizer
 
@@ -55,7 +55,7 @@ PLAIN: dict[str, dict[str, Any]] = {
 }
 """What is asked besides where a request is sound by one of several fields, or by few ids: few made-up ones are."""
 FIXED = {"/v1/models", "/live", "/ready", "/health", "/version", "/openapi.json", "/metrics"}
-"""Nothing can be said to these."""
+"""These take no input."""
 CONTROLS = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]")
 ARE = [(method.upper(), path) for path, methods in LENIENT["paths"].items() for method in methods]
 ASKED = [(method, path) for method, path in ARE if path not in FIXED]
@@ -118,7 +118,7 @@ def check_refusal(case: Case, answer: httpx.Response) -> None:
     assert not CONTROLS.search(error["message"])
     waits = isinstance(case.body, dict) and case.body.get("timeout") is not None
     in_time = waits or any(name.lower() == "x-request-timeout" for name in case.headers or {})
-    # Who allows no time gets none.
+    # A request that allows no time gets none.
     assert answer.status_code < 500 or (answer.status_code == 504 and in_time), error
 
 
@@ -126,7 +126,7 @@ def check_refusal(case: Case, answer: httpx.Response) -> None:
 def rack_and_tokenizer(tmp_path_factory):
     folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=TOOL_CHATML)
     with EngineRack() as rack:
-        engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, tokens_per_output=8))
+        engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, tokens_per_output=8))
         engine.context_length = 96
         yield rack, TextTokenizer.load(folder)
 

@@ -31,7 +31,7 @@ def gateway(runner, tmp_path_factory):
 @pytest.mark.parametrize("path", SHAPES)
 def test_schema_valid_request_is_served_or_rejected_by_name(runner, gateway, path):
     tally = runner.run(fuzz(gateway, range(EACH), 0, (path,)))
-    assert tally.complaints == []
+    assert tally.problems == []
     assert sum(tally.statuses.values()) == EACH
     assert tally.statuses[path, 200] > EACH // 10, "hardly anything was served"
     assert sum(count for (_, status), count in tally.statuses.items() if status == 400) > EACH // 10

@@ -1,4 +1,4 @@
-"""Whatever happens in whatever order, a page that a writer may still write to is never given to anybody."""
+"""Whatever happens in whatever order, a page that a writer may still write to is never given to another request."""
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -88,14 +88,14 @@ class Holds(RuleBasedStateMachine):
     @rule(writer=st.sampled_from(WRITERS))
     def writer_is_fenced(self, writer):
         """The stage ends its live transfers first, as `peer_gone` does. It may be stopped in the middle of a write."""
-        for key in [key for key, (who, _) in self.writable.items() if who == writer.incarnation]:
+        for key in [key for key, (name, _) in self.writable.items() if name == writer.incarnation]:
             self.end_early(key)
         self.holds.fence(writer.incarnation)
 
     @rule(writer=st.sampled_from(WRITERS))
     def writer_ends(self, writer):
         self.writer_is_fenced(writer)
-        for key in [key for key, (who, _) in self.writable.items() if who == writer.incarnation]:
+        for key in [key for key, (name, _) in self.writable.items() if name == writer.incarnation]:
             del self.writable[key]
         self.holds.ended(writer.incarnation)
 

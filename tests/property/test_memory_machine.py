@@ -49,7 +49,7 @@ class Content:
 
 @dataclass(frozen=True, kw_only=True)
 class InFlight:
-    """What a launched step does for one request, whatever becomes of the request meanwhile."""
+    """What a launched step does for one request, whatever becomes of the request by then."""
 
     request: Live
     row: ReqPoolIdx
@@ -106,7 +106,7 @@ class MemoryMachine(RuleBasedStateMachine):
     @any_live
     @rule(request=live_requests, shared=st.integers(0, 3), tail=st.integers(1, 15))
     def fork(self, request: Live, shared: int, tail: int) -> None:
-        """A prompt that begins like a live request: a twin that computes the same pages, or a branch."""
+        """A prompt that begins like a live request: a duplicate that computes the same pages, or a branch."""
         tokens = request.tokens[: shared * self.page_size]
         self.admit([*tokens, *[7] * min(tail, self.page_size)], request.kv.space)
 
@@ -175,12 +175,13 @@ class MemoryMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.in_flight)
     @rule()
     def settle(self) -> None:
-        """The oldest step lands. Nobody else may have got a row or page of its requests meanwhile [page-fence]."""
+        """The oldest step lands. No other request may have got a row or page of its requests until then
+        [page-fence]."""
         step = min(self.in_flight)
-        strangers = [request for request in self.live if request.step != step]
-        writable = {*self.held, *(page for request in strangers for page in request.kv.private_pages)}
+        others = [request for request in self.live if request.step != step]
+        writable = {*self.held, *(page for request in others for page in request.kv.private_pages)}
         for work in self.in_flight.pop(step):
-            assert all(work.row != request.kv.row for request in strangers)
+            assert all(work.row != request.kv.row for request in others)
             assert work.writes not in writable | {*self.memory.cache.pages()}
             assert work.request not in self.live or not writable & {*work.reads}
             self.device.pop((work.writes, work.offset), None)
@@ -253,10 +254,10 @@ class MemoryMachine(RuleBasedStateMachine):
         assert self.announced == replayed(self.memory.cache.snapshot_events())
 
     @invariant()
-    def every_borrowed_block_is_announced(self) -> None:
+    def every_pinned_block_is_announced(self) -> None:
         for request in self.live:
-            borrowed = request.tokens[: request.kv.cache_protected_len]
-            chain = chain_hashes(borrowed, self.page_size, parent=request.kv.space.seed)
+            pinned = request.tokens[: request.kv.cache_protected_len]
+            chain = chain_hashes(pinned, self.page_size, parent=request.kv.space.seed)
             assert {*chain} <= self.announced
 
     def teardown(self) -> None:

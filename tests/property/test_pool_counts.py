@@ -38,9 +38,9 @@ def test_bounds_hold_for_pods(now, wanted):
 
 
 @given(pool_counts, st.sampled_from(ROLES), st.booleans())
-def test_flip_moves_one_worker_and_no_pod(now, taker, comes_home):
-    home = taker if comes_home else OTHER[taker]
-    able = now.flipped[OTHER[taker]] if comes_home else now.pools[home] - now.flipped[taker]
+def test_flip_moves_one_worker_and_no_pod(now, taker, returns):
+    home = taker if returns else OTHER[taker]
+    able = now.flipped[OTHER[taker]] if returns else now.pools[home] - now.flipped[taker]
     if not able:
         return
     after = now.after([Flip(pod("x", home), taker)])

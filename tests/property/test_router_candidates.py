@@ -104,16 +104,16 @@ async def fill(fleet: Fleet, state: str, roles: list[Role], random: Random) -> N
 @pytest.mark.parametrize("roles", [[Role.BOTH], [Role.PREFILL, Role.DECODE]], ids=["mixed", "pairs"])
 @pytest.mark.parametrize("state", ["cold", "three holders", "shared", "ragged"])
 async def test_choice_among_few_costs_little_more_than_the_best(server, fleet, state, roles):
-    few, everybody = [], []
+    few, all_priced = [], []
     async with second_library(server, ALL_UP_TO=SIZE) as oracle:
         for seed in range(6):
             server.command("FLUSHALL")
             await fill(fleet, state, roles, Random(seed))
             for number in range(6):
                 few.append(await price(fleet, seed=number))
-                everybody.append(await price(oracle, seed=number))
-    assert all(cost >= best - 2e-4 for cost, best in zip(few, everybody, strict=True))
-    assert mean(few) <= 1.08 * mean(everybody)
+                all_priced.append(await price(oracle, seed=number))
+    assert all(cost >= best - 2e-4 for cost, best in zip(few, all_priced, strict=True))
+    assert mean(few) <= 1.08 * mean(all_priced)
 
 
 async def test_sole_worker_with_capacity_is_chosen_at_once(fleet):
@@ -253,7 +253,7 @@ async def test_malformed_holder_lists_are_ignored(fleet, tags):
         await fleet.client.command("HSET", f"{fleet.keys.prefix}holders:{digest.hex()[:3]}", digest, tags)
     routed = await route(fleet)
     assert routed is not None
-    assert routed.matched_tokens == len(CHAIN) * PAGE  # by their sets, of whoever is the least loaded
+    assert routed.matched_tokens == len(CHAIN) * PAGE  # by their sets, of the least loaded worker
 
 
 async def test_tag_that_names_another_worker_is_not_believed(server, fleet):

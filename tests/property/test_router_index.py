@@ -111,7 +111,7 @@ def fleets(draw: st.DrawFn) -> list[Member]:
 
 
 def computing_s(computing: Member, source: Member | None) -> float:
-    """Queue, fetch from `source` if there is one, and computing the rest, with those that wait meanwhile."""
+    """Queue, fetch from `source` if there is one, and computing the rest, with those that wait in that time."""
     load, role = computing.record.load, computing.record.view.role
     waiting = {Role.PREFILL: 0, Role.DECODE: load.sequences + 1}.get(role, load.sequences)
     missing = max(1, len(PROMPT) - (source or computing).matched)
@@ -129,7 +129,7 @@ def computing_s(computing: Member, source: Member | None) -> float:
 
 
 def sources(fleet: list[Member], computing: Member) -> list[Member]:
-    """Who has more of the prompt than `computing`, of those with the longest matches."""
+    """Workers with more of the prompt than `computing`, of those with the longest matches."""
     alike = (m for m in fleet if m.record.view.compat_hash == computing.record.view.compat_hash)
     longest = sorted((m for m in alike if m.matched), key=lambda m: -m.matched)
     assume(len(longest) <= PAIR_ENDS or longest[PAIR_ENDS - 1].matched > longest[PAIR_ENDS].matched)

@@ -196,7 +196,7 @@ async def test_redis_chooses_among_64_workers_as_the_formula(server):
                 predicted = sum(term.seconds for term in routed.terms)
                 assert predicted == pytest.approx(option.cost, abs=2e-4), f"fleet {number}, seed {seed}"
         looks, decisions = looks + sismember_calls(server), decisions + 24
-    assert looks / decisions < 260  # halving for everybody takes 448
+    assert looks / decisions < 260  # halving for all workers takes 448
 
 
 async def test_fourth_longest_match_is_a_source_for_any_seed(server):

@@ -49,7 +49,7 @@ def page_content(space: CacheSpace, tokens: list[int], page: int, end: int) -> C
 
 @dataclass(kw_only=True)
 class Operation:
-    """Something in the stream, and the pages that others must not write meanwhile."""
+    """Something in the stream, and the pages that others must not write until then."""
 
     run: Callable[[], None]
     device: set[int]
@@ -246,7 +246,7 @@ class TierMachine(RuleBasedStateMachine):
 
     @rule(blocks=st.lists(st.integers(0, 1), min_size=1, max_size=4), space=st.sampled_from(SPACES))
     def serve_and_swap(self, blocks: list[int], space: CacheSpace) -> None:
-        """A request that has to give way once it is computed."""
+        """A request that is retracted once it is computed."""
         before = len(self.live)
         self.begin(blocks, space, admit=True)
         for request in self.live[before:]:
@@ -274,7 +274,7 @@ class TierMachine(RuleBasedStateMachine):
     @any_live
     @rule(request=live_requests)
     def launch(self, request: Live) -> None:
-        """A step that is in flight for a while; the request may end meanwhile."""
+        """A step that is in flight for a while; the request may end before it."""
         kv = request.kv
         if request.step is None and kv.committed_len < kv.allocated_len:
             self.launched += 1

@@ -36,7 +36,7 @@ def model_values_schema() -> Json:
     service = crds()[0]
     spec = service["spec"]["versions"][0]["schema"]["openAPIV3Schema"]["properties"]["spec"]
     values = json_schema(spec)
-    # Empty until somebody chooses; the template says then what to choose from.
+    # Empty until a user chooses; the template's error then lists what to choose from.
     values["properties"]["model"]["maxProperties"] = 1
     del values["required"]
     return {

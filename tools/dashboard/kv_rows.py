@@ -38,7 +38,7 @@ TRANSFER = Row(
     (
         Panel(
             title="KV transfer",
-            description="On decode workers, from granting pages to committing them; the prompt is computed meanwhile.",
+            description="On decode workers, from the grant of pages to their commit; includes computing the prompt.",
             unit="s",
             queries=percentiles("kv_transfer_seconds"),
         ),

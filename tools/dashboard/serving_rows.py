@@ -107,7 +107,7 @@ ROUTING = Row(
     "Routing",
     (
         Panel(
-            title="Who computes prompts",
+            title="Placement of prefill",
             description="pair: a prefill worker; local: the decode worker, predicted to be faster; degraded: the "
             "decode worker, because no prefill worker can. Degraded ones: bring back prefill workers.",
             unit="reqps",

@@ -34,7 +34,7 @@ WORKER = Row(
         ),
         Panel(
             title="KV usage",
-            description="Share of pages that are neither free nor evictable. Near 1 requests give way to each other.",
+            description="Share of pages that are neither free nor evictable. Near 1 requests are preempted.",
             unit="percentunit",
             queries=(Query(worker("kv_cache_usage_perc"), BY_WORKER),),
         ),
@@ -66,7 +66,7 @@ WORKER = Row(
         ),
         Panel(
             title="Preemptions",
-            description="Requests that gave way, of them for more important ones, and with KV kept in host memory.",
+            description="Preempted requests; of them for a higher priority, and with KV kept in host memory.",
             unit="ops",
             queries=each(
                 all=per_second(worker("num_preemptions_total")),
@@ -91,14 +91,14 @@ FAILURES = Row(
         Panel(
             title="Attempts that did not finish",
             description="By outcome: worker_lost, worker_error, unreachable, overloaded, silence … Clients see a "
-            "pause, for another worker goes on. moved: the worker drained; stopped: the client had enough.",
+            "pause until another worker resumes. moved: the worker drained; stopped: the client had enough.",
             unit="ops",
             queries=(Query(per_second(gateway("attempts_total", 'outcome!="finished"'), "outcome"), "{{outcome}}"),),
             stacked=True,
         ),
         Panel(
             title="Resumptions",
-            description="Attempts that went on after tokens of the attempt before, by how that one ended.",
+            description="Attempts that resumed after tokens of the attempt before, by how that one ended.",
             unit="ops",
             queries=(Query(per_second(gateway("resumptions_total"), "cause"), "{{cause}}"),),
             stacked=True,

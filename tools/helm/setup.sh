@@ -52,7 +52,7 @@ fi
 printf '#!/bin/sh\n# Runs Python with the Helm library.\nPYTHONPATH=%s exec %s "$@"\n' "$home/site" "$interpreter" >"$home/python"
 chmod +x "$home/python"
 
-# The pip at hand may be of an older Python: it is told for which one it downloads.
+# The pip at hand may be of an older Python: the option names the one to download for.
 series=$("$home/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
 say "installing helm-sdkpy $version for Python $series"
 rm -rf "$home/site"

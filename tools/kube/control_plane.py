@@ -126,7 +126,7 @@ def say(info: Json) -> None:
 
 
 def hold(run: RunDirectory, options: argparse.Namespace) -> int:
-    """Whoever started us may die in any way: the pipe to our standard input ends with it."""
+    """The parent process may die in any way: the pipe to our standard input ends with it."""
     ended = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: ended.set())
@@ -141,7 +141,7 @@ def hold(run: RunDirectory, options: argparse.Namespace) -> int:
         threading.Thread(target=follow_input, daemon=True).start()
         ended.wait()
     except BrokenPipeError:
-        return 1  # nobody is there any more to be told of what was started
+        return 1  # the reader of the report has exited
     finally:
         run.stop_all()
         shutil.rmtree(run.directory / "etcd", ignore_errors=True)

@@ -3,7 +3,7 @@
 
     pod ─▶ bound (by kube-scheduler, or with --bind by us in turn) ─▶ Running, Ready ─▶ deleted
 
-Deployments get available and Services get endpoints (addresses of 10.244.0.0/16 that nobody answers at). A test steers
+Deployments get available and Services get endpoints (addresses of 10.244.0.0/16 without a listener). A test steers
 a pod by annotations, in its template or later:
 
     fake-kubelet/ready: "false"      Running, but not Ready, until the annotation is taken away
@@ -89,7 +89,7 @@ class FakeKubelet:
         if not node and self.bind and not deleted:
             target = {"apiVersion": "v1", "kind": "Node", "name": next(self.next_node)}
             binding = {"metadata": {"name": metadata["name"]}, "target": target}
-            # 409: somebody else has bound it. 404: it is gone again.
+            # 409: another scheduler has bound it. 404: it is gone again.
             _unless((404, 409), self.api.create, f"{path}/binding", binding)
         elif node not in self.nodes:
             return

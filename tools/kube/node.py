@@ -165,7 +165,7 @@ class Node:
         return {key: info[key] for key in ("kubeletVersion", "containerRuntimeVersion", "kernelVersion", "osImage")}
 
     def _end_pods(self, api: KubeApi) -> None:
-        """Whoever makes pods goes first. Raises `TimeoutError`."""
+        """Controllers that make pods go first. Raises `TimeoutError`."""
         for group in ("apps/v1/deployments", "apps/v1/replicasets", "apps/v1/statefulsets"):
             for one in api.get(f"/apis/{group}")["items"]:
                 place = f"/apis/apps/v1/namespaces/{one['metadata']['namespace']}/{group.rpartition('/')[2]}"

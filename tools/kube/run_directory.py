@@ -49,7 +49,7 @@ def home() -> Path:
 
 
 def free_port() -> int:
-    """A port of 127.0.0.1 that nobody uses now."""
+    """A port of 127.0.0.1 that is free now."""
     for port in random.sample(PORTS, 100):
         with socket.socket() as probe:
             try:
@@ -138,7 +138,8 @@ class RunDirectory:
                 raise StartError("\n  ".join([f"{name} ended; the end of {self.log(name)}:", *lines]))
 
     def wait_http(self, url: str, timeout_s: float = 120.0) -> None:
-        """Until `url` answers the administrator with 200. Raises `StartError` when it does not, or somebody ends."""
+        """Until `url` answers the administrator with 200. Raises `StartError` when it does not, or a component
+        exits."""
         tls = ssl.create_default_context(cafile=self.certificates.path("ca.crt"))
         tls.load_cert_chain(self.certificates.path("admin.crt"), self.certificates.path("admin.key"))
         deadline = time.monotonic() + timeout_s

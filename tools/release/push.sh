@@ -4,7 +4,7 @@
 # usage: push.sh [--sign-by KEY] IMAGE...
 #
 #   --sign-by KEY    signs each image (simple signing) with this key of gpg; the signatures go where registries.d says
-#                    (containers-registries.d(5): lookaside-staging), which has to be served to those who pull
+#                    (containers-registries.d(5): lookaside-staging), which has to be served to clients that pull
 #
 # Needs buildah, logged in at the registry (`buildah login`).
 

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-MOST_FILES, MOST_BYTES = 8, 16 << 20
+MAX_FILES, MAX_BYTES = 8, 16 << 20
 LOG = "log.txt"
 
 
@@ -13,12 +13,12 @@ class FolderError(Exception):
 def check(folder: Path) -> None:
     """Raises `FolderError` when it has too many files or one that is too large."""
     files = [path for path in folder.rglob("*") if path.is_file()]
-    if len(files) > MOST_FILES:
+    if len(files) > MAX_FILES:
         names = ", ".join(sorted(path.name for path in files))
-        raise FolderError(f"{folder} has {len(files)} files ({names}), at most {MOST_FILES} can be carried")
+        raise FolderError(f"{folder} has {len(files)} files ({names}), at most {MAX_FILES} can be carried")
     for path in files:
-        if path.stat().st_size > MOST_BYTES:
-            raise FolderError(f"{path} has {path.stat().st_size} bytes, at most {MOST_BYTES} can be carried")
+        if path.stat().st_size > MAX_BYTES:
+            raise FolderError(f"{path} has {path.stat().st_size} bytes, at most {MAX_BYTES} can be carried")
 
 
 class Log:
@@ -29,7 +29,7 @@ class Log:
 
     def write(self, text: bytes) -> None:
         size = self._path.stat().st_size if self._path.exists() else 0
-        room = MOST_BYTES - size
+        room = MAX_BYTES - size
         if room > 0:
             with self._path.open("ab") as file:
                 file.write(text[:room])

@@ -57,9 +57,9 @@ def _version(package: str) -> str:
 
 
 def _smi(fields: Sequence[str]) -> dict[str, str]:
-    said = _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"])
-    values = [value.strip() for value in said.split(",")]
-    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {"nvidia-smi": said or "absent"}
+    printed = _output(["nvidia-smi", f"--query-gpu={','.join(fields)}", "--format=csv,noheader", "--id=0"])
+    values = [value.strip() for value in printed.split(",")]
+    return dict(zip(fields, values, strict=True)) if len(values) == len(fields) else {"nvidia-smi": printed or "absent"}
 
 
 def _output(command: Sequence[str], cwd: Path | None = None) -> str:

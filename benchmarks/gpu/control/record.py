@@ -18,7 +18,7 @@ import torch
 from gpu.control.lines import Begin, End, Figure, Line, LineFile, Measured, Missing, ended
 from gpu.figures import figure_row
 
-LIMIT_FACTOR, LEAST_LIMIT_S = 5.0, 90.0
+LIMIT_FACTOR, MIN_LIMIT_S = 5.0, 90.0
 """A case may take so many times what it should, and this long in any case."""
 
 
@@ -66,7 +66,7 @@ class Record:
         self.write(Begin(part=self.part, case=name))
         self._case = name
         began = time.monotonic()
-        with self.limit(max(LEAST_LIMIT_S, LIMIT_FACTOR * needs_s)):
+        with self.limit(max(MIN_LIMIT_S, LIMIT_FACTOR * needs_s)):
             lost = self._done_in(name, measure)
         self._done.add(name)
         self.write(End(part=self.part, case=name, seconds=round(time.monotonic() - began, 3)))

@@ -13,7 +13,7 @@ from gpu.control.parts import PARTS
 from gpu.control.state import State, Status
 from gpu.figures import HEAD, figure_row, row
 
-MOST_SPREAD = 0.03
+MAX_SPREAD = 0.03
 """Between ceilings before and after; with more, figures between them are marked."""
 T = TypeVar("T", bound=Line)
 GOOD = (Status.DONE, Status.SKIPPED, Status.LEFT, Status.NO_TIME)
@@ -77,7 +77,7 @@ class Report:
             yield f"{line.part}, {line.when}: {rates}{clocks}"
 
     def _figures(self) -> Iterable[str]:
-        marked = {part for part, spread in self.spreads().items() if spread > MOST_SPREAD}
+        marked = {part for part, spread in self.spreads().items() if spread > MAX_SPREAD}
         yield row(HEAD)
         yield row("---" for _ in HEAD)
         for line in self._of(Measured):

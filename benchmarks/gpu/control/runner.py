@@ -25,7 +25,7 @@ MIN_S = 20.0
 """A part is not begun with less."""
 GRACE_S = 12.0
 """A part that plans its time ends so long before it would be ended."""
-MOST_CRASHES = 5
+MAX_CRASHES = 5
 ENDINGS = {0: Status.DONE, child.LEFT: Status.LEFT, child.SKIPPED: Status.SKIPPED}
 
 
@@ -70,7 +70,7 @@ class Runner:
     def _run(self, part: Part) -> tuple[Status, str]:
         ends_at = min(self.ends_at, time.monotonic() + self._limit(part))
         own_limit = ends_at < self.ends_at
-        for _ in range(MOST_CRASHES):
+        for _ in range(MAX_CRASHES):
             code = self._process(part, ends_at - time.monotonic())
             if code is None:
                 return self._ended(part, own_limit=own_limit)
@@ -83,7 +83,7 @@ class Runner:
                 self._close(part, case, f"the process ended with status {code}")
             if ends_at - time.monotonic() < MIN_S:
                 return Status.LEFT, "no time to start it again"
-        return Status.CRASHED, f"its process crashed {MOST_CRASHES} times"
+        return Status.CRASHED, f"its process crashed {MAX_CRASHES} times"
 
     def _ended(self, part: Part, *, own_limit: bool) -> tuple[Status, str]:
         """After a process that has reached the limit; the case is done again if it was cut off by the run's end."""

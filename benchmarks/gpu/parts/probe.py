@@ -30,7 +30,7 @@ PATHS = ("chunked by 7, overlap", "mixed, staggered, no graphs", "twice, to the 
 
 def run(bench: Bench) -> None:
     record = bench.record
-    record.case("ceilings", lambda: _said(bench), needs_s=5)
+    record.case("ceilings", lambda: _print_ceilings(bench), needs_s=5)
     for module, check in CHECKS:
         record.case(f"{module}: {check}", partial(_kernel, bench, module, check), needs_s=10)
     record.case("an engine equals transformers", partial(_engine, bench), needs_s=20)
@@ -38,7 +38,7 @@ def run(bench: Bench) -> None:
         record.case("a transfer by NIXL", partial(_transfer, bench), needs_s=10)
 
 
-def _said(bench: Bench) -> None:
+def _print_ceilings(bench: Bench) -> None:
     found = bench.ceilings
     print(f"copy {found.copy_bytes_per_s / 1e9:.0f} GB/s, matmul {found.matmul_flops / 1e12:.0f} TFLOP/s", flush=True)
 

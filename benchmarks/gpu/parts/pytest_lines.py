@@ -7,7 +7,7 @@ import pytest
 
 from gpu.control.lines import Check, LineFile
 
-LONGEST_WHY = 2000
+MAX_REASON = 2000
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -25,7 +25,7 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
         return
     if report.when == "call" or (report.when == "setup" and not report.passed):
         outcome = report.outcome
-        why = "" if report.passed else str(report.longrepr)[-LONGEST_WHY:]
+        why = "" if report.passed else str(report.longrepr)[-MAX_REASON:]
         line = Check(
             part=os.environ["GPU_LINES_PART"],
             case=report.nodeid,

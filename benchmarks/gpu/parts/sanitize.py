@@ -13,7 +13,7 @@ TOOLS = ("memcheck", "racecheck")
 NEEDS_S = 60.0
 FOUND = 9
 """Exit status of the tool when it has found something."""
-SAID = 3000
+MAX_SHOWN = 3000
 
 
 def run(bench: Bench) -> None:
@@ -39,7 +39,7 @@ def _sanitized(bench: Bench, tool: str) -> None:
         timeout=max(1.0, bench.record.left_s),
         check=False,
     )
-    print(done.stdout[-SAID:], flush=True)
-    why = "" if done.returncode == 0 else f"status {done.returncode}: {done.stdout[-SAID:]}"
+    print(done.stdout[-MAX_SHOWN:], flush=True)
+    why = "" if done.returncode == 0 else f"status {done.returncode}: {done.stdout[-MAX_SHOWN:]}"
     outcome = "passed" if done.returncode == 0 else "failed"
     bench.record.write(Check(part=bench.record.part, case=tool, outcome=outcome, why=why))

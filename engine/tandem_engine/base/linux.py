@@ -96,7 +96,7 @@ def to_huge_pages(ranges: Iterable[Range], *, advance: Callable[[int], object] =
     """Move what of `ranges` fills huge pages, where the system can. Takes a second per gigabyte or two.
 
     Args:
-        advance: told the bytes of every piece once it was tried; together those of `movable`.
+        advance: Called with the bytes of every piece once it was tried; together those of `movable`.
 
     Returns the bytes of pieces that were moved whole; what they hold stays. Their owner must keep them until then.
     """

@@ -52,7 +52,7 @@ class LogOutput(logging.Handler):
         self._notified = 0
         """Of those dropped."""
         self._owner = 0
-        self._begin_anew()
+        self._reset()
 
     def emit(self, record: logging.LogRecord) -> None:
         """Never blocks. Called with the handler's lock held."""
@@ -79,7 +79,7 @@ class LogOutput(logging.Handler):
                 self._written.wait_for(lambda: not self._lines, FLUSH_S)
             self._at_once.clear()
 
-    def _begin_anew(self) -> None:
+    def _reset(self) -> None:
         self._lines: deque[str] = deque()
         """Not written yet. Only the thread removes them."""
         self._arrived, self._at_once = threading.Event(), threading.Event()
@@ -87,7 +87,7 @@ class LogOutput(logging.Handler):
 
     def _begin(self) -> None:
         self._owner = os.getpid()
-        self._begin_anew()
+        self._reset()
         threading.Thread(target=self._write, name="log", daemon=True).start()
 
     def _write(self) -> None:

@@ -142,7 +142,7 @@ class MoeConfig:
     experts_per_token: int
     intermediate_size: int
     """Of one expert."""
-    normalise: bool
+    normalize: bool
     """Whether the weights of a token's chosen experts are scaled to sum to 1."""
     dense_layers: tuple[int, ...] = ()
     """Layers that keep an ordinary feed-forward block."""

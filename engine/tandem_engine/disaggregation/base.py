@@ -92,9 +92,9 @@ class PrefixCounters:
     bytes: int = 0
     wait_s: float = 0.0
     """From asking to the end, of all that ended."""
-    lent: int = 0
+    served: int = 0
     """Requests of others that were served."""
-    lent_pages: int = 0
+    served_pages: int = 0
     quarantined: int = 0
     """Holds whose writer did not acknowledge in time."""
     digest_mismatches: int = 0

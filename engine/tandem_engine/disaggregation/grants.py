@@ -133,7 +133,7 @@ class Grant:
         if not self.doubtful(now):
             return
         room = OpenRoom(room=self.key.room, generation=self.key.generation, granted=True, written=0)
-        question = StillOpen(sender=peers.me, side=HandoffSide.SEND, said_at=now, rooms=(room,))
+        question = StillOpen(sender=peers.me, side=HandoffSide.SEND, sent_at=now, rooms=(room,))
         peers.send(self.receiver, question)
 
     def renewed(self, expires: float) -> "Grant":
@@ -176,7 +176,7 @@ def _named(adapter: bytes) -> str:
 
 def renewed_until(message: GrantsRenewed, now: float) -> float | None:
     """Until when pushes may start by this reply, counted from the question; None where it names no end."""
-    expires = min(message.said_at, now) + message.valid_s
+    expires = min(message.sent_at, now) + message.valid_s
     return expires if math.isfinite(expires) else None
 
 

@@ -75,7 +75,7 @@ class Pulse:
                 self._say(peer, named[start : start + MAX_OPEN_ROOMS])
 
     def _say(self, peer: Peer, rooms: list[OpenRoom]) -> None:
-        message = StillOpen(sender=self.peers.me, side=self.side, said_at=self.clock.now(), rooms=tuple(rooms))
+        message = StillOpen(sender=self.peers.me, side=self.side, sent_at=self.clock.now(), rooms=tuple(rooms))
         self.peers.send(peer, message)
 
 
@@ -230,7 +230,7 @@ class ReceiverLeases:
         if renewed:
             answer = GrantsRenewed(
                 sender=self.peers.me,
-                said_at=message.said_at,
+                sent_at=message.sent_at,
                 answered_at=self.host.clock.now(),
                 valid_s=lease,
                 rooms=renewed,

@@ -197,7 +197,7 @@ class PrefixFetcher:
             if fetch is not None and _wrote(fetch, message.sender):
                 answer = GrantsRenewed(
                     sender=self.peers.me,
-                    said_at=message.said_at,
+                    sent_at=message.sent_at,
                     answered_at=now,
                     valid_s=max(0.0, fetch.hold.deadline - now),
                     rooms=(named,),

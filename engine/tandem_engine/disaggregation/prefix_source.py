@@ -1,9 +1,9 @@
 """Prefix fetches: the source, which has the prefix and writes it to the requester.
 
-    PrefixAsk ─▶ 1. lent ─▶ 2. pushing ─▶ 3. over: PrefixRecord
+    PrefixAsk ─▶ 1. kept ─▶ 2. pushing ─▶ 3. over: PrefixRecord
                    └───────────┴────────▶ given up: TransferAborted
 
-    1. lent      the longest cached prefix of the tokens is locked, so it is not evicted. A part that is only in host
+    1. kept      the longest cached prefix of the tokens is locked, so it is not evicted. A part that is only in host
                  memory is copied to the device first, and nothing is pushed before that [settled-only-sent]. Where
                  layers keep states it ends at an anchor, whose state goes, too, from its slot
     2. pushing   as into any grant: no push starts while it is doubtful or expired, and its end ends the transfer
@@ -162,8 +162,8 @@ class PrefixSource:
         if not transfer.outstanding:
             self._over(transfer, moved=self.role is not Role.DECODE)
             self._record(transfer)
-            self.counters.lent += 1
-            self.counters.lent_pages += transfer.pages
+            self.counters.served += 1
+            self.counters.served_pages += transfer.pages
 
     def on_push_failed(self, event: PushFailed) -> None:
         """A push will write no more, and so will the others that have not started."""

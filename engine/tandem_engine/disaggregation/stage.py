@@ -246,7 +246,7 @@ class HandoffStage:
         if isinstance(event, GrantsRenewed):
             self.prefill.clocks.learn(
                 event.sender.incarnation,
-                requested_at=event.said_at,
+                requested_at=event.sent_at,
                 answered_at=event.answered_at,
                 now=self.prefill.host.clock.now(),
             )

@@ -137,8 +137,8 @@ class Push:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class PushDone:
-    """Sender side: the bytes are in the receiver's memory and the sender may reuse its pages. The receiver is not told;
-    that is for the sender's next message to do. Digests are of the source pages."""
+    """Sender side: the bytes are in the receiver's memory and the sender may reuse its pages. The receiver is not
+    notified; that is for the sender's next message to do. Digests are of the source pages."""
 
     key: PushKey
     digests: tuple[int, ...]

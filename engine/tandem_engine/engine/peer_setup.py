@@ -117,7 +117,7 @@ class PeerSide:
         return self.transport is not None and self.transport.awaits_ranks
 
     def inputs(self) -> Iterator[FromPeer | LosePeer]:
-        """What peers have said to an engine of several ranks since the last call, to be submitted."""
+        """Messages of peers to an engine of several ranks since the last call, to be submitted."""
         return iter(()) if self.ranked is None else self.ranked.inputs()
 
     def sockets(self) -> "list[zmq.Socket[bytes]]":

@@ -11,7 +11,7 @@ import torch
 from tandem_engine.base.errors import BusyError
 from tandem_engine.base.names import PageId
 from tandem_engine.engine.assembly import EngineParts
-from tandem_engine.executor.self_test import SelfTestReport, logits_of, lone_batch, self_test
+from tandem_engine.executor.self_test import SelfTestReport, logits_of, self_test, single_sequence_batch
 from tandem_engine.executor.warm_up import Room, model_steps, request_steps, warm_up
 from tandem_engine.kernels.compiles import COMPILED
 from tandem_engine.kernels.interface import by_triton
@@ -106,7 +106,9 @@ def forced_logits(parts: EngineParts, tokens: Sequence[int], *, chunk: int) -> I
                 raise BusyError(f"{len(tokens)} tokens need more KV pages than are free")
             pages += more
             new, windows = len(so_far) - begin, memory.windows
-            batch = lone_batch(so_far, pages, memory.page_size, extend_len=new, every_token=True, windows=windows)
+            batch = single_sequence_batch(
+                so_far, pages, memory.page_size, extend_len=new, every_token=True, windows=windows
+            )
             yield parts.executor.run(partial(logits_of, parts.runner, batch))
             for window in windows:
                 window.drop(pages[: window.passed_blocks(len(so_far))])

@@ -119,7 +119,7 @@ def _state_anchors(counts: AnchorCounts) -> StateAnchorStats:
         slots=counts.slots,
         slot_bytes=counts.slot_bytes,
         kept=counts.kept,
-        on_trial=counts.on_trial,
+        provisional=counts.provisional,
         replaced_total=counts.replaced,
     )
 
@@ -134,8 +134,8 @@ def _prefix_fetch(counters: PrefixCounters) -> PrefixFetchStats:
         pages_total=counters.pages,
         bytes_total=counters.bytes,
         wait_s=counters.wait_s,
-        served_total=counters.lent,
-        served_pages_total=counters.lent_pages,
+        served_total=counters.served,
+        served_pages_total=counters.served_pages,
     )
 
 

@@ -5,7 +5,7 @@
 
 The runner keeps nothing between steps but what its parts keep: KV pages, the newest token of each row, and the
 token history of rows whose requests need it. Where layers keep states, it has the inputs of runs of drafts until it is
-told how many of their tokens are accepted.
+given the number of tokens that are accepted.
 """
 
 import time

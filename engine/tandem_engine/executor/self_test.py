@@ -22,7 +22,7 @@ from tandem_engine.forward.batch import ForwardBatch, ForwardMode, SamplingBatch
 from tandem_engine.memory.window_pages import WindowPages
 
 
-def lone_batch(
+def single_sequence_batch(
     tokens: Tensor,
     pages: Sequence[PageId],
     page_size: int,
@@ -113,8 +113,8 @@ def self_test(
     assert pages, "a self-test needs a page"
     length = min(prompt_tokens, len(pages) * page_size)
     prompt = torch.randint(vocab_size, (length,), generator=torch.Generator().manual_seed(0))
-    extend = lone_batch(prompt, pages, page_size, extend_len=length, windows=windows)
-    decode = lone_batch(prompt, pages, page_size, extend_len=1, windows=windows)
+    extend = single_sequence_batch(prompt, pages, page_size, extend_len=length, windows=windows)
+    decode = single_sequence_batch(prompt, pages, page_size, extend_len=1, windows=windows)
     runner.backend.warm_up()
     # Pages of a window have other numbers, and what is free there means nothing.
     kept = [] if windows else pages

@@ -24,7 +24,7 @@ from itertools import product
 import torch
 
 from tandem_engine.base.names import DUMMY_PAGE, PADDING_ROW, PageId
-from tandem_engine.executor.self_test import lone_batch
+from tandem_engine.executor.self_test import single_sequence_batch
 from tandem_engine.forward.batch import ForwardBatch, ForwardMode, PromptPositions, SamplingBatch, TokenMasks
 from tandem_engine.forward.logit_edits import BadWords, History, LogitEdits, Penalties, TokenBiases, TokenSets
 from tandem_engine.forward.results import PooledTokens
@@ -66,7 +66,7 @@ class Room:
     def step(self, extend_len: int, *, every_token: bool = False) -> ForwardBatch:
         """The last `extend_len` tokens of a prompt."""
         tokens = torch.zeros(self.prompt_tokens, dtype=torch.int64)
-        return lone_batch(
+        return single_sequence_batch(
             tokens,
             self.pages,
             self.page_size,
@@ -152,16 +152,16 @@ def filtered_row(rows: int = 1) -> SamplingBatch:
 
 def _edited(room: Room, vocab_size: int) -> Iterator[WarmStep]:
     """Penalties, a grammar's mask and allowed tokens, in each combination; every second one greedy."""
-    for number, (penalised, masked, limited) in enumerate(product((False, True), repeat=3)):
+    for number, (penalized, masked, limited) in enumerate(product((False, True), repeat=3)):
         edits = LogitEdits(
-            biases=None if penalised or masked or limited else _bias(),
-            penalties=_penalties() if penalised else None,
+            biases=None if penalized or masked or limited else _bias(),
+            penalties=_penalties() if penalized else None,
             allowed=TokenSets(index=ROW, token_ids=TOKEN) if limited else None,
-            histories=(_history(slot=0),) if penalised else (),
+            histories=(_history(slot=0),) if penalized else (),
         )
         names = [
             name
-            for name, wanted in (("penalties", penalised), ("a grammar", masked), ("allowed tokens", limited))
+            for name, wanted in (("penalties", penalized), ("a grammar", masked), ("allowed tokens", limited))
             if wanted
         ]
         sampling = greedy_row() if number % 2 else filtered_row()

@@ -7,7 +7,7 @@
 Steps run in launch order on one thread or stream, so a row needs space for one token only. A recycled row is published
 again before it is resolved; row 0 is padding.
 
-`borrowed` gives numpy arrays of host tensors without a new Python reference to them. A step begins with a little work
+`int64_view` gives numpy arrays of host tensors without a new Python reference to them. A step begins with a little work
 on the arrays of its batch and keeps the interpreter lock through it, because the scheduler thread waits for the lock
 with the results of the step before. If the lock were released before the layers compute, the scheduler would run first
 and the step wait, where both could run at once. torch releases it whenever a tensor's Python object is freed, and
@@ -26,7 +26,7 @@ from tandem_engine.forward.batch import RESOLVE, ForwardBatch
 from tandem_engine.kernels.interface import by_triton
 
 
-def borrowed(tensor: Tensor) -> npt.NDArray[Any]:
+def int64_view(tensor: Tensor) -> npt.NDArray[Any]:
     """The int64 numbers of a dense host tensor. The caller keeps the tensor as long as the array."""
     assert tensor.dtype is torch.int64, f"{tensor.dtype} is not int64"
     assert tensor.is_contiguous(), f"strides of {tensor.stride()}"
@@ -77,11 +77,11 @@ class FutureMap:
             self._tokens[rows] = token_ids
 
     def _resolve_on_host(self, input_ids: Tensor, token_rows: Tensor) -> Tensor | None:
-        """By numpy: operations of torch release the interpreter lock, see `borrowed`."""
+        """By numpy: operations of torch release the interpreter lock, see `int64_view`."""
         if self._on_host is None:
             return None
-        ids = borrowed(input_ids)
-        return torch.from_numpy(np.where(ids == RESOLVE, self._on_host[borrowed(token_rows)], ids))
+        ids = int64_view(input_ids)
+        return torch.from_numpy(np.where(ids == RESOLVE, self._on_host[int64_view(token_rows)], ids))
 
     def _resolve_on_device(self, input_ids: Tensor, token_rows: Tensor) -> Tensor:
         if by_triton(self._tokens.device):

@@ -127,8 +127,8 @@ class AsyncDealerChannel(Generic[In, Out]):
         """Raises `WireError` for an undecodable message. One receiver at a time."""
         while True:
             if self._taken >= MAX_PER_RECEIVE:
-                # Others must have their turn, however many messages are there. No message is held meanwhile: who reads
-                # what is `waiting` would miss it.
+                # Other tasks run first, however many messages are there. No message is held across the wait: a reader
+                # of `waiting` would miss it.
                 self._taken = 0
                 await asyncio.sleep(0)
             try:
@@ -163,7 +163,7 @@ class AsyncDealerChannel(Generic[In, Out]):
         return True
 
     async def disconnected(self) -> None:
-        """Return when the connection has been lost or refused. What the engine said before is `waiting`."""
+        """Return when the connection has been lost or refused. Messages received before are `waiting`."""
         while True:
             try:
                 parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))

@@ -178,7 +178,7 @@ class LLM:
         `finish_reason` "error" and the reason in `error`; the other requests continue.
 
         With a `session`, or one for each prompt, a prompt is only the new turn of its conversation: it is appended
-        to what was said before. Text gets no special tokens then, such as BOS.
+        to the turns before. Text gets no special tokens then, such as BOS.
 
         `lora_request` names the adapter that computes all prompts, or one for each, None for the model alone.
 

@@ -333,7 +333,8 @@ class KvMemory:
         return shared if self.anchors is None else self.anchors.usable_blocks(kv.pages[:shared], trials=False)
 
     def is_news(self, kv: RequestKv, token_ids: Sequence[int]) -> bool:
-        """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` borrows."""
+        """Whether a checkpoint would exchange no page: the cache has nothing of `token_ids` but what `kv` has
+        pinned."""
         assert kv.lock is not None, f"row {kv.row} holds no lock"
         return self.cache.peek_after(kv.lock, token_ids[kv.cache_protected_len : kv.committed_len]) == 0
 

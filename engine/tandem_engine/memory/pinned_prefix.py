@@ -1,6 +1,6 @@
 """A cached prefix that is pinned for a user other than a request, which reads it or appends pages to it.
 
-1. borrowed   locked on the device; its continuation in host memory is copied to the device first
+1. pinned     locked on the device; its continuation in host memory is copied to the device first
 2. over       released unchanged, spent if it has migrated elsewhere, or extended by pages with the tokens after it
 """
 

@@ -111,7 +111,7 @@ class PrefixCache(Protocol):
     ) -> InsertResult:
         """Add the whole pages of `token_ids`. `pages[i]` holds tokens [i*page_size, (i+1)*page_size).
 
-        Pages that equal the tree's own at the same position (the borrowed prefix) are neither
+        Pages that equal the tree's own at the same position (the pinned prefix) are neither
         duplicates nor adopted twice. `len(token_ids)` must be a multiple of `page_size`.
         """
         ...

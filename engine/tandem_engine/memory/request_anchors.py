@@ -2,7 +2,7 @@
 
 1. aim       it begins at an anchor, if it found one, and the lengths at which others may continue are set
 2. moves     a step is launched: it copies anchors to rows that begin, and states of rows to slots, pending
-             anchors on trial last, where slots are left for them
+             provisional anchors last, where slots are left for them
 3. attach    the step has settled and the cache has the pages: pending copies become anchors
    drop      the request ends, or its steps count for nothing: what is pending is given back
 """
@@ -27,17 +27,18 @@ NO_MOVES = StateMoves()
 
 
 TRIALS = (12, 8, 14, 4, 10, 15, 6, 13, 2, 1)
-"""Sixteenths of what the cache lacks of a prompt, after which a state is kept on trial; the first of them where slots
-are short. So another prompt with the same beginning computes at most an eighth of this one again, and less near its
-end; up to a grain more, as lengths are rounded down, and up to `TRIAL_DISTANCE` and a grain of a short prompt."""
+"""Sixteenths of what the cache lacks of a prompt, after which a provisional state is kept; the first of them where
+slots are short. So another prompt with the same beginning computes at most an eighth of this one again, and less near
+its end; up to a grain more, as lengths are rounded down, and up to `TRIAL_DISTANCE` and a grain of a short prompt."""
 
 TRIAL_DISTANCE = 128
-"""Tokens between an anchor on trial and any other."""
+"""Tokens between a provisional anchor and any other."""
 
 
 def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> None:
     """Continue from the anchor that was found, and copy the state where others may continue: before the last token of
-    `tokens`, and where these leave what is cached, which is `known` tokens. On trial also between these two."""
+    `tokens`, and where these leave what is cached, which is `known` tokens. Provisional anchors also between these
+    two."""
     if kv.pages and not (kv.slower is not None and kv.slower.has_state):
         kv.continues_from = kv.pages[-1]
         anchors.pin(kv.continues_from)
@@ -48,7 +49,7 @@ def aim(kv: RequestKv, anchors: StateAnchors, *, tokens: int, known: int) -> Non
 
 
 def _trials_between(known: int, tokens: int, anchors: StateAnchors) -> list[int]:
-    """Lengths of anchors on trial, in the order in which they get slots."""
+    """Lengths of provisional anchors, in the order in which they get slots."""
     others = [anchors.at_most(known), anchors.at_most(tokens - 1)]
     chosen: list[int] = []
     for share in TRIALS:
@@ -77,7 +78,7 @@ def moves_of_step(
     for sequence, (kv, _, stop) in enumerate(spans):
         for length in [each for each in kv.trial_lens if each < stop]:
             kv.trial_lens.remove(length)
-            slot = anchors.take(on_trial=True)
+            slot = anchors.take(provisional=True)
             if slot is not None:
                 kept.append(Snapshot(sequence, length, slot))
                 insort(kv.pending_anchors, PendingAnchor(length, slot, step))

@@ -52,7 +52,7 @@ class RequestKv:
     anchor_lens: list[int] = field(default_factory=list)
     """Lengths within what it was admitted with at which its state is yet to be copied, ascending."""
     trial_lens: list[int] = field(default_factory=list)
-    """The same of anchors on trial, in the order in which they get slots."""
+    """The same of provisional anchors, in the order in which they get slots."""
     aimed_len: int = 0
     """The last of both. Decodes beyond it keep the newest state at which an anchor may be."""
     pending_anchors: list[PendingAnchor] = field(default_factory=list)

@@ -9,9 +9,9 @@ state pool after those of requests.
     3. pinned    a request was given the prefix, and its first step is not launched yet
     4. free      the tree dropped the page, or another anchor needs the slot: the one used longest ago, if not pinned
 
-An anchor is on trial where a prompt is cut only in case another one leaves it there. Anchors on trial give their slots
-first, the oldest first, also to each other, and take none of another anchor. One from which a step has continued, or
-which a peer has read, is on trial no longer; a request that is not admitted leaves it on trial. Steps in flight may
+An anchor is provisional where a prompt is cut only in case another one leaves it there. Provisional anchors give up
+slots first, the oldest first, also to each other, and take none of another anchor. One from which a step has continued,
+or which a peer has read, is no longer provisional; a request that is not admitted leaves it so. Steps in flight may
 fill a quarter of the slots with them at most, so others always have some.
 
 Copies and steps run in the order of launches: a slot may be given away as soon as the step that reads it is launched.
@@ -29,7 +29,7 @@ from tandem_engine.base.names import PageId
 from tandem_engine.memory.cache_groups import STATE_CHUNK
 
 PENDING_SHARE = 4
-"""One slot of so many may be pending on trial."""
+"""One slot of so many may be pending for a provisional anchor."""
 
 
 class AnchorCounts(NamedTuple):
@@ -38,7 +38,7 @@ class AnchorCounts(NamedTuple):
     slots: int
     slot_bytes: int
     kept: int
-    on_trial: int
+    provisional: int
     replaced: int
     """Anchors that gave their slot to another one, so far."""
 
@@ -47,7 +47,7 @@ class StateAnchors:
     """Scheduler thread only."""
 
     def __init__(self, slots: Sequence[int], *, page_size: int, slot_bytes: int, trials: bool = True) -> None:
-        """`slots` of the state pool that no request has. Without `trials` no anchor is made on trial."""
+        """`slots` of the state pool that no request has. Without `trials` no anchor is provisional."""
         self.grain = lcm(page_size, STATE_CHUNK)
         self._page_size = page_size
         self._slots = tuple(slots)
@@ -55,16 +55,17 @@ class StateAnchors:
         self._free = [*reversed(slots)]
         self._slot_of: OrderedDict[PageId, int] = OrderedDict()
         self._trials: OrderedDict[PageId, None] = OrderedDict()
-        """Of these, on trial."""
+        """The provisional ones."""
         self._pending_trials: set[int] = set()
         self._most_pending_trials = len(slots) // PENDING_SHARE if trials else 0
         self._replaced = 0
         self._pins: Counter[PageId] = Counter()
         self._changes: list[tuple[PageId, bool]] = []
         self.losing: Callable[[PageId, int], None] | None = None
-        """Called with the page of an anchor, not one on trial, and its slot, before another anchor gets the slot."""
+        """Called with the page of an anchor, not a provisional one, and its slot, before another anchor gets the
+        slot."""
         self.keeping: Callable[[PageId], None] | None = None
-        """Called with the page of an anchor that is on trial no longer."""
+        """Called with the page of an anchor that is no longer provisional."""
 
     def at_most(self, tokens: int) -> int:
         """The longest length of an anchor within so many tokens, all of them included [whole-grain-hit]."""
@@ -72,7 +73,7 @@ class StateAnchors:
 
     def usable_blocks(self, pages: Sequence[PageId], *, trials: bool = True) -> int:
         """The most leading blocks of a cached path, on `pages`, that end at an anchor; without `trials` at one that is
-        not on trial."""
+        not provisional."""
         step = self.grain // self._page_size
         for blocks in range(len(pages) // step * step, 0, -step):
             page = pages[blocks - 1]
@@ -90,7 +91,7 @@ class StateAnchors:
         self._pins[page] += 1
 
     def unpin(self, page: PageId, *, used: bool) -> int:
-        """Its first step is launched, or the peer has read it, and it is on trial no longer; or it was not `used`.
+        """Its first step is launched, or the peer has read it, and it is no longer provisional; or it was not `used`.
         Returns the slot."""
         if used and page in self._trials:
             self._keep(page)
@@ -99,12 +100,12 @@ class StateAnchors:
             del self._pins[page]
         return self._slot_of[page]
 
-    def take(self, *, on_trial: bool = False) -> int | None:
-        """A slot for a pending anchor; None if all are pending or pinned. `on_trial`: none of another anchor."""
-        if on_trial and len(self._pending_trials) >= self._most_pending_trials:
+    def take(self, *, provisional: bool = False) -> int | None:
+        """A slot for a pending anchor; None if all are pending or pinned. `provisional`: none of another anchor."""
+        if provisional and len(self._pending_trials) >= self._most_pending_trials:
             return None
         if not self._free:
-            oldest = self._to_replace(on_trial=on_trial)
+            oldest = self._to_replace(provisional=provisional)
             if oldest is None:
                 return None
             if self.losing is not None and oldest not in self._trials:
@@ -112,22 +113,22 @@ class StateAnchors:
             self._free_slot_of(oldest)
             self._replaced += 1
         slot = self._free.pop()
-        if on_trial:
+        if provisional:
             self._pending_trials.add(slot)
         return slot
 
     def attach(self, page: PageId, slot: int) -> None:
         """The tree has `page`, at whose end the state in `slot` is."""
-        on_trial = slot in self._pending_trials
+        provisional = slot in self._pending_trials
         if page in self._slot_of:
             self.give_back(slot)
             self._slot_of.move_to_end(page)
-            if page in self._trials and not on_trial:
+            if page in self._trials and not provisional:
                 self._keep(page)
             return
         self._pending_trials.discard(slot)
         self._slot_of[page] = slot
-        if on_trial:
+        if provisional:
             self._trials[page] = None
         self._changes.append((page, True))
 
@@ -136,19 +137,19 @@ class StateAnchors:
         self._pending_trials.discard(slot)
         self._free.append(slot)
 
-    def is_on_trial(self, page: PageId) -> bool:
+    def is_provisional(self, page: PageId) -> bool:
         """Whether the anchor at the end of `page` is."""
         return page in self._trials
 
     @property
     def counts(self) -> AnchorCounts:
         """What the slots hold now."""
-        on_trial = len(self._trials)
+        provisional = len(self._trials)
         return AnchorCounts(
             slots=len(self._slots),
             slot_bytes=self._slot_bytes,
-            kept=len(self._slot_of) - on_trial,
-            on_trial=on_trial,
+            kept=len(self._slot_of) - provisional,
+            provisional=provisional,
             replaced=self._replaced,
         )
 
@@ -181,15 +182,15 @@ class StateAnchors:
             if found != expected
         ]
 
-    def _to_replace(self, *, on_trial: bool) -> PageId | None:
-        """The page of the anchor that gives its slot to another one, which is `on_trial` or not."""
+    def _to_replace(self, *, provisional: bool) -> PageId | None:
+        """The page of the anchor that gives its slot to another one, which is `provisional` or not."""
         trial = next((page for page in self._trials if page not in self._pins), None)
-        if trial is not None or on_trial:
+        if trial is not None or provisional:
             return trial
         return next((page for page in self._slot_of if page not in self._pins), None)
 
     def _keep(self, page: PageId) -> None:
-        """The anchor of `page` is on trial no longer."""
+        """The anchor of `page` is no longer provisional."""
         del self._trials[page]
         if self.keeping is not None:
             self.keeping(page)

@@ -124,7 +124,7 @@ class OutputBatch(msgspec.Struct, frozen=True, kw_only=True, tag="outputs"):
 
 
 class Taken(msgspec.Struct, frozen=True, kw_only=True, tag="taken"):
-    """The engine has request `rid` in hand: said before the first step that may compute it. When the engine is lost
+    """The engine has accepted request `rid`: sent before the first step that may compute it. When the engine is lost
     after that, the request may be the reason."""
 
     rid: str

@@ -133,19 +133,19 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         return self.temperature < GREEDY_TEMPERATURE or self.top_k == 1
 
     @property
-    def penalised(self) -> bool:
+    def penalized(self) -> bool:
         """Whether its logits depend on how often tokens occurred."""
         return self.presence_penalty != 0.0 or self.frequency_penalty != 0.0 or self.repetition_penalty != 1.0
 
     @property
     def recalls_tokens(self) -> bool:
         """Whether its logits depend on the tokens before, beside through the model."""
-        return self.penalised or any(len(word) > 1 for word in self.bad_words)
+        return self.penalized or any(len(word) > 1 for word in self.bad_words)
 
     @property
     def edits_logits(self) -> bool:
         """Whether it changes its logits in every step. Stop ids below min_tokens are another matter."""
-        return bool(self.penalised or self.logit_bias or self.allowed_token_ids or self.bad_words)
+        return bool(self.penalized or self.logit_bias or self.allowed_token_ids or self.bad_words)
 
     @property
     def masked(self) -> bool:

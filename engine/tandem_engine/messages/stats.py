@@ -82,7 +82,7 @@ class StateAnchorStats(msgspec.Struct, frozen=True, kw_only=True):
     slot_bytes: int
     """Of one copy on one rank."""
     kept: int
-    on_trial: int
+    provisional: int = msgspec.field(name="on_trial")
     """Those from which no request has continued, within prompts. They make room first."""
     replaced_total: int
     """Copies that made room for others."""

@@ -5,7 +5,7 @@
       │ WriteGrant(pages)     ───────▶ │   may arrive before, during or after the computation
       │                    ◀── NIXL WRITE of one or more pushes
       │ StillOpen(rooms)    ◀────────▶ │   every quarter of a lease, while either side continues with rooms; more often
-      │                                │   of grants whose end the receiver lacks: the writer repeats what it said last
+      │                                │   of grants whose end the receiver lacks: the writer repeats its last message
       │ GrantsRenewed(rooms)  ───────▶ │   answers the writer's, for the rooms that have a grant; asked for at once when
       │                                │   a grant cannot be dated yet, or lay unread for long
       │ ◀─────────────── HandoffRecord │   first token, logprobs, digests: after the last push is done
@@ -17,7 +17,7 @@
       │ ◀─ Hello, ProbeGrant or ProbeRefusal
       │ NIXL WRITEs, then DrainAck ──▶ │
 
-    who computes a prompt          who has a prefix of it cached
+    requester: has the prompt      source: has a prefix of it cached
       │ Hello, PrefixAsk(grant) ─────▶ │
       │              ◀── NIXL WRITE    │
       │ ◀──────────────── PrefixRecord │   how many of the granted pages, and their digests
@@ -118,7 +118,7 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     transports: TransportNames = ()
     """Of `LinkTransport`, those that the sender's process could use."""
     ranks: RankPools = ()
-    """Of an engine with several, all of them in order; what is not said here they have in common. Else none."""
+    """Of an engine with several, all of them in order; what is absent here they have in common. Else none."""
     groups: GroupPools | UnsetType = UNSET
     """Further groups of layers, from group 1 on."""
 
@@ -218,7 +218,7 @@ class StillOpen(msgspec.Struct, frozen=True, kw_only=True, tag="still_open"):
     sender: Peer
     side: HandoffSide
     """SEND: prompts to compute or to push. RECEIVE: requests that wait for memory, and grants whose end it lacks."""
-    said_at: float
+    sent_at: float = msgspec.field(name="said_at")
     """By the sender's own clock, and for it alone: the answer repeats it unread [one-clock]."""
     rooms: OpenRooms
 
@@ -227,12 +227,12 @@ class GrantsRenewed(msgspec.Struct, frozen=True, kw_only=True, tag="grants_renew
     """The receiver holds the granted pages of these rooms for longer."""
 
     sender: Peer
-    said_at: float
+    sent_at: float = msgspec.field(name="said_at")
     """Of the `StillOpen` that this answers."""
     answered_at: float
     """By the sender's own clock."""
     valid_s: float
-    """Seconds from `said_at` for which the grants are good."""
+    """Seconds from `sent_at` for which the grants are good."""
     rooms: OpenRooms
 
 

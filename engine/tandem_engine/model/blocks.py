@@ -204,7 +204,7 @@ class BlockBuilder:
         return Router(
             weight=projection(read(f"{prefix}{ROUTER}"), read(f"{prefix}{ROUTER_BIAS}") if moe.bias else None),
             experts_per_token=moe.experts_per_token,
-            normalise=moe.normalise,
+            normalize=moe.normalize,
             scoring=moe.scoring,
             bias=self.weights.exact(f"{prefix}{CHOICE_BIAS}") if moe.choice_bias else None,
             groups=moe.groups,

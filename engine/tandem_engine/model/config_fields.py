@@ -396,7 +396,7 @@ def read_experts(
         num_experts=num_experts,
         experts_per_token=chosen,
         intermediate_size=fields.integer(size, least=1, most=MAX_INTERMEDIATE),
-        normalise=True,
+        normalize=True,
     )
 
 

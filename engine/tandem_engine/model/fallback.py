@@ -103,7 +103,7 @@ def load_fallback(
         )
         if has_long_angles(config, context_length):
             _set_long_angles(body, hf_config)
-    _require_told_window(hf_config, found.specs)
+    _require_declared_window(hf_config, found.specs)
     facts = replace(
         config,
         num_heads=found.heads.queries,
@@ -157,7 +157,7 @@ def _can_multiply_experts_at_once(model: PreTrainedModel) -> bool:
     return not any(size * weight.element_size() % GROUPED_BYTES for weight in stacked for size in weight.shape[1:])
 
 
-def _require_told_window(hf_config: PreTrainedConfig, specs: tuple[AttentionSpec, ...]) -> None:
+def _require_declared_window(hf_config: PreTrainedConfig, specs: tuple[AttentionSpec, ...]) -> None:
     """A window that only masks would apply, which we do not build, must not go unnoticed."""
     window = getattr(hf_config, "sliding_window", None)
     if not window or getattr(hf_config, "use_sliding_window", True) is False:

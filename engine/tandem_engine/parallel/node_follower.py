@@ -75,7 +75,7 @@ class Follower:
         parallel = self.config.parallel
         deadline = time.monotonic() + parallel.init_timeout
         request = JoinNode(node_rank=parallel.node_rank, member=self.member, settings=dict(self.settings))
-        heard = False
+        answered = False
         while time.monotonic() < deadline and not self.leaving.is_set():
             channel.send(request)
             answer = channel.receive(ANSWER_S)
@@ -84,13 +84,13 @@ class Follower:
                 continue
             if answer.refused:
                 raise ConfigError(f"node 0 at {parallel.dist_init_addr} refuses this node: {answer.refused}")
-            heard = True
+            answered = True
             if answer.begin:
                 return answer
             self.leaving.wait(BEAT_S)
         if self.leaving.is_set():
             raise RankLostError("stopped before the engine had started")
-        why = "has not seen all nodes" if heard else "does not answer; does it run, and with the same --curve-keys?"
+        why = "has not seen all nodes" if answered else "does not answer; does it run, and with the same --curve-keys?"
         raise RankLostError(
             f"node {parallel.node_rank} waited {parallel.init_timeout:g} s for node 0 at {parallel.dist_init_addr}, "
             f"which {why}"
@@ -118,13 +118,13 @@ class Follower:
 
     def _beat(self, channel: "CallChannel[LeaderToNode, NodeToLeader]", session: str, ranks: RankProcesses) -> None:
         node_rank = self.config.parallel.node_rank
-        heard_at = time.monotonic()
+        received_at = time.monotonic()
         while True:
             beat = NodeBeat(session=session, node_rank=node_rank, member=self.member, leaving=self.leaving.is_set())
             channel.send(beat)
             answer = channel.receive(ANSWER_S)
             if isinstance(answer, BeatAnswer):
-                heard_at = time.monotonic()
+                received_at = time.monotonic()
                 if answer.ended:
                     self._end(ranks, answer.reason)
                     return
@@ -133,7 +133,7 @@ class Follower:
                 reason = ranks.cause or str(ranks.failure.error)
                 channel.send(NodeLost(session=session, node_rank=node_rank, reason=reason))
                 raise RankLostError(reason)
-            if time.monotonic() - heard_at > SILENCE_S:
+            if time.monotonic() - received_at > SILENCE_S:
                 raise RankLostError(f"no heartbeat of node 0 for {SILENCE_S:g} s")
             ranks.failed.wait(BEAT_S)
 

@@ -142,7 +142,7 @@ class Member:
     """A node that has come."""
 
     member: str
-    heard_at: float
+    received_at: float
 
 
 def follows_key(rank: int) -> str:
@@ -169,7 +169,7 @@ class Leader:
     cause: str | None = None
     """Why a node is lost, by its own words or its silence."""
     _notified: set[int] = field(default_factory=set)
-    """Nodes that know that it is over, or said so themselves."""
+    """Nodes that have been notified of the end, or reported it themselves."""
     _failed_at: float | None = None
 
     def answer(self, message: NodeToLeader) -> LeaderToNode | None:
@@ -192,7 +192,7 @@ class Leader:
         now = self.clock()
         if self.begun.is_set() and not self.over.is_set():
             for node_rank, member in self.members.items():
-                silent = now - member.heard_at
+                silent = now - member.received_at
                 if silent > SILENCE_S:
                     self._record(f"no heartbeat of node {node_rank} for {silent:.0f} s")
         if self.failure.error is None or self.over.is_set():
@@ -206,7 +206,7 @@ class Leader:
         return [
             node_rank
             for node_rank in range(1, self.parallel.nnodes)
-            if node_rank not in self.members or now - self.members[node_rank].heard_at > SILENCE_S
+            if node_rank not in self.members or now - self.members[node_rank].received_at > SILENCE_S
         ]
 
     @property
@@ -222,7 +222,7 @@ class Leader:
         known = self.members.get(message.node_rank)
         if known is None or known.member != message.member:
             logger.info("node %d of %d joined", message.node_rank, self.parallel.nnodes)
-        self.members[message.node_rank] = Member(member=message.member, heard_at=self.clock())
+        self.members[message.node_rank] = Member(member=message.member, received_at=self.clock())
         if not self.missing():
             self.begun.set()
         return JoinAnswer(session=self.session, begin=self.begun.is_set(), self_test=self.self_test)
@@ -244,7 +244,7 @@ class Leader:
         known = self.members.get(message.node_rank)
         if message.session != self.session or known is None or known.member != message.member:
             return BeatAnswer(session=self.session, ended=True, reason="node 0 leads another engine now")
-        known.heard_at = self.clock()
+        known.received_at = self.clock()
         if message.leaving:
             self.departure.ask(f"node {message.node_rank} is to leave")
         if self.over.is_set() or self.failure.error is not None:
@@ -354,7 +354,7 @@ class Gathered:
         return self.leader.departure
 
     def cause(self) -> str | None:
-        """What a node has said about its end. Waits a moment for it: connections break first."""
+        """The reason that a node reported for its end. Waits a moment for it: connections break first."""
         self.leader.lost.wait(BEAT_S)
         return self.leader.cause
 

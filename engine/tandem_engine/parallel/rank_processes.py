@@ -117,8 +117,8 @@ class RankProcess:
         if not status:
             return None
         ending = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        said = self.order.error_file
-        words = f": {said.read_text('utf-8', 'replace')}" if said.is_file() else ""
+        error_file = self.order.error_file
+        words = f": {error_file.read_text('utf-8', 'replace')}" if error_file.is_file() else ""
         return f"rank {self.order.rank} {ending}{words}"
 
     def end(self, *, deadline: float) -> None:

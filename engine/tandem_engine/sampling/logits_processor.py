@@ -122,7 +122,7 @@ class PenaltyRows:
             self._counts.index_put_((slots, token), counted.int(), accumulate=True)
 
     def apply(self, logits: Tensor, penalties: Penalties, ahead: Tensor | None = None) -> None:
-        """Penalise rows of `logits` [S, V] float32 in place.
+        """Penalize rows of `logits` [S, V] float32 in place.
 
         Args:
             ahead: [S, K] tokens that come before each row beside those counted, −1 for none: the drafts before a

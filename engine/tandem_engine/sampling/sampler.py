@@ -111,7 +111,7 @@ def _rank_largest(logits: Tensor, top_k: Tensor, top_p: Tensor, mass: Tensor) ->
 
 
 def _mass(logits: Tensor) -> Tensor:
-    """[R] float64 Σ exp(logits), whose largest term is 1. Not by `sum`, which splits a lone row over threads."""
+    """[R] float64 Σ exp(logits), whose largest term is 1. Not by `sum`, which splits a single row over threads."""
     return logits.log_softmax(dim=1).amax(dim=1).neg().double().exp()
 
 

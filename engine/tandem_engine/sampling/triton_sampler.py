@@ -76,7 +76,7 @@ def _places(rows: Tensor, logits: Tensor) -> Tensor:
 
 
 def _allowed_masks(allowed: TokenSets, logits: Tensor) -> RowMasks:
-    """A mask for each row; those that nothing is said of are marked as without."""
+    """A mask for each row; rows without allowed tokens are marked as without."""
     masks = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
     masks.index_put_((allowed.index, allowed.token_ids), torch.ones_like(allowed.index, dtype=torch.bool))
     index = torch.full((len(logits),), -1, dtype=torch.int64, device=logits.device)

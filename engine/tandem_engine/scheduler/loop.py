@@ -204,8 +204,7 @@ class Loop:
 
         A step can take seconds: a long chunk of a large model on a CPU. That is no silence, so the owner of
         the loop answers its peers in the meantime, and every slice of the wait counts as a turn. After
-        `longest_step` a step counts as hung: that is reported, and peers are no longer told that this engine
-        lives.
+        `longest_step` a step counts as hung: that is reported, and peers get no more keepalives of this engine.
         """
         began = self.clock.now()
         hangs = False

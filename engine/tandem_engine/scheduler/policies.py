@@ -15,8 +15,8 @@ keeps no state between plans [admission-not-latched]: the same requests at the s
 rank.
 
 No request starves. Under `fcfs` none is overtaken by its own tenant's, and tenants have turns (`queues`). Under `lpm`,
-`dfs-weight` and `srf` a request that has waited for `ageing.seconds` is *overdue*, and overdue requests go first, in
-the order of the queue. Under `priority` a waiting request gains one level per `ageing.seconds`: one of priority p goes
+`dfs-weight` and `srf` a request that has waited for `aging.seconds` is *overdue*, and overdue requests go first, in
+the order of the queue. Under `priority` a waiting request gains one level per `aging.seconds`: one of priority p goes
 before every one of priority q > p that arrives more than (q − p) · seconds later. Age also protects it from preemption.
 
 `SharedPrefixes`, for the first three: a request waits when at least `WORTH_WAITING` tokens after its cached prefix are
@@ -86,7 +86,7 @@ class Aged(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ageing:
+class Aging:
     """What waiting is worth."""
 
     clock: Clock
@@ -190,7 +190,7 @@ class ByPrefix:
     """Implements `Policy`."""
 
     memory: KvMemory
-    ageing: Ageing
+    aging: Aging
     ranking: Ranking
 
     def order(self, queues: Queues) -> Iterator[Request]:
@@ -199,7 +199,7 @@ class ByPrefix:
             return
         shared = SharedPrefixes(self.memory)
         shared.computing(queues.requests.values())
-        overdue, others = self.ageing.split(queues.waiting)
+        overdue, others = self.aging.split(queues.waiting)
         for req in overdue:
             yield req
             shared.add(req, shared.cached(req))
@@ -242,10 +242,10 @@ class HeaviestBranchFirst:
         block = self.page_size * TOKEN_BYTES
         # What the first and the last in order share, all between them share.
         tokens = [path.tokens for path in paths]
-        parting = shared_blocks(min(tokens), max(tokens), block) * block
+        branch_at = shared_blocks(min(tokens), max(tokens), block) * block
         branches: defaultdict[bytes, list[Path]] = defaultdict(list)
         for path in paths:
-            branches[path.tokens[parting : parting + block]].append(path)
+            branches[path.tokens[branch_at : branch_at + block]].append(path)
         ending = branches.pop(b"", [])
         below = (path for branch in _heaviest_first(branches.values()) for path in self._depth_first(branch))
         return [*below, *ending]
@@ -264,7 +264,7 @@ def longest_prefix_first(candidates: list[Candidate]) -> list[Candidate]:
 class ByPriority:
     """Implements `Policy`, and selects the requests to preempt."""
 
-    ageing: Ageing
+    aging: Aging
     threshold: int
 
     def order(self, queues: Queues) -> Iterator[Request]:
@@ -278,12 +278,12 @@ class ByPriority:
 
     def outranked(self, head: Request, candidates: Sequence[Request]) -> list[Request]:
         """Those of `candidates` that `head` may put back, the most expendable first."""
-        lower = [req for req in candidates if head.priority - req.priority - self.ageing.levels(req) >= self.threshold]
+        lower = [req for req in candidates if head.priority - req.priority - self.aging.levels(req) >= self.threshold]
         return self._most_expendable_first(lower)
 
     def _standing(self, req: Request) -> float:
         """Priority with age, less what is the same for all: the order of two requests never changes."""
-        return req.priority - req.arrived_at / self.ageing.seconds
+        return req.priority - req.arrived_at / self.aging.seconds
 
     def _most_expendable_first(self, candidates: Sequence[Request]) -> list[Request]:
         """The newest of equals is the most expendable."""
@@ -296,12 +296,12 @@ class ByPriority:
 class ShortestRemaining:
     """Implements `Policy`."""
 
-    ageing: Ageing
+    aging: Aging
     chunk: int
     """Prompt tokens of one step."""
 
     def order(self, queues: Queues) -> Iterator[Request]:
-        overdue, others = self.ageing.split(queues.waiting)
+        overdue, others = self.aging.split(queues.waiting)
         yield from overdue
         yield from sorted(others, key=self.steps_left)
 
@@ -319,18 +319,18 @@ class ShortestRemaining:
 
 def make_policy(config: SchedulerConfig, *, memory: KvMemory, clock: Clock) -> Policy:
     """The policy that `config` names."""
-    ageing = Ageing(clock=clock, seconds=config.policy_ageing_seconds)
+    aging = Aging(clock=clock, seconds=config.policy_ageing_seconds)
     match config.schedule_policy:
         case SchedulePolicy.FCFS:
             return Fcfs(memory=None if isinstance(memory.cache, NoPrefixCache) else memory)
         case SchedulePolicy.LPM:
-            return ByPrefix(memory=memory, ageing=ageing, ranking=longest_prefix_first)
+            return ByPrefix(memory=memory, aging=aging, ranking=longest_prefix_first)
         case SchedulePolicy.DFS_WEIGHT:
-            return ByPrefix(memory=memory, ageing=ageing, ranking=HeaviestBranchFirst(page_size=memory.page_size))
+            return ByPrefix(memory=memory, aging=aging, ranking=HeaviestBranchFirst(page_size=memory.page_size))
         case SchedulePolicy.PRIORITY:
-            return ByPriority(ageing=ageing, threshold=config.priority_preemption_threshold)
+            return ByPriority(aging=aging, threshold=config.priority_preemption_threshold)
         case SchedulePolicy.SRF:
-            return ShortestRemaining(ageing=ageing, chunk=config.chunked_prefill_size)
+            return ShortestRemaining(aging=aging, chunk=config.chunked_prefill_size)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -120,7 +120,8 @@ class PromptBudget:
 
 
 class Admission(Enum):
-    """Whether a request can run now; if not, why it is asked again later. Never is said at ingress, with a 400."""
+    """Whether a request can run now; if not, why it is checked again later. Requests that can never run get a 400 at
+    ingress."""
 
     OK = "ok"
     BUDGET = "budget"

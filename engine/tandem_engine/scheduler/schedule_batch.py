@@ -112,13 +112,13 @@ Numbered = Sequence[tuple[int, Request]]
 
 
 def _penalties(numbered: Numbered, slots: PenaltySlots) -> Penalties | None:
-    penalised = [(index, req) for index, req in numbered if req.sampling.penalised]
-    if not penalised:
+    penalized = [(index, req) for index, req in numbered if req.sampling.penalized]
+    if not penalized:
         return None
-    params = [req.sampling for _, req in penalised]
+    params = [req.sampling for _, req in penalized]
     return Penalties(
-        index=_int_tensor([index for index, _ in penalised]),
-        slots=_int_tensor([slots.of(req) for _, req in penalised]),
+        index=_int_tensor([index for index, _ in penalized]),
+        slots=_int_tensor([slots.of(req) for _, req in penalized]),
         repetition=_pinned_floats([p.repetition_penalty for p in params]),
         frequency=_pinned_floats([p.frequency_penalty for p in params]),
         presence=_pinned_floats([p.presence_penalty for p in params]),

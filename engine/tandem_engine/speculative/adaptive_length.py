@@ -307,7 +307,7 @@ class DraftLengths:
 
     @estimating(lambda *_, **__: False)
     def open(self, acceptances: Iterable[Acceptance], *, batch: int) -> bool:
-        """Whether it is worth asking who has drafts in a step of `batch` requests with these `acceptances`.
+        """Whether it is worth looking for drafts in a step of `batch` requests with these `acceptances`.
 
         Cheap, for it is asked in every step: not if it would not pay were all of them as good as the best.
         """

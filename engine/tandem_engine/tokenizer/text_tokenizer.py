@@ -411,12 +411,12 @@ def _matches_normalized(document: _Document, contents: Collection[str]) -> bool:
     )
 
 
-_LONGEST_NORMALIZED = "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}"
+_MAX_NORMALIZED = "\N{ARABIC LIGATURE SALLALLAHOU ALAYHE WASALLAM}"
 """18 characters in the compatibility forms of Unicode, more than any other. In all other forms it is itself."""
 
 
 def _expands_text(tokenizer: Tokenizer) -> bool:
-    return tokenizer.normalizer is not None and len(tokenizer.normalizer.normalize_str(_LONGEST_NORMALIZED)) > 4
+    return tokenizer.normalizer is not None and len(tokenizer.normalizer.normalize_str(_MAX_NORMALIZED)) > 4
 
 
 def _encode(tokenizer: Tokenizer, text: str, *, add_special_tokens: bool) -> list[int]:

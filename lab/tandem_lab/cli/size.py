@@ -168,11 +168,11 @@ def run(args: argparse.Namespace) -> int:
     result = _search(args, sizing)
     best = result.best
     print(table(pareto(result.found.fleets), price=args.gpu_price), file=sys.stderr)
-    told = summary(best, sizing.wanted, result.proof, price=args.gpu_price, trace=args.trace.name, rate=sizing.rate)
+    comment = summary(best, sizing.wanted, result.proof, price=args.gpu_price, trace=args.trace.name, rate=sizing.rate)
     excluded = "".join(f"not with {gpus} GPUs a worker: {why}\n" for gpus, why in result.found.refused.items())
-    print(f"{told}\n{excluded}{result.found.runs} simulations", file=sys.stderr)
+    print(f"{comment}\n{excluded}{result.found.runs} simulations", file=sys.stderr)
     document = manifest(best, sizing.wanted, names, context_length=sizing.context_length)
-    text = as_yaml(document, told)
+    text = as_yaml(document, comment)
     if args.out is None:
         print(text, end="")
     else:
@@ -324,8 +324,8 @@ def _search(args: argparse.Namespace, sizing: "Sizing") -> "Result":
         task = progress.add_task("starts", total=None)
         try:
             url = start_redis(supervisor, Path(folder))
-            told = lambda text: progress.update(task, description=text)  # noqa: E731
-            return uvloop.run(sizing.run(RedisAddress(url=url), told))
+            report = lambda text: progress.update(task, description=text)  # noqa: E731
+            return uvloop.run(sizing.run(RedisAddress(url=url), report))
         except RedisUnavailableError as error:
             raise StartupError(f"the simulation's own Redis failed: {error}") from error
         finally:

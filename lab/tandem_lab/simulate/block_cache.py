@@ -82,7 +82,7 @@ class BlockCache:
                     self._following[chain[position - 1]] += 1
         self.hold(chain[first:])
 
-    def let_go(self, blocks: Sequence[bytes], *, spent: bool = False) -> None:
+    def release(self, blocks: Sequence[bytes], *, spent: bool = False) -> None:
         """A request has ended: what no other one holds becomes idle. `spent`: another worker has the blocks, too, so
         those at their end from which no other chain continues are the first to leave."""
         for block in reversed(blocks):
@@ -148,7 +148,7 @@ def pooled_lru(chains: Iterable[Sequence[bytes]], capacity: int) -> HitRate:
         cache.hold(kept[:matched])
         cache.take(len(kept) - matched)
         cache.store(kept, matched)
-        cache.let_go(kept)
+        cache.release(kept)
         hits, blocks = hits + matched, blocks + len(chain)
     # No index follows the changes; they are dropped with the cache.
     return HitRate(hits, blocks)

@@ -48,13 +48,13 @@ class CellFleets:
         self.redis = redis[0]
         """Its time is that of all."""
         self.workers: MutableMapping[str, ModelledWorker] = ChainMap(*(cell.workers for cell in self.cells))
-        self.everybody: list[ModelledWorker] = []
+        self.all_workers: list[ModelledWorker] = []
 
     async def begin(self) -> None:
         """See `Fleet.begin`."""
         for cell in self.cells:
             await cell.begin()
-            self.everybody += cell.everybody
+            self.all_workers += cell.all_workers
 
     def of_gateway(self, number: int) -> Fleet:
         """See `Fleet.of_gateway`."""

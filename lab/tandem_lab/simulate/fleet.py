@@ -99,7 +99,7 @@ class Fleet:
         """Generation of the fleet in Redis: a heartbeat with the current one does not get all members again."""
         self.workers: dict[str, ModelledWorker] = {}
         """Those that are registered, by incarnation."""
-        self.everybody: list[ModelledWorker] = []
+        self.all_workers: list[ModelledWorker] = []
         """All there ever were."""
         self.closing = False
         """No heartbeats any more."""
@@ -134,7 +134,7 @@ class Fleet:
         self._joined[role] += 1
         self._revision[worker.name] = 0
         self.workers[_incarnation(worker.name)] = worker
-        self.everybody.append(worker)
+        self.all_workers.append(worker)
         await self._heartbeat(worker)
         await self._publish(worker, [IndexUpdate(UpdateKind.CLEARED)])
         return worker
@@ -165,7 +165,7 @@ class Fleet:
         if self.closing:
             return
         await self.redis.follow()
-        await self._let_go()
+        await self._remove_idle()
         everybody = tuple(self.workers.values())
         all_beat = len(everybody) + self._others <= ALL_BEAT
         beating = everybody if all_beat else tuple(filter(self._has_news, everybody))
@@ -177,7 +177,7 @@ class Fleet:
         at, load = self._beaten[worker.name]
         return worker.load() != load or self.redis.events.now() - at >= BEAT_AGAIN_S
 
-    async def _let_go(self) -> None:
+    async def _remove_idle(self) -> None:
         """Of those that leave and have nothing left to do."""
         done = [each for each in self.workers.values() if each.name in self._leaving and each.outstanding == 0]
         for worker in done:

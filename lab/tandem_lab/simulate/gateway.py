@@ -145,17 +145,19 @@ class Gateway:
         except ApiError:
             client.refused(len(numbers))
             return
-        visit = _Visit(self, client)
+        arrival = _Arrival(self, client)
         route = SharedRoute() if len(numbers) > 1 else None
         for number in numbers:
-            await self._arrive(request, visit, number, route)
-        if visit.refusals:
+            await self._arrive(request, arrival, number, route)
+        if arrival.refusals:
             # As in a gateway: all have come before one of them ends the request.
-            visit.end()
-        elif visit.waiting and not self._taking_turns:
+            arrival.end()
+        elif arrival.waiting and not self._taking_turns:
             self._plan_turn(0.0)
 
-    async def _arrive(self, request: SimulatedRequest, visit: "_Visit", number: int, route: SharedRoute | None) -> None:
+    async def _arrive(
+        self, request: SimulatedRequest, arrival: "_Arrival", number: int, route: SharedRoute | None
+    ) -> None:
         query = partial(self._query, request, number)
 
         async def ask(query: RouteQuery) -> RouteDecision:
@@ -168,7 +170,7 @@ class Gateway:
         async def beside() -> RouteDecision:
             return await alone() if route is None else await route.choose(self.chooser, query(), ask, alone)
 
-        answer = _Answer(visit, number)
+        answer = _Answer(arrival, number)
         entry = self.binding.entry(
             beside,
             answer,
@@ -177,16 +179,16 @@ class Gateway:
             prompt_tokens=request.prompt_tokens,
         )
         answer.entry = entry
-        visit.waiting.append(entry)
+        arrival.waiting.append(entry)
         try:
             choice = await self.binding.arrive(entry)
         except ApiError:
-            visit.waiting.remove(entry)
-            visit.refusals += 1
+            arrival.waiting.remove(entry)
+            arrival.refusals += 1
             return
         if choice is not None:
-            visit.waiting.remove(entry)
-            await visit.client.admitted(number, choice)
+            arrival.waiting.remove(entry)
+            await arrival.client.admitted(number, choice)
         elif self.binding.has_overtaken(entry):
             self._events.after(NEXT_S, lambda: self._try_now(entry))
 
@@ -212,7 +214,7 @@ class Gateway:
             raise
 
     def _query(self, request: SimulatedRequest, number: int) -> RouteQuery:
-        """The same as the last time for who is asked for again: all that wait would take memory, one takes none."""
+        """The same object for repeated queries of one request: kept for all that wait they would take memory."""
         request_id = f"request-{request.number}"
         query = self._query_of(request, request_id)
         return replace(query, request_id=f"{request_id}-{number}") if request.choices > 1 else query
@@ -264,7 +266,7 @@ class Gateway:
 
 
 @dataclass(slots=True)
-class _Visit:
+class _Arrival:
     """Choices of one request, from their arrival on. Clients of a trace never leave."""
 
     gateway: Gateway
@@ -284,30 +286,30 @@ class _Visit:
 class _Answer:
     """Of one choice in the queue."""
 
-    visit: _Visit
+    arrival: _Arrival
     number: int
     entry: QueueEntry | None = None
 
     def done(self) -> bool:
-        return self.entry not in self.visit.waiting
+        return self.entry not in self.arrival.waiting
 
     def set_result(self, result: RouteDecision, /) -> None:
         assert self.entry is not None
-        self.visit.waiting.remove(self.entry)
-        self.visit.gateway.after(lambda: self.visit.client.admitted(self.number, result))
+        self.arrival.waiting.remove(self.entry)
+        self.arrival.gateway.after(lambda: self.arrival.client.admitted(self.number, result))
 
     def set_exception(self, exception: BaseException, /) -> None:
         assert self.entry is not None
-        self.visit.waiting.remove(self.entry)
-        self.visit.refusals += 1
-        if self.visit.refusals == 1 or not isinstance(exception, ApiError):
-            self.visit.gateway.after(lambda: self._failed(exception))
+        self.arrival.waiting.remove(self.entry)
+        self.arrival.refusals += 1
+        if self.arrival.refusals == 1 or not isinstance(exception, ApiError):
+            self.arrival.gateway.after(lambda: self._failed(exception))
 
     def _failed(self, exception: BaseException) -> None:
         """Raises what is no refusal: it ends the run."""
         if not isinstance(exception, ApiError):
             raise exception
-        self.visit.end()
+        self.arrival.end()
 
 
 def held_at(gateways: Iterable[Gateway]) -> Held:

@@ -143,30 +143,30 @@ class PrefixFetches:
         self.cache.hold(prefix[:here])
         missing = min(len(prefix) - here, self.cache.room)
         if missing == 0:
-            self.cache.let_go(prefix[:here])
+            self.cache.release(prefix[:here])
             return False
         self.cache.take(missing)
         self.on_cache_change()
         fetch = _Fetch(holder=wanted.holder, prefix=prefix[: here + missing], here=here, waiting=[on_over])
         self._under_way.append(fetch)
-        patience = min(wanted.within_s, DisaggConfig().prefix_fetch_timeout)
-        self.events.after(patience, lambda: self._end(fetch, came=0))
-        self.events.after(self.times.fetch_s / 2, lambda: self._at_turn(fetch, lambda: self._lend(fetch)))
+        timeout_s = min(wanted.within_s, DisaggConfig().prefix_fetch_timeout)
+        self.events.after(timeout_s, lambda: self._end(fetch, came=0))
+        self.events.after(self.times.fetch_s / 2, lambda: self._at_turn(fetch, lambda: self._serve(fetch)))
         return True
 
     def _at_turn(self, fetch: _Fetch, action: Callback) -> None:
         self.events.after(fetch.holder.turn_left_s(), action)
 
-    def _lend(self, fetch: _Fetch) -> None:
-        lent = fetch.prefix[: fetch.holder.cache.match(fetch.prefix)]
-        came = max(0, len(lent) - fetch.here)
+    def _serve(self, fetch: _Fetch) -> None:
+        served = fetch.prefix[: fetch.holder.cache.match(fetch.prefix)]
+        came = max(0, len(served) - fetch.here)
         if fetch.over or came == 0:
             self._prove(fetch, came=0)
             return
-        fetch.holder.cache.hold(lent)
+        fetch.holder.cache.hold(served)
 
         def left() -> None:
-            fetch.holder.cache.let_go(lent, spent=fetch.holder.role is not Role.DECODE)
+            fetch.holder.cache.release(served, spent=fetch.holder.role is not Role.DECODE)
             fetch.holder.wake()
             self._prove(fetch, came=came)
 
@@ -184,7 +184,7 @@ class PrefixFetches:
         self.cache.give_back(len(fetch.prefix) - fetch.here - came)
         known = fetch.prefix[: fetch.here + came]
         self.cache.store(known, fetch.here)
-        self.cache.let_go(known)
+        self.cache.release(known)
         self.blocks += came
         self.on_cache_change()
         for on_over in fetch.waiting:

@@ -180,7 +180,7 @@ class Replay:
         scaled: Scaled | None = None,
         on_ended: Callable[[Served], None] = lambda _: None,
     ) -> None:
-        self.outcome = Outcome(workers=fleet.everybody)
+        self.outcome = Outcome(workers=fleet.all_workers)
         self._requests = requests
         self._fleet = fleet
         self._events = fleet.redis.events
@@ -299,7 +299,7 @@ class Replay:
             self._events.after(exposed, arrived)
 
         def arrived() -> None:
-            prefill.let_go(sending)
+            prefill.release(sending)
             decode.begin_decode(receiving)
 
         receiving = self._job(served, choice, on_prompt=lambda: self._first(served, choice, sending), on_room=compute)

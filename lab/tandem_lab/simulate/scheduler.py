@@ -1,4 +1,4 @@
-"""The engine's scheduler over modelled memory: who is computed in the next step, who takes pages, who gives them back.
+"""The engine's scheduler over modelled memory: which jobs the next step computes, which take and release pages.
 
 It decides as `tandem_engine.scheduler` does with the policy `fcfs`, mixed steps and no host memory:
 
@@ -292,7 +292,7 @@ class ModelledScheduler:
         self._cache.hold(job.chain[:matched])
         if not (whole or self._chunked is None) or not self._fits(job, target, matched, crowded, going):
             # As in the engine, the attempt counts as a use of the prefix.
-            self._cache.let_go(job.chain[:matched])
+            self._cache.release(job.chain[:matched])
             return False
         self.waiting.popleft()
         self._begin(job, matched, target)
@@ -467,6 +467,6 @@ class ModelledScheduler:
         self._free(job)
 
     def _free(self, job: Job) -> None:
-        self._cache.let_go(job.chain[: job.held])
+        self._cache.release(job.chain[: job.held])
         self._cache.give_back(job.private)
         job.held = job.private = 0

@@ -7,9 +7,9 @@ A job
     3. it decodes here, or it waits for its transfer (`on_prompt`) and then releases its pages. One that is retracted
        returns to the head of the queue
 
-`scheduler` decides who is computed and who holds pages; here is the time that it takes. A job with an incoming transfer
-skips the second part: `on_room` reports that its pages are there, `begin_decode` that its KV is. Equal decode steps are
-one event; jobs that arrive during it wait for the step that runs.
+`scheduler` decides which jobs are computed and which hold pages; here is the time that it takes. A job with an incoming
+transfer skips the second part: `on_room` reports that its pages are there, `begin_decode` that its KV is. Equal decode
+steps are one event; jobs that arrive during it wait for the step that runs.
 """
 
 from bisect import insort
@@ -114,7 +114,7 @@ class ModelledWorker:
             job.on_end()
         self.wake()
 
-    def let_go(self, job: Job) -> None:
+    def release(self, job: Job) -> None:
         """A job without output here has been transferred."""
         self._scheduler.sent(job)
         self.wake()

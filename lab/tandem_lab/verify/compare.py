@@ -30,7 +30,7 @@ from tandem_lab.verify.reference import ReferenceOutput, Scored
 
 LOGPROB_TOLERANCE = 1e-4
 
-MOST_ROUNDING = 0.01
+MAX_ROUNDING = 0.01
 """Above this no model is verified, however sensitive it is to rounding."""
 
 ROUNDED_KV_TOLERANCE = 0.05

@@ -231,9 +231,9 @@ class Fetched:
     def generate(self, requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
         """As `Engine.generate`, after the other engine has done the same."""
         self._run(self.source, [msgspec.structs.replace(each, rid=f"{each.rid} before") for each in requests], stagger)
-        return self._run(self.requester, [self._told(request) for request in requests], stagger)
+        return self._run(self.requester, [self._with_source(request) for request in requests], stagger)
 
-    def _told(self, request: GenerateRequest) -> GenerateRequest:
+    def _with_source(self, request: GenerateRequest) -> GenerateRequest:
         tokens = len(request.input_ids) + len(request.resume_ids)
         return msgspec.structs.replace(
             request, fetch=PrefixFetch(peer=self.source.me, tokens=tokens, within_s=PATIENCE_S)

@@ -129,20 +129,20 @@ def _follow(part: LoadedModel, config: EngineConfig, platform: PlatformMaker) ->
 
 
 def in_turns(generate: Generate) -> Generate:
-    """As `generate`, with a session for each request that can be told in two turns.
+    """As `generate`, with a session for each request that two turns can send.
 
     One whose first turn already goes wrong ends with that turn's output, which differs from any reference.
     """
 
     def converse(requests: Sequence[GenerateRequest], stagger: int) -> list[Generation]:
-        told = [request for request in requests if _can_be_told(request)]
-        first = generate([_first_turn(request) for request in told], stagger)
+        two_turns = [request for request in requests if _has_two_turns(request)]
+        first = generate([_first_turn(request) for request in two_turns], stagger)
         wrong = {
             request.rid: output
-            for request, output in zip(told, first, strict=True)
+            for request, output in zip(two_turns, first, strict=True)
             if tuple(output.token_ids) != request.resume_ids[:-1]
         }
-        second = [_second_turn(request) if _can_be_told(request) else request for request in requests]
+        second = [_second_turn(request) if _has_two_turns(request) else request for request in requests]
         outputs = generate(second, stagger)
         return [wrong.get(request.rid, output) for request, output in zip(requests, outputs, strict=True)]
 
@@ -176,8 +176,8 @@ def _second_half(request: GenerateRequest) -> GenerateRequest:
     return msgspec.structs.replace(request, input_ids=rest, session=SessionRef(id=request.rid, turn=1))
 
 
-def _can_be_told(request: GenerateRequest) -> bool:
-    # A grammar or a budget knows the output of its own turn alone.
+def _has_two_turns(request: GenerateRequest) -> bool:
+    # A grammar or a budget covers the output of its own turn alone.
     return len(request.resume_ids) > 1 and not request.sampling.masked
 
 

@@ -42,7 +42,7 @@ Processor = Callable[[Tensor, Tensor], Tensor]
 
 
 def edits_against(output: Sequence[int]) -> SamplingParams:
-    """Edits that turn a plain greedy `output` elsewhere: what it repeats, begins with and goes on with is disliked."""
+    """Edits that turn a plain greedy `output` elsewhere: penalties for its repetitions, beginning and continuation."""
     return SamplingParams(
         max_tokens=1,
         repetition_penalty=1.2,
@@ -62,7 +62,7 @@ def processors_for(sampling: SamplingParams, prompt_len: int) -> list[Processor]
     bad_words = NoBadWordsLogitsProcessor([list(word) for word in sampling.bad_words])
     return [
         RepetitionPenaltyLogitsProcessor(sampling.repetition_penalty),
-        lambda ids, logits: _penalise_output(sampling, ids[:, prompt_len:], logits),
+        lambda ids, logits: _penalize_output(sampling, ids[:, prompt_len:], logits),
         SequenceBiasLogitsProcessor(biases),
         lambda ids, logits: bad_words(_without_prompt(ids, prompt_len), logits),
     ]
@@ -78,7 +78,7 @@ def _without_prompt(ids: Tensor, prompt_len: int) -> Tensor:
     return torch.cat((nothing, ids[:, prompt_len:]), dim=1)
 
 
-def _penalise_output(sampling: SamplingParams, output: Tensor, logits: Tensor) -> Tensor:
+def _penalize_output(sampling: SamplingParams, output: Tensor, logits: Tensor) -> Tensor:
     counts = torch.bincount(output[0], minlength=logits.shape[1])
     return logits - sampling.frequency_penalty * counts - sampling.presence_penalty * (counts > 0)
 
@@ -321,7 +321,7 @@ TOPICS = (
     "Tell me a story about a fox who lives near a river.",
     "What is the capital of France?",
     "Explain how to make a cup of tea, step by step.",
-    "My name is Ada and I like the colour green. What should I plant in my garden?",
+    "My name is Ada and I like the colour green. What should I plant in my garden?",  # words: ok
     "Count from one to ten.",
     "Once upon a time, in a village by the sea,",
 )
@@ -376,7 +376,7 @@ class References:
 def generate_references(
     reference: TransformersReference, model: LoadedModel, prompts: PromptSet, *, progress: bool
 ) -> References:
-    """Have transformers generate; what it is told of EOS, edits and grammars is what `model` serves."""
+    """Generate with transformers, with the EOS, edits and grammars that `model` serves."""
     facts, max_tokens = model.model.config, prompts.max_tokens
     eos = frozenset(facts.eos_token_ids)
     by_adapter = [

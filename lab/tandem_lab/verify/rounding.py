@@ -20,7 +20,7 @@ from tandem_engine.engine.stats import Generation
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_lab.verify.compare import (
     LOGPROB_TOLERANCE,
-    MOST_ROUNDING,
+    MAX_ROUNDING,
     Comparison,
     Score,
     compare_scored,
@@ -54,10 +54,10 @@ class Rounding:
     ) -> Comparison:
         """Within what rounding explains; `otherwise` where that is no more than usual."""
         if not self.measured:
-            # Said before: the weights in float64 may be more than there is memory for.
+            # Logged before: the weights in float64 may be more than there is memory for.
             logger.warning("%s; whether this is rounding is measured in float64", otherwise.difference)
             bound = logprob_bound(self.exact(), self.score, self.references, least=LOGPROB_TOLERANCE)
-            self.measured = min(MOST_ROUNDING, bound)
+            self.measured = min(MAX_ROUNDING, bound)
         if self.measured <= LOGPROB_TOLERANCE:
             return otherwise
         found = compare_scored(requests, outputs, references, self.score, self.measured)

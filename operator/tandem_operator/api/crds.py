@@ -56,7 +56,7 @@ def _field(item: types.Field) -> Schema:
 
 
 def _default(item: types.Field) -> Any:
-    """What the API server writes where nothing is said. None: nothing, which is not the same as an empty value."""
+    """The API server's value where the field is absent. None: nothing, which is not the same as an empty value."""
     value = item.default
     if item.default_factory is not msgspec.NODEFAULT:
         value = item.default_factory()

@@ -282,7 +282,7 @@ class Rollout(Api, frozen=True, kw_only=True):
 
 
 def _gpu_rule(role: str) -> Rule:
-    """A role whose device is said to be cuda, by itself or for both, has NVIDIA GPUs."""
+    """A role whose device is cuda, by its own field or that of both, has NVIDIA GPUs."""
     own = f"(has(self.{role}) && has(self.{role}.engine) && has(self.{role}.engine.device))"
     common = "(has(self.engine) && has(self.engine.device) && self.engine.device == 'cuda')"
     limits = f"has(self.{role}) && has(self.{role}.resources) && has(self.{role}.resources.limits)"

@@ -169,7 +169,7 @@ class Operator:
 
     async def run(self) -> None:
         """Until terminated. Raises the failure of a part."""
-        registry = registry_for(self._kinds, self._heard, self._start, self._finish)
+        registry = registry_for(self._kinds, self._on_event, self._start, self._finish)
         namespaces = self._options.namespaces
         await kopf.operator(
             registry=registry, clusterwide=not namespaces, namespaces=list(namespaces), stop_flag=self._stop
@@ -211,7 +211,7 @@ class Operator:
         self._dispatcher.end()
         self._observations.clear()
 
-    def _heard(self, kind: str, event: str | None, body: Any) -> None:
+    def _on_event(self, kind: str, event: str | None, body: Any) -> None:
         key = self._dispatcher.on_event(kind, event, body)
         if kind == POD.name:
             # The pods of a ModelGateway are those of all services behind it.

@@ -89,8 +89,8 @@ def _status(code: int) -> str:
 def termination_message(log: str) -> str:
     """The error that a container ended with, from the end of its log; its last line where none is an error's.
 
-    Lines are JSON records of ours, sentences of a command (`tandem: error: …`), or anybody's. The kubelet keeps the end
-    of a log alone, so that the first of them may be the end of a record.
+    Lines are JSON records of ours, sentences of a command (`tandem: error: …`), or of any program. The kubelet keeps
+    the end of a log alone, so that the first of them may be the end of a record.
     """
     lines = [line.strip() for line in log.splitlines() if line.strip()]
     for line in reversed(lines):

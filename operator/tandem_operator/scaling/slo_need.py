@@ -6,8 +6,8 @@
               beyond the percentile; or sequences / those that fit into the KV pages of a worker
 
 Both depend on arrivals, not on the present number of workers: n - 1 workers are judged with all of the load, so that
-survivors are not surprised by the share of who leaves. A sequence takes longer in a larger batch, and there are more of
-them at once; the headroom is what their number varies by.
+the remaining workers can take over the leaving one's share. A sequence takes longer in a larger batch, and there
+are more of them at once; the headroom is what their number varies by.
 
 More workers do not compute a prompt faster. Where prompts are too long by themselves, and where a step with one
 sequence is too long, the objective is infeasible: the need says so, and its number is that of the load alone.
@@ -139,7 +139,7 @@ class _Prefill:
 
 
 def _workers(fleet: _Prefill, offered: float) -> float:
-    """The least sufficient number n, not rounded: by the place of the load between what n - 1 and n workers bear."""
+    """The least sufficient number n, not rounded: by the place of the load between what n - 1 and n workers sustain."""
     least = floor(offered) + 1
     if least > MAX_WORKERS:
         return offered
@@ -150,7 +150,7 @@ def _workers(fleet: _Prefill, offered: float) -> float:
 
 
 def _between(enough: int, offered: float, below: float, above: float) -> float:
-    """The number that bears `offered`, where `enough` bear `above`, and one worker less bears `below`."""
+    """The number that sustains `offered`, where `enough` sustain `above`, and one worker less sustains `below`."""
     if above <= below:
         return float(enough)
     return enough - 1 + min(1.0, max(0.0, (offered - below) / (above - below)))

@@ -115,8 +115,8 @@ async def _answer(
         raise OrderFailedError(f"pod {pod.name} cannot be reached: {error!r}") from error
     answer = _decoded(bytes(data))
     if response.status_code // 100 != 2 or answer is None:
-        said = bytes(data[:MAX_SHOWN]).decode("utf-8", "replace")
-        raise OrderFailedError(f"pod {pod.name} answered {path} with {response.status_code}: {said}")
+        text = bytes(data[:MAX_SHOWN]).decode("utf-8", "replace")
+        raise OrderFailedError(f"pod {pod.name} answered {path} with {response.status_code}: {text}")
     return answer
 
 
@@ -213,8 +213,8 @@ async def with_standby(client: httpx.AsyncClient, pods: Sequence[PodSeen]) -> tu
             return await _readiness(client, pod)
 
     asked = starting(pods)
-    said = dict(zip((pod.uid for pod in asked), await asyncio.gather(*map(ask, asked)), strict=True))
-    return tuple(_with_status(pod, said.get(pod.uid, "")) for pod in pods)
+    statuses = dict(zip((pod.uid for pod in asked), await asyncio.gather(*map(ask, asked)), strict=True))
+    return tuple(_with_status(pod, statuses.get(pod.uid, "")) for pod in pods)
 
 
 async def order_offer(client: httpx.AsyncClient, pod: PodSeen, token: str) -> None:

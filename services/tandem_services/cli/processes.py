@@ -266,8 +266,8 @@ class Supervisor:
                 self.wait(look_s)
             except Exception as error:  # noqa: BLE001  # the boundary of what watches
                 with contextlib.suppress(OSError, ValueError):  # standard error is closed
-                    told = f"{type(error).__name__}: {error}"
-                    print(f"tandem: cannot watch its processes, trying again: {told}", file=sys.stderr, flush=True)
+                    reason = f"{type(error).__name__}: {error}"
+                    print(f"tandem: cannot watch its processes, trying again: {reason}", file=sys.stderr, flush=True)
                 time.sleep(UNWATCHED_SECONDS)
 
     def _restart(self, child: Child, now: float) -> str:
@@ -323,11 +323,11 @@ class Supervisor:
 
 
 def _stop(children: Sequence[Child], grace: float, hurried: Callable[[], bool]) -> None:
-    for number, patience in ((signal.SIGTERM, grace), (signal.SIGINT, HURRY_SECONDS), (signal.SIGKILL, None)):
+    for number, timeout in ((signal.SIGTERM, grace), (signal.SIGINT, HURRY_SECONDS), (signal.SIGKILL, None)):
         for child in reversed(children):
             if child.process is not None and child.status is None:
                 child.process.send_signal(number)
-        if _gone_within(children, patience, hurried if number == signal.SIGTERM else lambda: False):
+        if _gone_within(children, timeout, hurried if number == signal.SIGTERM else lambda: False):
             return
 
 
@@ -339,9 +339,9 @@ def _describe(status: int, *, for_memory: bool) -> str:
     return f"was killed by {signal.Signals(-status).name}"
 
 
-def _gone_within(children: Sequence[Child], patience: float | None, hurried: Callable[[], bool]) -> bool:
-    """Whether every child has exited before `patience` is over or `hurried`; None waits as long as it takes."""
-    deadline = None if patience is None else time.monotonic() + patience
+def _gone_within(children: Sequence[Child], timeout: float | None, hurried: Callable[[], bool]) -> bool:
+    """Whether every child has exited before `timeout` is over or `hurried`; None waits as long as it takes."""
+    deadline = None if timeout is None else time.monotonic() + timeout
     while any(child.process is not None and child.status is None for child in children):
         if hurried() or (deadline is not None and time.monotonic() >= deadline):
             return False

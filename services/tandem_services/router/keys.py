@@ -165,7 +165,7 @@ MAX_STARTING = 256
 """Workers of a cluster that are listed while they start: as many as the console shows."""
 
 MAX_GATEWAYS = 1_024
-"""More wishes than this are malformed data."""
+"""More queue heads than this are malformed data."""
 
 MAX_PLACES = 65_536
 """More places than this are malformed data."""
@@ -173,10 +173,10 @@ MAX_PLACES = 65_536
 LEASE_OF_REQUEST_MS = 30_000
 """A running request of a gateway that died counts against its tenant's concurrency for at most this long."""
 
-WISH_MS = 1_000
-"""A gateway's wish counts this long after its last report: five of its reports."""
+QUEUE_HEAD_TTL_MS = 1_000
+"""A gateway's queue head counts this long after its last report: five of its reports."""
 
-PLACE_MS = 1_000
+YIELDED_SLOT_TTL_MS = 1_000
 """Places that gateways have left to others are forgotten this long after the last one was left: by then workers have
 reported their capacity. An unused one may therefore live for as long as others are left each second."""
 

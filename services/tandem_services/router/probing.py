@@ -34,7 +34,7 @@ UNUSED_S = 10.0
 LOOK_S = 10.0
 """How often the reports of all workers are compared."""
 
-MOST_TOKENS = 1024
+MAX_TOKENS = 1024
 """Longest prompt of a probe: a worker that is as slow as it says delays no long one."""
 
 MATES = 15
@@ -111,7 +111,7 @@ class Probing:
 def _may_probe(query: RouteQuery) -> bool:
     """Of first attempts of the model alone."""
     others = query.exclude or query.only is not None or query.compat_hash is not None or query.adapter
-    return query.may_probe and not others and len(query.token_ids) <= MOST_TOKENS
+    return query.may_probe and not others and len(query.token_ids) <= MAX_TOKENS
 
 
 def _slow(records: Sequence[WorkerRecord]) -> Iterable[str]:

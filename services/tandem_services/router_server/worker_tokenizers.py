@@ -54,7 +54,7 @@ class WorkerTokenizers:
     loads: TokenizerLoads
     _digests: dict[str, str] = field(default_factory=dict)
     """Of the tokenizers that are used, by the models' own names."""
-    _complaints: dict[str, str] = field(default_factory=dict)
+    _warnings: dict[str, str] = field(default_factory=dict)
     """The last one of each model: it is logged once."""
 
     async def run(self) -> None:
@@ -81,14 +81,14 @@ class WorkerTokenizers:
                 return
             tokenizer = await self.loads.load(name, found.digest, found.folder)
         except (ConfigError, CheckpointError, RedisUnavailableError) as error:
-            self._complain(name, str(error))
+            self._warn(name, str(error))
             return
         self.accept(model, tokenizer)
         self._digests[name] = found.digest
-        self._complaints.pop(name, None)
+        self._warnings.pop(name, None)
         logger.info("reads requests of model %s with the tokenizer of its workers", quoted(name))
 
-    def _complain(self, name: str, reason: str) -> None:
-        if self._complaints.get(name) != reason:
-            self._complaints[name] = reason
+    def _warn(self, name: str, reason: str) -> None:
+        if self._warnings.get(name) != reason:
+            self._warnings[name] = reason
             logger.warning("no tokenizer of model %s: %s", quoted(name), reason)

@@ -86,14 +86,14 @@ class EngineChild:
 
     async def stop(self, *, grace_s: float) -> int:
         """Wait `grace_s` for an exit that was requested by message, then force it. Returns the exit status."""
-        for insist, patience in (
+        for insist, timeout in (
             (self.process.terminate, grace_s),
             (self.process.kill, TERMINATE_GRACE_S),
         ):
             try:
-                return await asyncio.wait_for(self.process.wait(), patience)
+                return await asyncio.wait_for(self.process.wait(), timeout)
             except TimeoutError:
-                if patience > 0:
+                if timeout > 0:
                     logger.warning("engine process %d does not exit; sending the next signal", self.process.pid)
                 with contextlib.suppress(ProcessLookupError):
                     insist()

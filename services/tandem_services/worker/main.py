@@ -53,7 +53,7 @@ class NodeState:
 
     clock: Clock
     serving: bool = False
-    heard_at: float | None = None
+    reported_at: float | None = None
     health: Health = field(default_factory=Health)
 
     def __post_init__(self) -> None:
@@ -63,10 +63,10 @@ class NodeState:
     @property
     def silent_s(self) -> float:
         """Since the last sign of life, 0 before the first."""
-        return 0.0 if self.heard_at is None else self.clock.now() - self.heard_at
+        return 0.0 if self.reported_at is None else self.clock.now() - self.reported_at
 
     def on_report(self, report: NodeReport) -> None:
-        self.heard_at = self.clock.now()
+        self.reported_at = self.clock.now()
         self.serving = report.serving
 
 

@@ -315,8 +315,8 @@ def _state_anchors(stats: StateAnchorStats) -> Iterator[Metric]:
     text = "Bytes of copies of states at which cached prefixes continue, of one rank: {}."
     for name, what, copies in (
         ("state_anchor_pool_bytes", "all that there is memory for", stats.slots),
-        ("state_anchor_bytes", "those in use", stats.kept + stats.on_trial),
-        ("state_anchor_trial_bytes", "those that no request has continued from, within prompts", stats.on_trial),
+        ("state_anchor_bytes", "those in use", stats.kept + stats.provisional),
+        ("state_anchor_trial_bytes", "those that no request has continued from, within prompts", stats.provisional),
     ):
         yield _gauge(name, text.format(what), copies * stats.slot_bytes)
     yield _counter("state_anchors_replaced", "Copies of states that made room for others.", stats.replaced_total)

@@ -82,16 +82,16 @@ class Ending:
 class FirstEnding:
     """Of one worker. Made in its event loop."""
 
-    _said: "asyncio.Future[Ending]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
+    _ending: "asyncio.Future[Ending]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())
 
     def say(self, status: int, reason: str) -> None:
         """The first call counts."""
-        if not self._said.done():
-            self._said.set_result(Ending(status, reason))
+        if not self._ending.done():
+            self._ending.set_result(Ending(status, reason))
 
     async def wait(self) -> Ending:
         """Until the first call."""
-        return await self._said
+        return await self._ending
 
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class WorkerService:
             ready=lambda: self._ready,
             state_changed=self._registration.state_changed,
         )
-        self._lifelines = PeerExits(fleet=fleet, order=self._link.order, clock=clock)
+        self._peer_exits = PeerExits(fleet=fleet, order=self._link.order, clock=clock)
         self._warm = WarmLinks(
             clock=clock,
             timeout_s=config.await_links_s,
@@ -382,8 +382,8 @@ class WorkerService:
         self._tasks.start(self._standby.run(), "standby")
 
     def _engine_reported(self, stats: EngineStats) -> None:
-        for peer in self._lifelines.unfollowed(stats.fenced_writers):
-            self._tasks.start(self._lifelines.follow(peer), f"lifeline-{peer.incarnation}")
+        for peer in self._peer_exits.unfollowed(stats.fenced_writers):
+            self._tasks.start(self._peer_exits.follow(peer), f"peer-exit-{peer.incarnation}")
         if self._monitor.update(stats):
             self._registration.state_changed()
 

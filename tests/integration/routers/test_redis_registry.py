@@ -19,7 +19,7 @@ from tandem_testing.redis_fleets import grant
 from tandem_testing.router_builders import HOUR_MS, MODEL, PAGE, Fleet, chain_of, make_link, make_load, make_record
 
 BRIEF = {"LEASE_MS": 400, "FENCE_AFTER_MS": HOUR_MS, "SWEEP_EVERY_MS": 0}
-"""A lease that a test can wait for, and nobody is fenced."""
+"""A lease that a test can wait for, and no worker is fenced."""
 SHORT = {"LEASE_MS": 1_500, "FENCE_AFTER_MS": 3_000, "SWEEP_EVERY_MS": 0}
 """A fencing period that a test can wait for, and longer than any machine takes for a few calls."""
 

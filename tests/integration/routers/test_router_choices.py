@@ -369,11 +369,11 @@ async def test_link_rates_are_replaced_per_heartbeat_and_deregistered(fleet, rou
 
 
 @pytest.mark.parametrize(
-    "rubbish", [("SET", "x"), ("HSET", "d@1", "nan"), ("HSET", "d@1", "-1"), ("HSET", "d@1", "1e9")]
+    "malformed", [("SET", "x"), ("HSET", "d@1", "nan"), ("HSET", "d@1", "-1"), ("HSET", "d@1", "1e9")]
 )
-async def test_malformed_link_rates_are_ignored(fleet, router, server, rubbish):
+async def test_malformed_link_rates_are_ignored(fleet, router, server, malformed):
     await fleet.join(router, make_record("d", Role.DECODE), make_record("p", Role.PREFILL))
-    command, *arguments = rubbish
+    command, *arguments = malformed
     server.command(command, "tandem:{default}:links:p@1", *arguments)
     choice = await router.choose(query())
     assert choice.source is Source.REDIS

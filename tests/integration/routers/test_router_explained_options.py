@@ -96,24 +96,24 @@ async def test_large_fleet_explains_best_options_and_counts_others(fleet, router
     assert choice.priced.more == 3 * 4 + 4 - EXPLAINED_OPTIONS
     prices = [option.predicted_s for option in choice.priced.options]
     assert prices == sorted(prices)
-    # Who computes on the worker with three running sequences keeps them waiting: dearest.
+    # A prompt on the worker with three running sequences delays them: dearest.
     assert (None, "d3@1") not in ways(choice)
 
 
 async def test_explained_decision_equals_unexplained_one(fleet, make_router):
-    silent, telling = make_router(0), make_router()
-    for router in (silent, telling):
+    silent, explaining = make_router(0), make_router()
+    for router in (silent, explaining):
         await router.start()
     await fleet.join(silent, *(make_record(f"p{n}", Role.PREFILL) for n in range(6)), make_record("d", Role.DECODE))
-    await telling.refresh()
+    await explaining.refresh()
     for _ in range(5):
         one = await silent.choose(query())
         await silent.release(one)
-        other = await telling.choose(query())
-        await telling.release(other)
+        other = await explaining.choose(query())
+        await explaining.release(other)
         assert one.priced is None
         assert (one.prefill, one.decode, one.terms) == (other.prefill, other.decode, other.terms)
-    for router in (silent, telling):
+    for router in (silent, explaining):
         await router.stop()
 
 

@@ -1,4 +1,4 @@
-"""Prefixes that are worth fetching, as a real Redis finds them and the gateway is told."""
+"""Prefixes that are worth fetching, as a real Redis finds them and returns them to the gateway."""
 
 from dataclasses import replace
 from functools import partial

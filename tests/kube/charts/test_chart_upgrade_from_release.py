@@ -53,7 +53,7 @@ def former(request, control_plane, tmp_path) -> Iterator[Path]:
 
 
 def remove_definitions(cluster) -> None:
-    """An API server keeps in `storedVersions` each version in which it may have stored objects: it begins anew."""
+    """An API server keeps in `storedVersions` each version in which it may have stored objects: it begins again."""
     definitions = list(yaml.safe_load_all(CRD_FILE.read_text()))
     for one in definitions:
         cluster.api.delete(f"{CRDS}/{one['metadata']['name']}").raise_for_status()

@@ -103,7 +103,7 @@ def test_crd_with_new_field_does_not_restart_pods(release, services, start):
     try:
         with start("after"):
             wait_equal(lambda: color(services, "green"), "green", PATIENCE_S)
-            # To this operator the field is unknown: it says so, and what runs goes on.
+            # To this operator the field is unknown: it reports that, and running pods continue.
             services.wait_condition("Valid", "False", "InvalidSpec")
             color(services, None)
             services.wait_ready()

@@ -1,4 +1,4 @@
-"""Benchmarks are scripts beside each other, in no package: their modules are found while somebody tests them."""
+"""Benchmarks are scripts beside each other, in no package: their modules are found during their tests."""
 
 import sys
 from collections.abc import Iterator

@@ -17,10 +17,10 @@ PATIENCE_MS = 120_000
 
 @dataclass(kw_only=True)
 class WatchedPage:
-    """A page, and everything that it complained about: violations of its policy, errors, failed loads."""
+    """A page, and its problems: violations of its policy, errors, failed loads."""
 
     page: Page
-    complaints: list[str] = field(default_factory=list)
+    problems: list[str] = field(default_factory=list)
     foreign: list[str] = field(default_factory=list)
     """Addresses that it asked elsewhere than at its own origin."""
 
@@ -46,13 +46,13 @@ async def watched_page(browser: Browser, origin: str, **context: Any) -> AsyncIt
     page = await session.new_page()
     watched = WatchedPage(page=page)
 
-    def complained(message: ConsoleMessage) -> None:
+    def on_console(message: ConsoleMessage) -> None:
         # Chromium writes a line about every answer that is an error, which is the page's to handle.
         if message.type in ("error", "warning") and "Failed to load resource" not in message.text:
-            watched.complaints.append(message.text)
+            watched.problems.append(message.text)
 
-    page.on("console", complained)
-    page.on("pageerror", lambda error: watched.complaints.append(str(error)))
+    page.on("console", on_console)
+    page.on("pageerror", lambda error: watched.problems.append(str(error)))
     page.on("request", lambda asked: None if asked.url.startswith(origin) else watched.foreign.append(asked.url))
     try:
         yield watched

@@ -96,7 +96,7 @@ class ControlPlane:
         return self.api.get(path).raise_for_status().json()
 
     def kubectl(self, *words: str) -> str:
-        """What `kubectl` of the control plane's release prints. Raises `AssertionError` with what it complains of."""
+        """What `kubectl` of the control plane's release prints. Raises `AssertionError` with its errors."""
         command = (str(HOME / "bin/kubectl"), "--kubeconfig", str(self.kubeconfig), *words)
         # Discovery is cached below the home directory, and each cluster would find another's.
         environment = {**os.environ, "HOME": str(self.kubeconfig.parent)}

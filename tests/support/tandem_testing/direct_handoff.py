@@ -33,7 +33,7 @@ class DirectReceiver(FetchesNothing):
     waiting: dict[str, Request] = field(default_factory=dict)
     arrived: dict[str, tuple[int, list[torch.Tensor]]] = field(default_factory=dict)
     """Room → first token and bytes of the prompt's pages."""
-    told: list[Request] = field(default_factory=list)
+    aborted_requests: list[Request] = field(default_factory=list)
 
     def accept(self, req: Request) -> bool:
         if req.handoff is None or req.handoff.side is not HandoffSide.RECEIVE:
@@ -58,13 +58,13 @@ class DirectReceiver(FetchesNothing):
         return False
 
     def aborted(self, req: Request) -> None:
-        self.told.append(req)
+        self.aborted_requests.append(req)
 
-    def abort(self, rid: RequestId, wish: Finish) -> bool:
+    def abort(self, rid: RequestId, finish: Finish) -> bool:
         for room, req in self.waiting.items():
             if req.rid == rid:
                 del self.waiting[room]
-                self.engine.scheduler.for_stages.finish(req, wish)
+                self.engine.scheduler.for_stages.finish(req, finish)
                 return True
         return False
 
@@ -116,7 +116,7 @@ class DirectSender(FetchesNothing):
     kept: list[tuple[Request, int]] = field(default_factory=list)
     settled: dict[str, list[int]] = field(default_factory=dict)
     """rid → committed length at each settled chunk."""
-    told: list[Request] = field(default_factory=list)
+    aborted_requests: list[Request] = field(default_factory=list)
 
     def accept(self, req: Request) -> bool:
         return False
@@ -144,13 +144,13 @@ class DirectSender(FetchesNothing):
         return True
 
     def aborted(self, req: Request) -> None:
-        self.told.append(req)
+        self.aborted_requests.append(req)
 
-    def abort(self, rid: RequestId, wish: Finish) -> bool:
+    def abort(self, rid: RequestId, finish: Finish) -> bool:
         for entry in self.kept:
             if entry[0].rid == rid:
                 self.kept.remove(entry)
-                self.engine.scheduler.for_stages.finish(entry[0], wish)
+                self.engine.scheduler.for_stages.finish(entry[0], finish)
                 return True
         return False
 

@@ -41,7 +41,7 @@ class PeerNetwork:
     codec: Codec[PeerMessage] = field(default_factory=lambda: Codec(PeerMessage))
 
     _late: "list[tuple[int, MemoryLink, PeerMessage]]" = field(default_factory=list)
-    """When each delayed message is due, and at whom."""
+    """When each delayed message is due, and its receiver."""
 
     def join(self, me: Peer) -> "MemoryLink":
         link = MemoryLink(network=self, me=me)

@@ -24,7 +24,7 @@ from tandem_engine.messages.requests import Peer
 from tandem_engine.messages.transfer import Hello
 from tandem_testing.disagg_network import make_peer
 
-PATIENCE = 90.0
+TIMEOUT_S = 90.0
 """Seconds after which a test gives up waiting; nothing should take a tenth of it."""
 
 Event = TypeVar("Event")
@@ -58,7 +58,7 @@ class Node:
 
     def wait_for(self, kind: type[Event], count: int = 1) -> list[Event]:
         """Poll until `count` events of a kind have come."""
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_S
         while True:
             self.events += self.transport.poll()
             found = [event for event in self.events if isinstance(event, kind)]
@@ -115,7 +115,7 @@ def remote_receiver(worker_id: str) -> Iterator[RemoteReceiver]:
     process = context.Process(target=_receive, args=(worker_id, there), daemon=True)
     process.start()
     try:
-        assert here.poll(PATIENCE * 3), "the receiver did not start"
+        assert here.poll(TIMEOUT_S * 3), "the receiver did not start"
         yield RemoteReceiver(process=process, hello=msgspec.msgpack.decode(here.recv_bytes(), type=Hello))
     finally:
         process.kill()
@@ -131,7 +131,7 @@ def _receive(worker_id: str, parent: Connection) -> None:
 
 @dataclass(kw_only=True)
 class RemoteWriter:
-    """A writer in another process, which listens for peers as an engine does, and fills all pages when told to."""
+    """A writer in another process, which listens for peers as an engine does, and fills all pages on demand."""
 
     process: multiprocessing.process.BaseProcess
     peer: Peer
@@ -142,13 +142,13 @@ class RemoteWriter:
         self.line.send(first)
 
     def wait(self) -> None:
-        assert self.line.poll(PATIENCE), "the write did not end"
+        assert self.line.poll(TIMEOUT_S), "the write did not end"
         self.line.recv()
 
     def stop(self) -> None:
         """Returns when it has stopped."""
         self._signal(signal.SIGSTOP)
-        deadline = time.monotonic() + PATIENCE
+        deadline = time.monotonic() + TIMEOUT_S
         while Path(f"/proc/{self.process.pid}/stat").read_text("ascii").rpartition(")")[2].split()[0] != "T":
             assert time.monotonic() < deadline, "it did not stop"
 
@@ -174,7 +174,7 @@ def remote_writer(worker_id: str, receiver: Node) -> Iterator[RemoteWriter]:
     process.start()
     try:
         here.send_bytes(msgspec.msgpack.encode(receiver.transport.hello()))
-        assert here.poll(PATIENCE * 3), "the writer did not start"
+        assert here.poll(TIMEOUT_S * 3), "the writer did not start"
         port = here.recv()
         peer = msgspec.structs.replace(make_peer(worker_id), endpoint=f"tcp://127.0.0.1:{port}")
         yield RemoteWriter(process=process, peer=peer, line=here)

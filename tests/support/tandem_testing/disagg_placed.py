@@ -1,4 +1,4 @@
-"""NIXL transports in a process at an address of its own, told what to do line by line.
+"""NIXL transports in a process at an address of its own, controlled line by line.
 
     python -m tandem_testing.disagg_placed ADDRESS NAME...      says the `Hello` of each, in hex
     NAME greet HELLO                                            NAME learns a peer; no answer
@@ -22,7 +22,7 @@ from tandem_testing.chaos.namespaces import Namespace
 from tandem_testing.disagg_nixl import Node, make_push, nixl_node
 
 PORT = 7100
-"""Of the endpoint that peers would be told; nobody listens there."""
+"""Of the endpoint in `Hello`; no process listens there."""
 
 
 @dataclass(kw_only=True)

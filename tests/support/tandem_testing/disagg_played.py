@@ -75,7 +75,7 @@ class Receiver(PlayedEnd):
         return self.side.link.messages(TransferAborted)
 
     def assert_failed(self, why: str, rid: str = "r") -> None:
-        """The gateway was told once, that another attempt can help."""
+        """The gateway was notified once, with a retryable error."""
         finish = self.side.finish(rid)
         assert finish is not None
         assert finish.error is not None

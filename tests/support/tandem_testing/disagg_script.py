@@ -37,7 +37,7 @@ class ScriptedPeer:
     transport: FakeTransport
     pool: KvPool
     clock: ManualClock
-    """The engine's own, so that what it knows of ours is easily said."""
+    """The engine's own, so that its knowledge of ours is easily sent."""
     filled: int = 0
     """Tokens of `fill`."""
 
@@ -63,9 +63,9 @@ class ScriptedPeer:
             )
         )
 
-    def goes_on(self, side: HandoffSide, *rooms: OpenRoom, said_at: float = 0.0) -> None:
+    def keepalive(self, side: HandoffSide, *rooms: OpenRoom, sent_at: float = 0.0) -> None:
         """A sign of life."""
-        self.send(StillOpen(sender=self.me, side=side, said_at=said_at, rooms=rooms))
+        self.send(StillOpen(sender=self.me, side=side, sent_at=sent_at, rooms=rooms))
 
     # As a writer
 
@@ -136,7 +136,7 @@ class ScriptedPeer:
 
     def show_clock(self) -> None:
         """Answer a question that was never asked: the engine knows what our clock says from now on."""
-        self.renew(said_at=self.clock.now(), valid_s=0.0)
+        self.renew(sent_at=self.clock.now(), valid_s=0.0)
 
     def allow(
         self,
@@ -166,10 +166,10 @@ class ScriptedPeer:
             )
         )
 
-    def renew(self, *rooms: str, said_at: float, valid_s: float = 8.0, generation: int = 1) -> None:
+    def renew(self, *rooms: str, sent_at: float, valid_s: float = 8.0, generation: int = 1) -> None:
         named = tuple(OpenRoom(room, generation, granted=True) for room in rooms)
         now = self.clock.now()
-        self.send(GrantsRenewed(sender=self.me, said_at=said_at, answered_at=now, valid_s=valid_s, rooms=named))
+        self.send(GrantsRenewed(sender=self.me, sent_at=sent_at, answered_at=now, valid_s=valid_s, rooms=named))
 
     def tokens_at(self, pages: tuple[int, ...], count: int) -> list[int]:
         """What lies in our pool at `pages`, read as the fake model reads it."""

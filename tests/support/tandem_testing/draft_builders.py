@@ -29,7 +29,7 @@ class DraftBench:
         )
 
     def request(self, text: Sequence[int], *, limit: int = 4, kv: RequestKv | None = None, **sampling) -> DraftRequest:
-        """A running request whose newest token has no KV yet; with `kv` it goes on."""
+        """A running request whose newest token has no KV yet; with `kv` it continues."""
         tokens = list(text)
         if kv is None:
             kv = self.memory.begin(tokens, space=BASE_SPACE, max_match=len(tokens) - 1)

@@ -1,4 +1,4 @@
-"""The future of a step that has been computed, or has failed, before anybody asks."""
+"""The future of a step that has been computed, or has failed, before the first query."""
 
 from concurrent.futures import Future
 

@@ -62,7 +62,7 @@ class Engine:
         return only_child(self.process.pid)
 
     async def until(self, rid: str, *, tokens: int | None = None) -> Received:
-        """What comes of `rid` until it ends, or has so many tokens. Nothing else may be asked for meanwhile."""
+        """What comes of `rid` until it ends, or has so many tokens. No other request may run at that time."""
         received = Received()
         async with asyncio.timeout(PATIENCE_S):
             while received.finish is None and (tokens is None or len(received.tokens) < tokens):

@@ -120,7 +120,7 @@ class SharedBackend:
         return self._thread.submit(self._backend.compile, spec).result()
 
     def close(self) -> None:
-        """An engine ends, and others go on."""
+        """An engine ends, and others continue."""
 
     def end(self) -> None:
         self._backend.close()

@@ -90,7 +90,7 @@ def worker_metrics() -> list[Metric]:
     failed = FailedAdapter(name="law", digest="0b" * 16, reason="no such folder")
     memory = AdapterMemory(limit=2, resident=(adapter.digest,), failed=(failed,))
     link = LinkReport(peer="d1@7", bytes_per_s=2e9, latency_s=0.001, transport=LinkTransport.SHM)
-    anchors = StateAnchorStats(slots=72, slot_bytes=77 << 20, kept=9, on_trial=4, replaced_total=0)
+    anchors = StateAnchorStats(slots=72, slot_bytes=77 << 20, kept=9, provisional=4, replaced_total=0)
     stats = idle_stats(
         speculation=speculation, links=(link,), head_waits="no_pages", waiting=1, state_anchors=anchors, step_fit=FIT
     )

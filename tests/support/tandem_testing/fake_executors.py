@@ -4,7 +4,7 @@ EagerExecutor     inside `launch`: as early as can be
 LateExecutor      inside the wait for its result: as late as can be, after the scheduler has planned
                   the next step, moved rows and freed pages. What a forward reads of the scheduler's
                   state by mistake, it reads wrong. Copies run with the next forward that is waited
-                  for; while nobody waits, when their end has been asked for `PATIENCE` times
+                  for; without a wait, when their end has been polled `MAX_POLLS` times
 ThreadedExecutor  on a thread, after a random short delay: anything between the two
 """
 
@@ -19,7 +19,7 @@ from typing import Generic, Protocol, TypeVar
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.memory.page_copies import Copier, CopyReport, PageCopy
 
-PATIENCE = 2
+MAX_POLLS = 2
 T = TypeVar("T")
 
 
@@ -76,7 +76,7 @@ class EagerExecutor:
 
 
 class LateExecutor:
-    """Runs when somebody waits, older work first."""
+    """Runs when its result is waited for, older work first."""
 
     def __init__(self, model: Computes, faults: Faults = no_faults) -> None:
         self.model = model
@@ -122,7 +122,7 @@ class LateFuture(Future[T], Generic[T]):
 
 
 class LateCopy(LateFuture[CopyReport]):
-    """Nobody waits for a copy, so one that is asked for again and again runs by itself."""
+    """A copy is polled and not waited for, so one that is polled again and again runs by itself."""
 
     def __init__(self, executor: LateExecutor) -> None:
         super().__init__(executor)
@@ -130,7 +130,7 @@ class LateCopy(LateFuture[CopyReport]):
 
     def done(self) -> bool:
         self._asked += 1
-        if self._asked > PATIENCE:
+        if self._asked > MAX_POLLS:
             self._executor.run_until(super().done)
         return super().done()
 
@@ -166,7 +166,7 @@ def resolve(future: Future[ForwardResult], model: Computes, batch: ForwardBatch,
     try:
         faults(batch)
         result = model.forward(batch)
-    except Exception as error:  # noqa: BLE001 (delivered to whoever waits)
+    except Exception as error:  # noqa: BLE001 (delivered to the waiting caller)
         future.set_exception(error)
     else:
         future.set_result(result)

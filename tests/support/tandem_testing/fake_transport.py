@@ -50,7 +50,7 @@ class Fate:
     lose_peer: bool = False
     """The push fails and the receiver is lost with it."""
     seconds: float = 0.0
-    """What the sender is told that it took."""
+    """The duration that is reported to the sender."""
 
 
 Fates = Callable[[Push], Fate]

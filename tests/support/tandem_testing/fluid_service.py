@@ -81,8 +81,8 @@ class FluidService:
         self.running = max(0.0, self.running - self.running * PERIOD_S / self.decode_s)
         admitted = min(self.waiting, max(0.0, self.ready("decode") * self.places - self.running))
         self.running, self.waiting = self.running + admitted, self.waiting - admitted
-        nobody = not (self.ready("prefill") and self.ready("decode"))
-        self.held = self.waiting if nobody else 0.0
+        incomplete = not (self.ready("prefill") and self.ready("decode"))
+        self.held = self.waiting if incomplete else 0.0
         outcome = decide(self.load(), self.there, self.memory, self.config)  # type: ignore[arg-type]
         self.memory = outcome.memory
         self._carry_out(outcome)

@@ -1,7 +1,7 @@
 """A part of an API server: it answers `GET` with objects at hand, and forwards ports of pods to ports of this machine.
 
 It speaks the WebSocket protocol `v4.channel.k8s.io` as kubelets do: the first message of each channel is the port's
-number, then channel 0 carries bytes and channel 1 what the kubelet complains of.
+number, then channel 0 carries bytes and channel 1 the kubelet's errors.
 """
 
 import base64
@@ -24,7 +24,7 @@ FORWARD = re.compile(r"/api/v1/namespaces/([^/]+)/pods/([^/]+)/portforward")
 GUID = b"258EAFA5-E914-47DA-95CA-C5AB0DC85B11"
 TEXT, BINARY, CLOSE = 1, 2, 8
 SILENT = -1
-"""In place of a port: nobody ever says anything."""
+"""In place of a port: no byte ever comes."""
 
 
 @dataclass(kw_only=True)
@@ -35,8 +35,8 @@ class ForwardingApiServer:
     """By path: what `GET` answers; a list of objects is one of Kubernetes' lists, an int is that refusal."""
     ports: dict[tuple[str, int], int] = field(default_factory=dict)
     """(pod, port) → port of this machine."""
-    complaint: str = ""
-    """What the kubelet says instead of forwarding."""
+    error_message: str = ""
+    """The kubelet's error instead of forwarding."""
     refusal: int = 0
     """Status in place of an upgrade."""
     writes: list[tuple[str, str, Any]] = field(default_factory=list)
@@ -148,7 +148,7 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         api.open += 1
         try:
-            _relay(_Frames(self.connection), port, api.ports.get((pod, port), 0), api.complaint)
+            _relay(_Frames(self.connection), port, api.ports.get((pod, port), 0), api.error_message)
         finally:
             api.open -= 1
 
@@ -188,11 +188,11 @@ class _Frames:
         return bytes(data)
 
 
-def _relay(frames: _Frames, port: int, target: int, complaint: str) -> None:
+def _relay(frames: _Frames, port: int, target: int, error_message: str) -> None:
     for channel in (0, 1):
         frames.send(BINARY, bytes((channel,)) + struct.pack("<H", port))
-    if complaint or target == 0:
-        frames.send(BINARY, b"\x01" + (complaint or f"nobody listens on {port}").encode())
+    if error_message or target == 0:
+        frames.send(BINARY, b"\x01" + (error_message or f"nobody listens on {port}").encode())
         frames.send(CLOSE, b"")
         return
     if target == SILENT:
@@ -213,7 +213,7 @@ def _answers(frames: _Frames, pod: socket.socket) -> None:
             frames.send(BINARY, b"\x00" + data)
         frames.send(CLOSE, b"")
     except OSError:
-        pass  # The client has gone: there is nobody to tell.
+        pass  # The client has gone.
 
 
 def _until_closed(frames: _Frames, pod: socket.socket | None) -> None:

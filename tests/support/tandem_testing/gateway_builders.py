@@ -44,7 +44,7 @@ from tandem_services.router.registry import WorkerState
 from tandem_services.router.scoring import DECODE_ROOM, placement_of
 from tandem_services.router.shared_state import SessionBinding, SessionName
 from tandem_services.router.starting import StartingWorker
-from tandem_testing.mock_engine import MockBehaviour, MockEngine
+from tandem_testing.mock_engine import MockBehavior, MockEngine
 from tandem_testing.router_builders import make_choice
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ PATIENCE_S = 60.0
 
 
 def priced_options_of(prefill: str | None, decode: str, *, others: int, more: int) -> PricedOptions:
-    """A choice of these workers from `others` that would compute alone, and `more` that are not told."""
+    """A choice of these workers from `others` that would compute alone, and `more` that are not listed."""
     terms = (ScoreTerm("decode_load", 0.5), ScoreTerm("prefill_compute", 1.0))
     chosen = PricedOption(
         decode=decode,
@@ -92,7 +92,7 @@ class FakeChooser:
     open: int = 0
     """Choices not released yet."""
     room: float = float("inf")
-    """Sequences that all workers together have room for; who comes later would have to wait for them."""
+    """Sequences that all workers together have room for; later ones would have to wait for them."""
     dead: set[str] = field(default_factory=set)
     revived: list[str] = field(default_factory=list)
     """Workers marked dead that have answered since."""
@@ -231,11 +231,11 @@ class EngineRack:
     engines: list[MockEngine] = field(default_factory=list)
     handed_over: set[str] = field(default_factory=set)
 
-    def add(self, worker_id: str, behaviour: MockBehaviour, role: Role = Role.BOTH) -> MockEngine:
+    def add(self, worker_id: str, behavior: MockBehavior, role: Role = Role.BOTH) -> MockEngine:
         engine = MockEngine(
             context=self.context,
             worker_id=worker_id,
-            behaviour=behaviour,
+            behavior=behavior,
             role=role,
             handed_over=self.handed_over,
         ).start()

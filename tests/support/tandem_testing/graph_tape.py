@@ -1,4 +1,4 @@
-"""Graphs for the device twin: the operations of one run, which can be run again on the same memory.
+"""Graphs for the simulated device: the operations of one run, which can be run again on the same memory.
 
 As a CUDA graph does, a tape keeps addresses and numbers: what Python decided when it was recorded stays decided, each
 result is written where the first one was, and inputs are what lies at their places at the time of the replay.
@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from tandem_engine.executor.cuda.streams import StreamName
-from tandem_testing.device_twin import TwinStreams
+from tandem_testing.simulated_device import SimulatedStreams
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ T = TypeVar("T")
 class Tape:
     """Implements `Captured`."""
 
-    streams: TwinStreams
+    streams: SimulatedStreams
     operations: list[tuple[Any, Any, Any, list[Tensor]]] = field(default_factory=list)
     """Function, arguments, and those results that have memory of their own."""
     replays: int = 0
@@ -32,7 +32,7 @@ class Tape:
         for func, args, kwargs, results in self.operations:
             again = [leaf for leaf in tree_leaves(func(*args, **kwargs)) if isinstance(leaf, Tensor)]
             for result, new in zip(results, again, strict=False):
-                self.streams.know(new)  # of an operation without inputs nobody else would
+                self.streams.know(new)  # of an operation without inputs nothing else would
                 result.copy_(new)
 
     def inputs(self) -> set[int]:
@@ -49,7 +49,7 @@ class Tape:
 class TapeCapturer:
     """Implements `GraphCapturer`."""
 
-    streams: TwinStreams
+    streams: SimulatedStreams
     tapes: list[Tape] = field(default_factory=list)
 
     def new_pool(self) -> None:

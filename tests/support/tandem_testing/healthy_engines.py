@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 
 TOKEN = hash_tokens(3, 250)
-"""Whoever knows a prompt knows every token of the answer."""
+"""A prompt determines every token of the answer."""
 
 
-def healthy(**knobs: Any) -> MockBehaviour:
+def healthy(**knobs: Any) -> MockBehavior:
     """Answers every request at once, but for what `knobs` say."""
-    return MockBehaviour(**{"token": TOKEN, "eos": EOS, **knobs})
+    return MockBehavior(**{"token": TOKEN, "eos": EOS, **knobs})

@@ -1,4 +1,4 @@
-"""Files that nobody can open for a while, so that a read is in progress for as long as a test wants."""
+"""Files that cannot be opened for a while, so that a read is in progress for as long as a test wants."""
 
 import asyncio
 import fcntl
@@ -11,7 +11,8 @@ from pathlib import Path
 
 @asynccontextmanager
 async def readers_held_up(file: Path) -> AsyncIterator[asyncio.Event]:
-    """Whoever opens `file` waits until this ends, at most for /proc/sys/fs/lease-break-time. The event: somebody does.
+    """A process that opens `file` waits until this ends, at most for /proc/sys/fs/lease-break-time. The event: one
+    does.
 
     A lease of Linux, which the event loop of the main thread alone can take: the kernel sends SIGIO.
     """

@@ -27,7 +27,7 @@ NEEDS_HELM = pytest.mark.skipif(
 
 
 class HelmError(Exception):
-    """What Helm said."""
+    """Helm's output."""
 
 
 class HelmLibrary:
@@ -89,7 +89,7 @@ class HelmLibrary:
         kube: str = "1.36.0",
         without: tuple[str, ...] = (),
     ) -> str:
-        """What people are told after an install."""
+        """The notes after an install."""
         notes: str = self._rendered(chart, values, release, namespace, kube, without)["notes"]
         return notes
 

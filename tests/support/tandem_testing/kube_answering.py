@@ -57,10 +57,10 @@ class Answering:
             spec[role] = {**spec.get(role, {}), "pod": WORKER_PODS}
         return spec
 
-    def told(self, revision: str) -> list[str]:
+    def requests_of(self, revision: str) -> list[str]:
         """What was asked of a revision, in order."""
         with self._lock:
-            return [what for what, whom in self.journal if whom == revision]
+            return [what for what, asked in self.journal if asked == revision]
 
     def follow(self, ended: threading.Event) -> None:
         """Serve for pods that come, until `ended`."""

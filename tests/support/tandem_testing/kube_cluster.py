@@ -1,4 +1,4 @@
-"""A cluster of the mind for the planner: applies plans to counts and lets Deployments come up when told to.
+"""A cluster of the mind for the planner: applies plans to counts and lets Deployments come up on demand.
 
 It knows no more of Kubernetes than the planner sees. What the API server really does with the manifests is tested
 against a real one.

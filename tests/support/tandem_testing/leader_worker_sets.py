@@ -1,7 +1,7 @@
 """What the LeaderWorkerSet controller does with the sets of one namespace, one turn at a time.
 
 Pods of each group are made, those of groups beyond `replicas` go, a group that loses a pod goes as a whole and is made
-anew (RecreateGroupOnPodRestart), and containers are told what they would be told. Nothing of its rolling updates.
+again (RecreateGroupOnPodRestart), and containers get the same environment. Nothing of its rolling updates.
 """
 
 import copy

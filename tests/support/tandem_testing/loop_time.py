@@ -9,7 +9,7 @@ import asyncio
 from collections.abc import Callable
 
 TURNS = 20
-"""Of the loop, in which whoever was woken sets its next timer."""
+"""Of the loop, in which each woken task sets its next timer."""
 
 
 def set_forward(seconds: float) -> None:

@@ -25,7 +25,7 @@ def replayed(events: Iterable[KvEvent], known: Iterable[bytes] = ()) -> set[byte
 
 
 class TierReader:
-    """What each tier has, and what device and host have together for one who listens to `elsewhere` alone."""
+    """What each tier has, and what device and host have together for a listener to `elsewhere` alone."""
 
     def __init__(self) -> None:
         self.tiers: dict[Tier, set[bytes]] = {tier: set() for tier in Tier}

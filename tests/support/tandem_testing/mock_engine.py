@@ -1,7 +1,7 @@
 """MockEngine: an engine's request socket without an engine.
 
-It runs in a thread, speaks the real wire protocol and answers deterministically, so that whoever knows a
-prompt knows the whole stream. Knobs make it late, silent, wrong or dead.
+It runs in a thread, speaks the real wire protocol and answers deterministically, so that a
+prompt determines the whole stream. Knobs make it late, silent, wrong or dead.
 """
 
 import struct
@@ -72,7 +72,7 @@ def prompt_logprobs(request: GenerateRequest) -> tuple[TokenLogprob | None, ...]
 
 
 @dataclass(kw_only=True)
-class MockBehaviour:
+class MockBehavior:
     """What the engine does. May be changed while it runs."""
 
     token: Callable[[GenerateRequest, int], int]
@@ -89,9 +89,9 @@ class MockBehaviour:
     hold_at: int | None = None
     """A request that has so many tokens gets no more until this is raised; one that only sends its KV is not held."""
     die_after: int | None = None
-    """Close the socket after this many output tokens in all. What was said before is heard."""
+    """Close the socket after this many output tokens in all. Outputs before are received."""
     dies_of: tuple[int, ...] | None = None
-    """Close the socket on a request with this prompt, once it was said to be taken in. That is heard."""
+    """Close the socket on a request with this prompt, once its acceptance was sent. That is received."""
     refuse: Finish | None = None
     """Answer every request with this finish at once."""
     fail_after: tuple[int, Finish] | None = None
@@ -105,7 +105,7 @@ class MockBehaviour:
     first_token_gate: threading.Event | None = None
     """A prefill side sends its first token only once this is set."""
     strays: bool = False
-    """Send outputs of a request that nobody has made as well."""
+    """Send outputs of an unknown request as well."""
     awaits_handoff: bool = True
     """A decode side starts only once the prefill side has sent its first token."""
     skip_first: bool = False
@@ -127,7 +127,7 @@ class MockEngine:
 
     context: IpcContext
     worker_id: str
-    behaviour: MockBehaviour
+    behavior: MockBehavior
     role: Role = Role.BOTH
     model: str = "mock"
     context_length: int = 512
@@ -137,11 +137,11 @@ class MockEngine:
     aborted: list[str] = field(default_factory=list)
     closed_sessions: list[str] = field(default_factory=list)
     emitted: int = 0
-    """Output tokens sent to anybody."""
+    """Output tokens sent to all clients."""
     pings: int = 0
     tokenizer: TokenizerBundle | None = None
     """That it sends to gateways."""
-    send_rubbish: bool = False
+    send_malformed: bool = False
     """Answer pings with bytes that are no message."""
 
     def __post_init__(self) -> None:
@@ -174,7 +174,7 @@ class MockEngine:
         return self
 
     def stop(self) -> None:
-        """As SIGKILL: the socket closes, nothing is said."""
+        """As SIGKILL: the socket closes, nothing is sent."""
         self._stopping.set()
         self._thread.join(WAIT_S)
 
@@ -196,7 +196,7 @@ class MockEngine:
         try:
             while not self._stopping.is_set():
                 self._channel.socket.poll(0 if self._busy() else 5)
-                if self.behaviour.deaf:
+                if self.behavior.deaf:
                     self._stopping.wait(0.005)
                     continue
                 for client, message in self._channel.receive():
@@ -211,14 +211,14 @@ class MockEngine:
             self._channel.close()
 
     def _dying(self) -> bool:
-        """Whether it has said all that it is to say, or has taken in what it dies of."""
-        die_after = self.behaviour.die_after
+        """Whether it has sent all that it is to send, or has taken in what it dies of."""
+        die_after = self.behavior.die_after
         if die_after is not None and self.emitted >= die_after:
             return bool(self.emitted or self._running)
-        return any(running.request.input_ids == self.behaviour.dies_of for running in self._running.values())
+        return any(running.request.input_ids == self.behavior.dies_of for running in self._running.values())
 
     def _busy(self) -> bool:
-        return not (self.behaviour.mute or self.behaviour.deaf) and any(map(self._may_step, self._running.values()))
+        return not (self.behavior.mute or self.behavior.deaf) and any(map(self._may_step, self._running.values()))
 
     def _take(self, client: bytes, message: EngineRequest) -> None:
         with self._changed:
@@ -239,24 +239,24 @@ class MockEngine:
             self._changed.notify_all()
 
     def _answer_ping(self, client: bytes, ping: Ping) -> None:
-        if self.send_rubbish:
+        if self.send_malformed:
             self._channel.socket.send_multipart((client, b"\x00rubbish"))
         else:
             self._channel.send(client, Pong(nonce=ping.nonce, incarnation=self.view.incarnation))
 
     def _asks_to_be_left(self, running: _Running) -> bool:
         alone = running.request.handoff is None or running.request.handoff.side is HandoffSide.RECEIVE
-        return alone and self.behaviour.leave_after is not None and running.position >= self.behaviour.leave_after
+        return alone and self.behavior.leave_after is not None and running.position >= self.behavior.leave_after
 
     def _accept(self, client: bytes, request: GenerateRequest) -> None:
         start = len(request.resume_ids)
-        if self.behaviour.refuse is not None:
-            output = TokenOutput(rid=request.rid, index=start, finish=self.behaviour.refuse)
+        if self.behavior.refuse is not None:
+            output = TokenOutput(rid=request.rid, index=start, finish=self.behavior.refuse)
             self._channel.send(client, OutputBatch(outputs=(output,)))
             return
         sends = request.handoff is not None and request.handoff.side is HandoffSide.SEND
         receives = request.handoff is not None and request.handoff.side is HandoffSide.RECEIVE
-        skipped = int(receives and self.behaviour.skip_first)
+        skipped = int(receives and self.behavior.skip_first)
         self._running[request.rid] = _Running(
             client=client,
             request=request,
@@ -265,13 +265,13 @@ class MockEngine:
         )
 
     def _step(self) -> None:
-        if self.behaviour.step_s:
-            time.sleep(self.behaviour.step_s)
+        if self.behavior.step_s:
+            time.sleep(self.behavior.step_s)
         batches: dict[bytes, list[TokenOutput]] = {}
         for running in list(self._running.values()):
             if self._may_step(running):
                 outputs = batches.setdefault(running.client, [])
-                if self.behaviour.strays:
+                if self.behavior.strays:
                     outputs.append(TokenOutput(rid="nobody", index=0, token_ids=(5,)))
                 if self._asks_to_be_left(running):
                     outputs.append(TokenOutput(rid=running.request.rid, index=running.position, leaving=True))
@@ -283,19 +283,19 @@ class MockEngine:
             self._changed.notify_all()
 
     def _may_step(self, running: _Running) -> bool:
-        handoff, gate, hold_at = running.request.handoff, self.behaviour.first_token_gate, self.behaviour.hold_at
+        handoff, gate, hold_at = running.request.handoff, self.behavior.first_token_gate, self.behavior.hold_at
         if handoff is not None and handoff.side is HandoffSide.SEND:
             return gate is None or gate.is_set()
         if hold_at is not None and running.position >= hold_at:
             return False
-        return handoff is None or handoff.room in self.handed_over or not self.behaviour.awaits_handoff
+        return handoff is None or handoff.room in self.handed_over or not self.behavior.awaits_handoff
 
     def _advance(self, running: _Running) -> TokenOutput:
         request, start = running.request, running.position
         ids: list[int] = []
         finish = self._failure(running)
-        while finish is None and len(ids) < self.behaviour.tokens_per_output and running.remaining:
-            ids.append(self.behaviour.token(request, running.position))
+        while finish is None and len(ids) < self.behavior.tokens_per_output and running.remaining:
+            ids.append(self.behavior.token(request, running.position))
             running.position += 1
             running.remaining -= 1
             finish = self._finish(request, running.position, ids[-1])
@@ -306,13 +306,13 @@ class MockEngine:
         return self._output(request, start, ids, finish, first=first)
 
     def _failure(self, running: _Running) -> Finish | None:
-        if self.behaviour.fail_after is None:
+        if self.behavior.fail_after is None:
             return None
-        tokens, finish = self.behaviour.fail_after
+        tokens, finish = self.behavior.fail_after
         return finish if running.position >= tokens else None
 
     def _finish(self, request: GenerateRequest, length: int, token: int) -> Finish | None:
-        if token == self.behaviour.eos and not request.sampling.ignore_eos:
+        if token == self.behavior.eos and not request.sampling.ignore_eos:
             return Finish(reason=FinishReason.STOP)
         if token in request.sampling.stop_token_ids:
             return Finish(reason=FinishReason.STOP, matched_stop=token)
@@ -331,11 +331,11 @@ class MockEngine:
             prompt_logprobs=prompt_logprobs(request) if first and not receives else None,
             embedding=_vector(request) if request.pooling is not None and finish is not None else None,
             finish=finish,
-            cached_tokens=self.behaviour.cached_tokens if first else None,
-            cache_hits=self.behaviour.cache_hits if first else None,
+            cached_tokens=self.behavior.cached_tokens if first else None,
+            cache_hits=self.behavior.cache_hits if first else None,
             transfer=transfer if first and receives else None,
-            queue_s=self.behaviour.queue_s if first else None,
-            delay_s=self.behaviour.delay_s if first else None,
+            queue_s=self.behavior.queue_s if first else None,
+            delay_s=self.behavior.delay_s if first else None,
             prefill_s=0.002 if first and not receives else None,
         )
 

@@ -8,7 +8,7 @@ from typing import Any
 from tandem_services.gateway.config import ModelConfig
 from tandem_services.gateway.models.service import Fleet
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS
 
 
@@ -36,7 +36,7 @@ class Door:
             self.refused += 1
             raise self.refusal
         text = f"I am {model.name}."
-        says = MockBehaviour(token=scripted_tokens(script(self.tokenizer, text, eos=EOS)), eos=EOS)
+        says = MockBehavior(token=scripted_tokens(script(self.tokenizer, text, eos=EOS)), eos=EOS)
         engine = self.rack.add(f"{model.name}-{len(self.rack.engines)}", says)
         engine.model = model.name
         chooser = FakeChooser([engine.view])

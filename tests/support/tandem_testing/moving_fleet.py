@@ -27,14 +27,14 @@ class Stream:
 
     message: GenerateRequest
     side: Side
-    """Who generates."""
+    """The side that generates."""
     number: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish: Finish | None = None
     moves: int = 0
     failures: int = 0
-    heard: Counter[tuple[str, str]] = field(default_factory=Counter)
+    read: Counter[tuple[str, str]] = field(default_factory=Counter)
     """Outputs looked at so far, by worker and attempt."""
 
     @property
@@ -139,7 +139,7 @@ class MovingFleet:
         return sum(side.stage.counters.moved for side in self.sides)
 
     def other(self, side: Side) -> Side:
-        """Whoever comes after `side`, of those that take new requests."""
+        """The side after `side`, of those that take new requests."""
         start = self.sides.index(side) + 1
         order = [*self.sides[start:], *self.sides[:start]]
         return next(other for other in order if other not in self.left)
@@ -148,8 +148,8 @@ class MovingFleet:
         for side in self.sides:
             key = (side.peer.worker_id, rid := stream.rid)
             received = side.engine.received.get(rid)
-            for output in received.outputs[stream.heard[key] :] if received else ():
-                stream.heard[key] += 1
+            for output in received.outputs[stream.read[key] :] if received else ():
+                stream.read[key] += 1
                 if rid == stream.rid:
                     self._take(stream, side, output)
 

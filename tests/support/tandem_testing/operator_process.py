@@ -73,7 +73,7 @@ class OperatorProcess:
 @contextmanager
 def operator(kubeconfig: Path, log: Path, *flags: str) -> Iterator[OperatorProcess]:
     """A running one that knows the cluster. Canaries are off unless `flags` say otherwise: pods without containers
-    answer nobody (`kube_answering` does for them).
+    do not answer (`kube_answering` does for them).
     """
     command = (sys.executable, "-m", "tandem_operator.cli", "--canary", "off", "--http-host", "127.0.0.1")
     environment = {**os.environ, "KUBECONFIG": str(kubeconfig), "PYTHONPATH": os.pathsep.join(sys.path)}

@@ -1,4 +1,4 @@
-"""What a CPU without AVX-512 computes, in a process that `tools/as_cpu.sh` has told that it runs on one.
+"""What a CPU without AVX-512 computes, in a process to which `tools/as_cpu.sh` presents one.
 
 tools/as_cpu.sh avx2 python -m tandem_testing.other_cpu products attention
 """

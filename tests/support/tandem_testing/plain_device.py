@@ -1,6 +1,6 @@
 """A device that is a CPU and checks nothing: the engine of a GPU, for kernels that are interpreted.
 
-The device twin watches operations of torch, and interpreted kernels are none. So rules of streams are the twin's to
+The simulated device watches operations of torch, and interpreted kernels are none. So it checks rules of streams to
 check, and numbers of kernels this one's.
 """
 
@@ -84,12 +84,12 @@ class PlainDevice(OnStreams):
     """A `Platform` with the attention of a GPU, and with no graph of more rows or tokens than these."""
 
     MAX_ROWS = 2
-    MOST_TOKENS = 16
+    MAX_TOKENS = 16
 
     def __init__(self) -> None:
         super().__init__(streams=PlainStreams(), capturer=AgainCapturer(), attention=gpu_attention)
 
     def runner(self, parts: RunnerParts) -> StreamRunner:
         decodes = tuple(rows for rows in parts.graph_sizes if rows <= self.MAX_ROWS)
-        prompts = tuple(tokens for tokens in parts.prompt_sizes if tokens <= self.MOST_TOKENS)
+        prompts = tuple(tokens for tokens in parts.prompt_sizes if tokens <= self.MAX_TOKENS)
         return super().runner(replace(parts, graph_sizes=decodes, prompt_sizes=prompts))

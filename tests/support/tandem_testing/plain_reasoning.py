@@ -29,7 +29,7 @@ def allowed_after(
 
 
 def answer_of(budget: ReasoningBudget | None, outputs: Sequence[int], *, constrained: bool) -> list[int] | None:
-    """The tokens behind the reasoning; None while it may yet go on, and all when there is none."""
+    """The tokens behind the reasoning; None while it may yet continue, and all when there is none."""
     if budget is None:
         return [*outputs]
     start = 0 if budget.opened else _find(budget.begin, outputs, range(1 if constrained else LEAD))

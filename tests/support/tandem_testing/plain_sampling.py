@@ -17,7 +17,7 @@ def edited_logits(
     masked: Collection[int] = (),
 ) -> list[float]:
     """What `sampling` makes of `logits` [V] after `outputs`; its grammar forbids `masked`."""
-    penalized = _penalised(logits, sampling, prompt, outputs)
+    penalized = _penalized(logits, sampling, prompt, outputs)
     edited = [-math.inf if token in masked else logit for token, logit in enumerate(penalized)]
     for token, bias in sampling.logit_bias:
         edited[token] += bias
@@ -42,7 +42,7 @@ def most_likely_token(logits: Sequence[float]) -> int:
     return max(range(len(logits)), key=lambda token: (logits[token], -token))
 
 
-def _penalised(
+def _penalized(
     logits: Sequence[float], sampling: SamplingParams, prompt: Sequence[int], outputs: Sequence[int]
 ) -> list[float]:
     counts = Counter(outputs)

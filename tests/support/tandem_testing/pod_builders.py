@@ -37,7 +37,7 @@ def worker(serves: Any = "decode", **changes: Any) -> WorkerFigures:
 def gateway(
     *, answering: float = 1, waiting: float = 0, held: float = 0, tokens: float = 0, oldest: float = 0, **totals: float
 ) -> GatewayFigures:
-    """A gateway with these totals since its start. It answers somebody unless told otherwise."""
+    """A gateway with these totals since its start. It has finished requests unless told otherwise."""
     return GatewayFigures(
         answering=answering,
         waiting=waiting,

@@ -30,7 +30,7 @@ class Quantized(NamedTuple):
 
 
 def packed(levels: Tensor, bits: int, *, dim: int, order: tuple[int, ...] | None = None) -> Tensor:
-    """Unsigned `levels` in words along `dim`, the rest of the last word zero."""
+    """Unsigned `levels` in words along `dim`, the rest of the last one zero."""
     rows = (levels if dim == 1 else levels.t()).tolist()
     per_word = 32 // bits
     words = []

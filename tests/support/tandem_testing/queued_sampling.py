@@ -60,7 +60,7 @@ def both(
         masks = (torch.tensor(sampling.masks.rows, device=device), sampling.masks.wait().to(device))
     found = queued.sample(logits.to(device), inputs, masks)
     assert found.token_ids.tolist() == expected.token_ids.tolist()
-    sound_rows = (expected.token_ids >= 0).tolist()  # of the others nobody asks
+    sound_rows = (expected.token_ids >= 0).tolist()  # the others are not read
     pairs = zip(
         found.logprobs.read(found.logprobs.tensors), expected.logprobs, sound_rows, strict=bool(expected.logprobs)
     )

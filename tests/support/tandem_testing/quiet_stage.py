@@ -10,7 +10,7 @@ from tandem_engine.scheduler.stage import AwaitedPages
 
 
 class FetchesNothing:
-    """The part of a `QueueStage` that brings and lends prefixes, for stages that do not."""
+    """The part of a `QueueStage` that fetches and serves prefixes, for stages that do not."""
 
     def fetch(self, req: Request) -> AwaitedPages | None:
         return None
@@ -19,16 +19,16 @@ class FetchesNothing:
         return False
 
     def forget_kv(self) -> None:
-        """Nothing is lent or on its way."""
+        """Nothing is served or on its way."""
 
 
 class QuietStage(FetchesNothing):
-    """Implements `QueueStage`. Remembers what it was told."""
+    """Implements `QueueStage`. Records its calls."""
 
     def __init__(self, *, held: Sequence[PageId] = (), kept: Sequence[Request] = ()) -> None:
         self.held = list(held)
         self.kept = list(kept)
-        self.told: list[str] = []
+        self.aborted_rids: list[str] = []
         """rids that `aborted` named, in order."""
         self.chunks: list[tuple[str, int]] = []
         """(rid, committed length) at each settled chunk."""
@@ -55,9 +55,9 @@ class QuietStage(FetchesNothing):
         return False
 
     def aborted(self, req: Request) -> None:
-        self.told.append(req.rid)
+        self.aborted_rids.append(req.rid)
 
-    def abort(self, rid: RequestId, wish: Finish) -> bool:
+    def abort(self, rid: RequestId, finish: Finish) -> bool:
         return False
 
     def live(self) -> Iterator[Request]:

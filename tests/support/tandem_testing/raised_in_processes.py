@@ -45,7 +45,7 @@ class _Hook:
     armed: str = ""
     learning: bool = False
     raised: bool = False
-    """Since the main thread was last traced anew."""
+    """Since the main thread was last traced again."""
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code

@@ -45,7 +45,7 @@ TEXTS = (
 )  # fmt: skip
 INTEGERS = (-(2**63) - 1, -1, 0, 1, 2, 5, 20, 128, 129, 2**31, 2**63, 10**30)
 NUMBERS = (-1e308, -1.0, 0.0, 1e-12, 0.5, 1.0, 2.0, 1e308)
-MOST_FIELDS = 4
+MAX_FIELDS = 4
 """That a body has beside those that it must have."""
 DEEPEST = 3
 """Of what has no shape."""
@@ -122,7 +122,7 @@ class RandomBodies:
     def _object(self, schema: Schema) -> Schema:
         required = schema.get("required", ())
         rest = [name for name in schema["properties"] if name not in required]
-        chosen = self.random.sample(rest, min(len(rest), self.random.randint(0, MOST_FIELDS)))
+        chosen = self.random.sample(rest, min(len(rest), self.random.randint(0, MAX_FIELDS)))
         return {name: self._value(schema["properties"][name]) for name in (*required, *chosen)}
 
     def _anything(self, depth: int) -> Any:

@@ -96,7 +96,7 @@ class Asked:
 
 @dataclass(kw_only=True, slots=True)
 class Chat:
-    """A session: its turns and what has been said."""
+    """A session: its turns and their text."""
 
     id: str
     home: Engine
@@ -124,7 +124,7 @@ class Walk:
     _count: int = 0
 
     def run(self, requests: int) -> None:
-        """Begin so many, or more until one has moved between two engines, and go on until all have ended."""
+        """Begin so many, or more until one has moved between two engines, and continue until all have ended."""
         begin = tuple(self._tokens(150))
         turns, paired = 0, len(self.engines) > 1
         while True:

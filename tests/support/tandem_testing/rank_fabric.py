@@ -29,17 +29,17 @@ class Meeting(Generic[T]):
     """What `Agreement.gather` does, between threads."""
 
     size: int
-    said: list[T] = field(default_factory=list)
+    values: list[T] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self._barrier = Barrier(self.size, timeout=PATIENCE_S)
-        self.said = [None] * self.size
+        self.values = [None] * self.size
 
     def gather(self, rank: int) -> Callable[[T], Sequence[T]]:
         def gathered(value: T) -> Sequence[T]:
-            self.said[rank] = value
+            self.values[rank] = value
             self._barrier.wait()
-            everything = [*self.said]
+            everything = [*self.values]
             self._barrier.wait()
             return everything
 

@@ -58,7 +58,8 @@ class AllSchedulers:
 
 @dataclass(kw_only=True)
 class RankedEngine:
-    """What tests touch of an `Engine`. Clients hear rank 0; the others would say the same, which is checked."""
+    """What tests touch of an `Engine`. Clients get rank 0's messages; those of the others are the same, which is
+    checked."""
 
     engines: Sequence[Engine]
     peers: Sequence[RankedPeers]

@@ -59,7 +59,7 @@ class RedisServer:
         assert self._comes_up(), "redis-server ended when it was started"
 
     def _comes_up(self) -> bool:
-        """False if it ends instead: somebody else has taken the port since it was found free."""
+        """False if it ends instead: another process has taken the port since it was found free."""
         assert REDIS_SERVER is not None, "redis-server is not installed"
         place = ("--port", str(self.port), "--bind", self.host, "--dir", "/tmp")
         kind = ("--save", "", "--appendonly", "no") if self.sentinel is None else ("--sentinel",)

@@ -9,7 +9,7 @@ mock. Request number N of a seed is always the same, so `--first N --requests 1`
     4xx        in the API's shape of an error, with the field at fault by name and nothing of the gateway's inside
     504        only for a request that allows itself no time; nothing else of 5xx
 
-And at the end: every field of every endpoint was said, memory has not grown, and sound requests are served by the
+And at the end: every field of every endpoint was sent, memory has not grown, and sound requests are served by the
 engine that was there at the start.
 """
 
@@ -36,7 +36,7 @@ from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.common.health import Health
 from tandem_services.gateway.app import create_app
 from tandem_testing.gateway_builders import EngineRack, FakeChooser, SessionShelf, config_of, fleet_of
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.random_bodies import GENERATING, SHAPES, RandomBodies, fields_of
 from tandem_testing.tokenizer_builders import EOS, TOOL_CHATML, write_tokenizer
 
@@ -73,7 +73,7 @@ async def fuzzed_gateway(folder: Path) -> AsyncIterator[FuzzedGateway]:
     """With one engine, whose sequences are short. `folder`: for a tokenizer."""
     tokenizer = TextTokenizer.load(write_tokenizer(folder, chat_template=TOOL_CHATML))
     with EngineRack() as rack:
-        engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, tokens_per_output=8))
+        engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, tokens_per_output=8))
         engine.context_length = CONTEXT
         config = config_of(request_timeout_s=30.0, ping_interval_s=5.0)
         chooser = FakeChooser([engine.view])
@@ -99,11 +99,11 @@ class RandomRequest:
         return RandomRequest(path, RandomBodies(path, random).body())
 
 
-def complaint(asked: RandomRequest, answer: httpx.Response) -> str:
+def problem_of(asked: RandomRequest, answer: httpx.Response) -> str:
     """What is wrong with an answer; nothing if nothing is."""
     in_no_time = asked.body.get("timeout") is not None
     if answer.status_code == 200:
-        return _event_complaint(answer, in_no_time) if "event-stream" in answer.headers["content-type"] else ""
+        return _event_problem(answer, in_no_time) if "event-stream" in answer.headers["content-type"] else ""
     if answer.status_code >= 500 and not (answer.status_code == 504 and in_no_time):
         return "5xx"
     try:
@@ -120,7 +120,7 @@ def complaint(asked: RandomRequest, answer: httpx.Response) -> str:
     return ""
 
 
-def _event_complaint(answer: httpx.Response, in_no_time: bool) -> str:
+def _event_problem(answer: httpx.Response, in_no_time: bool) -> str:
     documents = [line[6:] for line in answer.text.split("\n") if line.startswith("data: ")]
     try:
         reported = [json.loads(document) for document in documents if document != "[DONE]"]
@@ -137,21 +137,21 @@ class Tally:
     """What came of a run."""
 
     statuses: Counter[tuple[str, int]] = field(default_factory=Counter)
-    complaints: list[str] = field(default_factory=list)
-    said: dict[str, set[str]] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    sent: dict[str, set[str]] = field(default_factory=dict)
     grown_mib: float = 0.0
 
     def note(self, number: int, asked: RandomRequest, answer: httpx.Response) -> None:
         self.statuses[asked.path, answer.status_code] += 1
-        self.said.setdefault(asked.path, set()).update(asked.body)
-        wrong = complaint(asked, answer)
+        self.sent.setdefault(asked.path, set()).update(asked.body)
+        wrong = problem_of(asked, answer)
         if wrong:
             reported = f"{answer.status_code} {answer.text[:400]}"
-            self.complaints.append(f"{number}: {wrong}: {asked.path} {json.dumps(asked.body)[:1000]}\n    {reported}")
+            self.problems.append(f"{number}: {wrong}: {asked.path} {json.dumps(asked.body)[:1000]}\n    {reported}")
 
-    def unsaid(self) -> list[str]:
+    def unsent(self) -> list[str]:
         """Fields that no request had."""
-        return sorted(f"{path} {name}" for path, said in self.said.items() for name in fields_of(path) - said)
+        return sorted(f"{path} {name}" for path, sent in self.sent.items() for name in fields_of(path) - sent)
 
 
 async def fuzz(gateway: FuzzedGateway, numbers: range, seed: int, paths: tuple[str, ...] = tuple(SHAPES)) -> Tally:
@@ -170,7 +170,7 @@ async def fuzz(gateway: FuzzedGateway, numbers: range, seed: int, paths: tuple[s
     for path, (_, sound) in SHAPES.items():
         answer = await gateway.ask(path, sound)
         if answer.status_code != 200:
-            tally.complaints.append(f"afterwards {path} answers {answer.status_code} {answer.text[:400]}")
+            tally.problems.append(f"afterwards {path} answers {answer.status_code} {answer.text[:400]}")
     return tally
 
 
@@ -196,20 +196,20 @@ async def main(arguments: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory() as folder:
         async with fuzzed_gateway(Path(folder)) as gateway:
             tally = await fuzz(gateway, numbers, arguments.seed, paths)
-    for line in tally.complaints[:50]:
+    for line in tally.problems[:50]:
         sys.stdout.write(line + "\n")
     statuses = {f"{path} {status}": count for (path, status), count in sorted(tally.statuses.items())}
-    unsaid = tally.unsaid() if arguments.requests >= 10_000 else []
+    unsent = tally.unsent() if arguments.requests >= 10_000 else []
     reported = {
         "requests": sum(statuses.values()),
         "seed": arguments.seed,
-        "complaints": len(tally.complaints),
-        "unsaid_fields": unsaid,
+        "problems": len(tally.problems),
+        "unsaid_fields": unsent,
         "grown_mib": round(tally.grown_mib, 1),
         "statuses": statuses,
     }
     sys.stdout.write(json.dumps(reported, indent=1) + "\n")
-    return 1 if tally.complaints or unsaid or tally.grown_mib > GROWTH_MIB else 0
+    return 1 if tally.problems or unsent or tally.grown_mib > GROWTH_MIB else 0
 
 
 if __name__ == "__main__":

@@ -41,7 +41,7 @@ LASTING = {
     "RESERVATION_MS": HOUR_MS,
     "STARTING_MS": HOUR_MS,
 }
-"""What workers report and routers reserve counts for longer than any machine takes for the calls of a test. Whoever
+"""What workers report and routers reserve counts for longer than any machine takes for the calls of a test. A test that
 reads the registry must know of it: `patient_router`, and not a process."""
 
 

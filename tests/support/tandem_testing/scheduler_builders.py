@@ -50,7 +50,7 @@ EOS = 0
 
 
 class ManualClock:
-    """Time that moves when told to."""
+    """Time that moves on demand."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -141,7 +141,7 @@ def _masked(sampling: SamplingParams, outputs: Sequence[int]) -> set[int]:
 
 
 def expected_prompt_logprobs(message: GenerateRequest) -> list[float | None] | None:
-    """Of positions from `logprob_start` on; None when nobody asked."""
+    """Of positions from `logprob_start` on; None when it was not requested."""
     if message.sampling.prompt_logprobs is None:
         return None
     prompt, start = message.input_ids, message.sampling.logprob_start

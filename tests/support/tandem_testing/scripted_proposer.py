@@ -38,7 +38,7 @@ class Script:
     text: list[int]
 
     def next(self, history: list[int], sampling: SamplingParams) -> int | None:
-        """What follows `history`, if this is its text and it goes on."""
+        """What follows `history`, if this is its text and it continues."""
         known = len(history) < len(self.text) and self.text[: len(history)] == history
         return self.text[len(history)] if known and sampling == self.sampling else None
 

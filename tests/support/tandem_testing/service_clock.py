@@ -1,4 +1,4 @@
-"""Time for tests of services: moves when told to."""
+"""Time for tests of services: moves on demand."""
 
 
 class ServiceClock:

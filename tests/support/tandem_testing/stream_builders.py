@@ -1,4 +1,4 @@
-"""Runners of a toy model: on streams of the device twin, and beside it on the host."""
+"""Runners of a toy model: on streams of the simulated device, and beside it on the host."""
 
 from dataclasses import dataclass, field
 
@@ -12,8 +12,8 @@ from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.base import CausalLM
 from tandem_engine.sampling.sampler import Sampler
 from tandem_testing.forward_builders import NUM_HEADS, PLAIN, make_pool
+from tandem_testing.simulated_platform import SimulatedPlatform
 from tandem_testing.toy_model import ToyModel
-from tandem_testing.twin_platform import TwinPlatform
 
 ROWS = 8
 
@@ -22,7 +22,7 @@ ROWS = 8
 class Beside:
     """The same model and the same pages twice."""
 
-    platform: TwinPlatform = field(default_factory=TwinPlatform)
+    platform: SimulatedPlatform = field(default_factory=SimulatedPlatform)
     graph_sizes: tuple[int, ...] = ()
     prompt_sizes: tuple[int, ...] = ()
     model: CausalLM = field(default_factory=ToyModel.random)

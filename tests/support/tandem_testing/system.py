@@ -49,7 +49,7 @@ class RunningProcess:
 
 @dataclass(kw_only=True, slots=True)
 class System:
-    """Processes are looked up when asked for: `tandem up` may have restarted them meanwhile."""
+    """Processes are looked up when asked for: `tandem up` may have restarted them."""
 
     process: "subprocess.Popen[bytes]"
     run_dir: Path

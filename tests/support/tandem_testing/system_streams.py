@@ -1,4 +1,4 @@
-"""Streams of a running system in the middle of which something happens, and what they must have said."""
+"""Streams of a running system in the middle of which something happens, and their required output."""
 
 import asyncio
 from collections.abc import Callable, Sequence
@@ -10,7 +10,7 @@ from tandem_testing.waiting import until
 
 SPEAK_TIMEOUT_S = 60.0
 ENOUGH = 4
-"""Running requests of a busy worker: one or two may end while it is told something."""
+"""Running requests of a busy worker: one or two may end while it gets a command."""
 
 
 async def run_with(
@@ -40,7 +40,7 @@ async def run_with_busiest(
     among: Sequence[str],
     speaking: int | None = None,
 ) -> list[Measurement]:
-    """As `run_with`; `change` is told which worker of `among` runs most of them.
+    """As `run_with`; `change` gets the worker of `among` that runs most of them.
 
     Which one that is, is the router's business: it depends on what each has cached and on what it costs at the moment.
     """
@@ -62,14 +62,14 @@ async def _begun(
 async def _busiest(client: SystemClient, among: Sequence[str], running: "asyncio.Task[list[Measurement]]") -> str:
     loads: dict[str, float] = {}
 
-    async def told() -> bool:
-        assert not running.done(), f"all streams ended before a worker told of {ENOUGH}: {loads}"
+    async def busy() -> bool:
+        assert not running.done(), f"all streams ended before a worker had {ENOUGH}: {loads}"
         for worker_id in among:
             url = client.system.workers[worker_id]
             loads[worker_id] = await client.metric("tandem_worker_num_requests_running", url)
         return max(loads.values()) >= ENOUGH
 
-    await until(told, SPEAK_TIMEOUT_S, "a worker runs some of them", loads.copy)
+    await until(busy, SPEAK_TIMEOUT_S, "a worker runs some of them", loads.copy)
     return max(loads, key=lambda worker_id: loads[worker_id])
 
 

@@ -58,7 +58,7 @@ class TcpProxy:
     """Listens on a loopback port and connects each client to whatever `target` names at that moment."""
 
     target: Callable[[], Address]
-    """Raises `LookupError` while there is nobody to connect to."""
+    """Raises `LookupError` while there is no target."""
     weather: Weather = CALM
     connections: int = 0
     """Taken so far."""
@@ -111,7 +111,7 @@ class TcpProxy:
             writer.close()
 
     async def _connect(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        await self._until_heard()
+        await self._until_delivered()
         if self.weather.refusing:
             _reset(writer)
             return
@@ -157,13 +157,13 @@ class TcpProxy:
                 writer.write(piece)
                 await writer.drain()
 
-    async def _until_heard(self) -> None:
+    async def _until_delivered(self) -> None:
         self.held += self.weather.silent
         while self.weather.silent:  # noqa: ASYNC110  tests set the weather as a plain attribute
             await asyncio.sleep(BLINK_S)
 
     async def _suffer(self, size: int) -> None:
-        await self._until_heard()
+        await self._until_delivered()
         weather = self.weather
         late = weather.delay_s + self._random.uniform(-1, 1) * weather.jitter_s
         if weather.bytes_per_s:

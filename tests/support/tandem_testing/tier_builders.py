@@ -78,7 +78,7 @@ class Tiers:
         self.memory.poll()
 
     def evict_device(self) -> None:
-        """Somebody needs every page for a moment."""
+        """Another user needs every page for a moment."""
         pages = self.memory.reserve_pages(self.memory.available_pages())
         assert pages is not None
         self.memory.give_back(pages)

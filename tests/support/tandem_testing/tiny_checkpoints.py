@@ -711,7 +711,7 @@ def write_checkpoint(tiny: TinyModel, directory: Path, *, seed: int = 0) -> Path
         elif parameter_name.endswith("bias") and not parameter_name.endswith(CHOICE_BIAS):
             torch.nn.init.normal_(parameter, std=0.3)
         elif tiny.config_class.startswith("Gemma") and parameter_name.endswith("embed_tokens.weight"):
-            # Scaled by √hidden_size and tied to the output, a larger one would repeat its own token for ever.
+            # Scaled by √hidden_size and tied to the output, a larger one would repeat its own token forever.
             torch.nn.init.normal_(parameter, std=0.04)
     for name_of_bias, bias in (*model.named_parameters(), *model.named_buffers()):
         if name_of_bias.endswith(CHOICE_BIAS):

@@ -10,7 +10,7 @@ from tandem_engine.engine import Engine
 
 @asynccontextmanager
 async def unhurried(llm: AsyncLLM) -> AsyncIterator[None]:
-    """Meanwhile the engine of `llm` rests after each step until somebody asks for something, or its longest sleep is
+    """Within it the engine of `llm` rests after each step until the next call, or until its longest sleep is
     over: an output of a few hundred tokens outlasts whatever holds its reader up, and is cut off where it should be.
     """
     engine: Engine = await asyncio.wrap_future(llm._thread.call(lambda engine: engine))

@@ -10,7 +10,7 @@ from collections.abc import Awaitable, Callable
 from typing import TypeVar
 
 POLL_S = 0.02
-LONGEST_POLL_S = 0.5
+MAX_POLL_S = 0.5
 REST = 4
 """Times as long as the last look took."""
 T = TypeVar("T")
@@ -37,7 +37,7 @@ class _Looks:
 
     def _rest_s(self) -> float:
         took = time.monotonic() - self._since
-        return min(max(POLL_S, REST * took), LONGEST_POLL_S)
+        return min(max(POLL_S, REST * took), MAX_POLL_S)
 
 
 def wait_for(condition: Callable[[], bool], timeout_s: float, explain: Callable[[], str] = str) -> None:

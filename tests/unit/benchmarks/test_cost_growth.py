@@ -1,4 +1,4 @@
-"""How costs are found to grow, and what is said of them."""
+"""How costs are found to grow, and how that is reported."""
 
 import importlib
 

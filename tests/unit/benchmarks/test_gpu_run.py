@@ -149,14 +149,14 @@ pathlib.Path({str(pid)!r}).write_text(str(subprocess.Popen(["sleep", "1000"]).pi
 
 
 def test_output_of_parts_is_logged_up_to_the_limit(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "MOST_BYTES", 400)
+    monkeypatch.setattr(folder, "MAX_BYTES", 400)
     runner(tmp_path, "print('x' * 1000)").run([part()])
     assert (tmp_path / folder.LOG).stat().st_size == 400
     folder.check(tmp_path)
 
 
 def test_folder_that_cannot_be_carried_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(folder, "MOST_BYTES", 4)
+    monkeypatch.setattr(folder, "MAX_BYTES", 4)
     (tmp_path / "large").write_bytes(b"12345")
     with pytest.raises(folder.FolderError, match="large has 5 bytes"):
         folder.check(tmp_path)

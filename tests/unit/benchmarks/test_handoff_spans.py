@@ -9,10 +9,10 @@ with benchmarks_importable():
         DESCRIBE,
         DIGEST,
         GIVE_BACK,
-        HEARD,
         MADE,
         POST,
         PROVED,
+        RECEIVED,
         RECORD,
         SEND,
         Mark,
@@ -30,7 +30,7 @@ SENDER = [
     Mark(DIGEST, 2.4, 2.5),
     Mark(GIVE_BACK, 3.0, 3.5),
     Mark(MADE, 4.0, 4.0),
-    Mark(HEARD, 4.25, 4.5),
+    Mark(RECEIVED, 4.25, 4.5),
     Mark(SEND, 5.0, 5.25),
 ]
 RECEIVER = [Mark(RECORD, 6.0, 6.1), Mark(DIGEST, 6.2, 6.3), Mark(PROVED, 8.0, 8.5)]

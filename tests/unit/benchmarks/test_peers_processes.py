@@ -11,7 +11,7 @@ import pytest
 
 from tandem_testing.benchmark_modules import benchmarks_importable
 
-# One after the other: each ends what belongs to nobody, and that may be another test's.
+# One after the other: each ends what belongs to no process, and that may be another test's.
 pytestmark = pytest.mark.xdist_group("peers-processes")
 
 SPAWNS_ANOTHER = ["sh", "-c", "setsid env -i sleep 60 & exec sleep 60"]

@@ -1,4 +1,4 @@
-"""A comparison ends in time and loses nothing: shares of stages, rounds that are cut, engines that fail, going on."""
+"""A comparison ends in time and loses nothing: shares of stages, rounds that are cut, engines that fail, resumption."""
 
 import importlib
 
@@ -96,7 +96,7 @@ def rounds(engines, clock, *, at=100.0, budget_s=30.0):
         dtype="float32",
         budget_s=budget_s,
         deadline=deadline(clock, at),
-        told=samples.append,
+        on_sample=samples.append,
         failed=lambda name, error: failed.append((name, str(error))),
     )
     return made, samples, failed
@@ -241,11 +241,11 @@ def test_default_run_is_planned_for_less_than_33_minutes():
 
 def test_process_that_takes_too_long_is_ended(tmp_path):
     processes = part("processes")
-    assert processes.told_by(["echo", "a"], log=tmp_path / "quick.log", limit_s=30.0) == b"a\n"
+    assert processes.output_of(["echo", "a"], log=tmp_path / "quick.log", limit_s=30.0) == b"a\n"
     with pytest.raises(processes.PeerError, match="slow took longer than 0 s"):
-        processes.told_by(["sleep", "60"], log=tmp_path / "slow.log", limit_s=0.05)
+        processes.output_of(["sleep", "60"], log=tmp_path / "slow.log", limit_s=0.05)
     with pytest.raises(processes.PeerError, match="bad ended with status 1"):
-        processes.told_by(["false"], log=tmp_path / "bad.log", limit_s=30.0)
+        processes.output_of(["false"], log=tmp_path / "bad.log", limit_s=30.0)
 
 
 def test_hanging_install_step_is_ended_and_peer_skipped(tmp_path, monkeypatch):

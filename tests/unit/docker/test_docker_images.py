@@ -1,4 +1,4 @@
-"""The Dockerfile: what it copies is there, nobody is root, and images hold what the operator's pods start."""
+"""The Dockerfile: what it copies is there, no user is root, and images hold what the operator's pods start."""
 
 import fnmatch
 import os
@@ -90,7 +90,7 @@ def test_images_run_as_the_user_of_the_pods(name: str):
 
 @pytest.mark.parametrize("name", OURS)
 def test_container_user_has_a_name(name: str):
-    """kopf asks getpass who runs it, and died in a container whose user was a number alone."""
+    """kopf asks getpass for its user, and died in a container whose user was a number alone."""
     runtime = STAGES[name].base
     assert runtime == "runtime"
     assert "USER=tandem" in STAGES[runtime].of("ENV")[0].text.split()

@@ -1,4 +1,5 @@
-"""Loads of adapters next to a running engine: their order, hung file systems, and an engine that closes meanwhile."""
+"""Loads of adapters next to a running engine: their order, hung file systems, and an engine that closes during a
+load."""
 
 import errno
 import time

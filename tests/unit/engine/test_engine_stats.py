@@ -25,7 +25,7 @@ def test_time_of_a_step_is_divided_among_its_phases():
 
 
 class TickingClock(ManualClock):
-    """A millisecond passes whenever somebody looks."""
+    """A millisecond passes at each reading."""
 
     def now(self) -> float:
         self.time += 0.001

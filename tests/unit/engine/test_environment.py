@@ -1,4 +1,4 @@
-"""What a library is lent in the environment is for it alone, also where a process has several engines."""
+"""Environment variables that are set for a library are for it alone, also where a process has several engines."""
 
 import os
 import threading
@@ -15,7 +15,7 @@ PATIENCE_S = 60.0
 
 
 class Door:
-    """A lock that tells when somebody finds it held."""
+    """A lock that reports when a thread finds it held."""
 
     def __init__(self) -> None:
         self.held = threading.Lock()

@@ -1,4 +1,4 @@
-"""Logs that cannot be written keep nobody from serving [logs-never-block]: blocked pipe, full disk, no reader."""
+"""Logs that cannot be written keep no process from serving [logs-never-block]: blocked pipe, full disk, no reader."""
 
 import fcntl
 import io

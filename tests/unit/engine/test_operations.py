@@ -70,7 +70,7 @@ class OperationsHarness:
         return next((output.finish for output in self.outputs if output.rid == rid and output.finish), None)
 
     def wait_for_reload(self) -> None:
-        """Steps go on while weights load, but not as many as a request has tokens."""
+        """Steps continue while weights load, but not as many as a request has tokens."""
         self.turn(20)
         while self.operations.reloading is not None:
             if (loading := self.engine._reload._loading) is not None:
@@ -284,7 +284,7 @@ def open_harness(loaded, adapters, tmp_path) -> Iterator[OperationsHarness]:
 def load_adapter(
     server: OperationsHarness, name: str, path: str, *, replaces: bool = False
 ) -> OrderDone | OrderRefused:
-    """Steps go on until it is answered."""
+    """Steps continue until it is answered."""
     server.answers.clear()
     server.operations.handle(LoadAdapter(nonce=1, name=name, path=path, replaces=replaces))
     while server.operations.changing:

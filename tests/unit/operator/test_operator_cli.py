@@ -1,4 +1,4 @@
-"""`tandem-operator`: flags, and what is said of wrong ones."""
+"""`tandem-operator`: flags, and the errors for wrong ones."""
 
 import io
 import json

@@ -52,7 +52,7 @@ def test_exited_component_is_reported_and_all_are_stopped(tmp_path):
 
 
 def test_reused_pid_is_treated_as_ended(tmp_path):
-    """Stopping a run long after it died must not end whoever has its number by then."""
+    """Stopping a run long after it died must not end the process that has its number by then."""
     run = tmp_path / "run" / "default"
     run.mkdir(parents=True)
     (run / "etcd.pid").write_text(f"{os.getpid()} 1\n")

@@ -16,7 +16,7 @@ def images(*words: str, path: str | None = None) -> subprocess.CompletedProcess[
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "error_message"),
     [
         ((), "name a folder: see --help"),
         (("out", "--thrice"), "no option '--thrice': see --help"),
@@ -24,10 +24,10 @@ def images(*words: str, path: str | None = None) -> subprocess.CompletedProcess[
         (("out", "--sign-by", "release"), "--sign-by is about images in a registry: add --push"),
     ],
 )
-def test_wrong_command_lines_are_refused(words, said):
+def test_wrong_command_lines_are_refused(words, error_message):
     done = images(*words)
     assert done.returncode == 1
-    assert said in done.stderr
+    assert error_message in done.stderr
 
 
 def test_missing_buildah_is_named_with_its_package(tmp_path):

@@ -38,6 +38,7 @@ def found(words: ModuleType, path: Path, text: str) -> list[str]:
         ("[serve](adr/0031-lent-prefixes-move.md) a prefix, as adr/0031-lent-prefixes-move.md says", []),
         ("[lent](routing.md)", ["lent"]),
         ("lent <!-- words: ok -->", []),
+        ("a fox who wishes; KEYS: 3 wishes, 4 places; wishes = heads", ["wishes"]),
     ],
 )
 def test_replaced_words_of_a_text_are_listed(words: ModuleType, tmp_path: Path, text: str, listed: list[str]) -> None:

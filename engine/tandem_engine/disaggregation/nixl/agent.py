@@ -21,8 +21,8 @@ process should be replaced by a new one once the interface is back (`thread`):
 
     same ──── an interface is lost or replaced ────▶ lost, for good ◀──── it is there again, as another one: `back`
 
-The watched interfaces are the one with this engine's address and those in UCX_NET_DEVICES. Others come and go on hosts
-of other pods, and UCX would use them as well, so `own_devices` excludes them.
+The watched interfaces are the one with this engine's address and those in UCX_NET_DEVICES. Others appear and vanish on
+hosts of other pods, and UCX would use them as well, so `own_devices` excludes them.
 """
 
 import fcntl

@@ -71,8 +71,8 @@ class TransportErrors:
         now = self.clock.now()
         if now >= self._silent_until.get(during, -math.inf):
             self._silent_until[during] = now + AGAIN_AFTER
-            whom = f" (peer {peer})" if peer else ""
-            logger.error("transfers: unexpected error while %s%s", during, whom, exc_info=error)
+            peer_note = f" (peer {peer})" if peer else ""
+            logger.error("transfers: unexpected error while %s%s", during, peer_note, exc_info=error)
 
 
 @dataclass(kw_only=True, slots=True)

@@ -121,7 +121,7 @@ class RankedTransport:
     _proofs: dict[RoomKey, JoinedProof] = field(default_factory=dict)
     _own: list[TransportEvent] = field(default_factory=list)
     """What all ranks know without asking each other."""
-    _heard_at: float | None = None
+    _received_at: float | None = None
 
     @classmethod
     def build(
@@ -147,7 +147,7 @@ class RankedTransport:
     @property
     def awaits_ranks(self) -> bool:
         """Other ranks may soon report, which wakes no thread here."""
-        near = self._heard_at is not None and self.clock.now() < self._heard_at + NEAR_S
+        near = self._received_at is not None and self.clock.now() < self._received_at + NEAR_S
         return self.place.size > 1 and near
 
     # KvTransport
@@ -216,7 +216,7 @@ class RankedTransport:
     def poll(self) -> list[TransportEvent]:
         reported = self.local.poll()
         if reported:
-            self._heard_at = self.clock.now()
+            self._received_at = self.clock.now()
         events, self._own = self._own, []
         if self.place.size > 1 and not (self._pushes or self._proofs):
             assert not reported, f"rank {self.place.rank} got {reported}, which no rank waits for"

@@ -52,7 +52,7 @@ logger = logging.getLogger(__name__)
 WIDE = 4096
 """Hidden size of models whose graphs have up to `MIN_LIMIT` tokens, when no flag says more."""
 
-MIN_LIMIT, MOST_LIMIT = 1024, 4096
+MIN_LIMIT, MAX_LIMIT = 1024, 4096
 
 MAX_ROWS = 128
 """Sequences of a graph, without padding. Each costs some programs of attention that find nothing to do."""
@@ -241,7 +241,7 @@ def host_bound_tokens(config: ModelConfig) -> int:
     It queues a layer in some 0.6 ms, whatever its width, in which an H200 computes 800 tokens of a layer of 8B.
     """
     limit = MIN_LIMIT
-    while limit < MOST_LIMIT and 2 * limit * config.hidden_size <= MIN_LIMIT * WIDE:
+    while limit < MAX_LIMIT and 2 * limit * config.hidden_size <= MIN_LIMIT * WIDE:
         limit *= 2
     return limit
 

@@ -40,7 +40,7 @@ TILE = 4096
 
 
 @triton.jit
-def normalised(x, squares, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr, ROUND_FIRST: tl.constexpr):
+def normalized(x, squares, weight, eps, SIZE: tl.constexpr, DTYPE: tl.constexpr, ROUND_FIRST: tl.constexpr):
     """x / sqrt(squares / SIZE + eps) · weight in float32; with ROUND_FIRST rounded to DTYPE before the weight."""
     x = x * tl.math.div_rn(1.0, tl.math.sqrt_rn(tl.math.div_rn(squares, SIZE * 1.0) + eps))
     if ROUND_FIRST:
@@ -78,7 +78,7 @@ def rms_norm_kernel(
         tl.store(source, values.to(dtype), mask=live)
     squares = tl.sum(values * values, axis=1)[:, None]
     scale = tl.load(weight + head * SIZE + column, mask=live, other=0.0).to(tl.float32)
-    normed = normalised(values, squares, scale, eps, SIZE, dtype, ROUND_FIRST)
+    normed = normalized(values, squares, scale, eps, SIZE, dtype, ROUND_FIRST)
     tl.store(out + dense, normed.to(dtype), mask=live)
 
 

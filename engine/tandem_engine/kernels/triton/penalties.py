@@ -78,7 +78,7 @@ def edit_kernel(
     vocab_size,
     num_words,
     drafts,
-    PENALISE: tl.constexpr,
+    PENALIZE: tl.constexpr,
     MASK: tl.constexpr,
     ALLOW: tl.constexpr,
     BLOCK: tl.constexpr,
@@ -88,7 +88,7 @@ def edit_kernel(
     token = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     live = token < vocab_size
     logit = tl.load(logits + row * row_stride + token, mask=live, other=0.0)
-    if PENALISE:
+    if PENALIZE:
         slot = tl.load(slots + row)
         if slot >= 0:
             place = slot * vocab_size + token
@@ -129,7 +129,7 @@ def edit_logits(
     if not rows:
         return out
     assert logits.stride(1) == 1, f"logits of strides {logits.stride()}"
-    constants = edit_constants(penalise=penalties is not None, mask=bits is not None, allow=allowed is not None)
+    constants = edit_constants(penalize=penalties is not None, mask=bits is not None, allow=allowed is not None)
     tables, drafts = ((logits,) * 7, 0) if penalties is None else _tables(penalties)
     edit_kernel[(rows, triton.cdiv(vocab_size, BLOCK))](
         logits, out, *tables,
@@ -141,9 +141,9 @@ def edit_logits(
     return out
 
 
-def edit_constants(*, penalise: bool, mask: bool, allow: bool) -> dict[str, int | bool]:
+def edit_constants(*, penalize: bool, mask: bool, allow: bool) -> dict[str, int | bool]:
     """What the kernel is compiled for."""
-    return {"PENALISE": penalise, "MASK": mask, "ALLOW": allow, "BLOCK": BLOCK}
+    return {"PENALIZE": penalize, "MASK": mask, "ALLOW": allow, "BLOCK": BLOCK}
 
 
 def _tables(penalties: RowPenalties) -> tuple[tuple[Tensor, ...], int]:

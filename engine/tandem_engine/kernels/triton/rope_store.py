@@ -30,7 +30,7 @@ from torch import Tensor
 
 from tandem_engine.kernels.interface import HeadTurn, KvScales
 from tandem_engine.kernels.triton.common import rounded
-from tandem_engine.kernels.triton.norm_activation import normalised
+from tandem_engine.kernels.triton.norm_activation import normalized
 from tandem_engine.kernels.triton.store_kv import (
     copy_heads,
     page_stride_of,
@@ -76,9 +76,9 @@ def _rotate_heads(
         low_weight = tl.load(weight + head * SIZE + column, mask=in_half, other=0.0).to(tl.float32)
         high_weight = tl.load(weight + head * SIZE + half + column, mask=in_half, other=0.0).to(tl.float32)
         tail_weight = tl.load(weight + head * SIZE + rest, mask=in_rest, other=0.0).to(tl.float32)
-        low = rounded(normalised(low, squares, low_weight, eps, SIZE, dtype, ROUND_FIRST), dtype)
-        high = rounded(normalised(high, squares, high_weight, eps, SIZE, dtype, ROUND_FIRST), dtype)
-        tail = normalised(tail, squares, tail_weight, eps, SIZE, dtype, ROUND_FIRST)
+        low = rounded(normalized(low, squares, low_weight, eps, SIZE, dtype, ROUND_FIRST), dtype)
+        high = rounded(normalized(high, squares, high_weight, eps, SIZE, dtype, ROUND_FIRST), dtype)
+        tail = normalized(tail, squares, tail_weight, eps, SIZE, dtype, ROUND_FIRST)
     cos_low = tl.load(cos + column, mask=column < half, other=0.0).to(tl.float32)
     cos_high = tl.load(cos + half + column, mask=column < half, other=0.0).to(tl.float32)
     sin_low = tl.load(sin + column, mask=column < half, other=0.0).to(tl.float32)

@@ -22,7 +22,7 @@ from torch import Size, Tensor
 from tandem_engine.kernels.interface import KvScales
 from tandem_engine.kernels.triton.common import float8_code, interpreted
 
-MIN_TILE, MOST_TILE = 4, 16
+MIN_TILE, MAX_TILE = 4, 16
 """Heads of a program."""
 
 _INTERPRETED = tl.constexpr(interpreted())
@@ -133,7 +133,7 @@ def store_constants(pool: Size, *, scaled: bool) -> dict[str, int | bool]:
         "PAGE": page,
         "WIDTH": triton.next_power_of_2(size),
         "SCALED": scaled,
-        "TILE": max(MIN_TILE, min(MOST_TILE, triton.next_power_of_2(kv_heads))),
+        "TILE": max(MIN_TILE, min(MAX_TILE, triton.next_power_of_2(kv_heads))),
     }
 
 

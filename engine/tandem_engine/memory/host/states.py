@@ -8,7 +8,8 @@
 
 A state leaves the device when its block does, or when another anchor gets its slot; then the blocks may stay. In host
 memory it is parts of a page's size (`pages`), which are stored and read like blocks. A match pins all parts of a state,
-and a state is there when all of them are. Anchors on trial, which no request has used, are in no tier but the device.
+and a state is there when all of them are. Provisional anchors, which no request has used, are in no tier but the
+device.
 
 Events name blocks in every tier, whether or not a state is behind them.
 """
@@ -196,7 +197,7 @@ class StatefulTiers(TieredCache):
         """One state a turn: some of them are as large as thousands of tokens."""
         moved = super().poll()
         for page, made in self._anchors.take_changes():
-            if made and self._policy is WritePolicy.WRITE_THROUGH and not self._anchors.is_on_trial(page):
+            if made and self._policy is WritePolicy.WRITE_THROUGH and not self._anchors.is_provisional(page):
                 self._wanted_states[page] = None
         if not self._wanted_states:
             return moved
@@ -258,14 +259,14 @@ class StatefulTiers(TieredCache):
         self._wanted_states.pop(page, None)
 
     def _keeping(self, page: PageId) -> None:
-        """Its anchor was on trial and is wanted from now on like others."""
+        """The anchor of `page` was provisional and is kept like others from now on."""
         if self._policy is WritePolicy.WRITE_THROUGH:
             self._wanted_states[page] = None
 
     def _back_up(self, page: PageId) -> None:
-        """The anchor of `page`, if it still is there and not on trial."""
+        """The anchor of `page`, if it still is there and not provisional."""
         slot = self._anchors.slot_of(page)
-        if slot is not None and not self._anchors.is_on_trial(page):
+        if slot is not None and not self._anchors.is_provisional(page):
             self._backups.prepare(self._blocks[page], slot)
 
     def _may_have_state(self, blocks: int) -> bool:

@@ -31,7 +31,7 @@ from torch import Tensor
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import MAX_DRAFT_TOKENS
 from tandem_engine.forward.batch import ForwardBatch
-from tandem_engine.forward.future_map import borrowed
+from tandem_engine.forward.future_map import int64_view
 from tandem_engine.kernels.cpu import attention_work
 from tandem_engine.kernels.cpu.attention_work import (
     LENGTH,
@@ -228,7 +228,7 @@ def plan_paged(
         queries[: len(short), : LENGTH + 1] = short
     window = window_of(span)
     tasks, rows_read = cut_queries(
-        queries, len(short), borrowed(batch.seq_lens), batch.num_extend, first_decode, window
+        queries, len(short), int64_view(batch.seq_lens), batch.num_extend, first_decode, window
     )
     table = batch.page_table.numpy()
     groups, members = _grouped(tasks, queries, table, page_size)

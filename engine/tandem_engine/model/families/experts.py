@@ -102,15 +102,15 @@ def _windows(fields: ConfigFields, base: ModelConfig) -> tuple[int | None, ...]:
 
 
 def read_sparse_experts(
-    fields: ConfigFields, num_layers: int, *, count: str = "num_experts", normalise: bool = False
+    fields: ConfigFields, num_layers: int, *, count: str = "num_experts", normalize: bool = False
 ) -> MoeConfig:
     """Experts of Qwen in all layers but those of `mlp_only_layers` and between those of `decoder_sparse_step`.
 
-    `count`: the field with their number. `normalise`: what an absent `norm_topk_prob` means.
+    `count`: the field with their number. `normalize`: what an absent `norm_topk_prob` means.
     """
     return replace(
         read_experts(fields, count=count, size="moe_intermediate_size"),
-        normalise=fields.flag("norm_topk_prob", default=normalise),
+        normalize=fields.flag("norm_topk_prob", default=normalize),
         dense_layers=_dense_layers(fields, num_layers),
     )
 
@@ -210,7 +210,7 @@ def _glm4_experts(fields: ConfigFields, num_layers: int) -> MoeConfig:
     dense = fields.integer("first_k_dense_replace", least=0, most=MAX_LAYERS, default=1)
     return replace(
         experts,
-        normalise=fields.flag("norm_topk_prob", default=True),
+        normalize=fields.flag("norm_topk_prob", default=True),
         dense_layers=tuple(range(min(dense, num_layers))),
         scoring=Scoring.SIGMOID,
         choice_bias=True,

@@ -91,7 +91,7 @@ def _experts(fields: ConfigFields, num_layers: int) -> MoeConfig | None:
     experts = read_experts(fields, count="num_local_experts", size="intermediate_size")
     return replace(
         experts,
-        normalise=False,
+        normalize=False,
         dense_layers=tuple(layer for layer in range(num_layers) if layer not in sparse),
         scoring=Scoring.SIGMOID,
         shared=SharedExpert(intermediate_size=experts.intermediate_size),

@@ -52,7 +52,7 @@ SECTIONS = ("mrope_section", "mrope_interleaved")
 
 def _read_qwen3_next(fields: ConfigFields) -> ModelConfig:
     base = _read_stateful(fields, family=NEXT, kv_heads=2, joined=True)
-    return replace(base, moe=_shared(fields, read_sparse_experts(fields, base.num_layers, normalise=True)))
+    return replace(base, moe=_shared(fields, read_sparse_experts(fields, base.num_layers, normalize=True)))
 
 
 def _read_qwen3_5(fields: ConfigFields) -> ModelConfig:

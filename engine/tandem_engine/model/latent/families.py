@@ -64,7 +64,7 @@ def _read_deepseek_v2(fields: ConfigFields) -> ModelConfig:
         groups, kept = _groups(fields, default_groups=None, default_kept=None)
     moe = _experts(fields, groups=groups, kept=kept, group_top=1, shared=2, scale=1.0)
     dense = _first_dense(fields, base.num_layers, default=0)
-    return replace(base, moe=replace(moe, normalise=False, dense_layers=dense))
+    return replace(base, moe=replace(moe, normalize=False, dense_layers=dense))
 
 
 def _read_deepseek_v3(fields: ConfigFields) -> ModelConfig:
@@ -132,8 +132,8 @@ def _scored_experts(fields: ConfigFields, *, groups: int, kept: int, scale: floa
     """Of V3 and GLM, with their defaults."""
     count, best = _groups(fields, default_groups=groups, default_kept=kept)
     moe = _experts(fields, groups=count, kept=best, group_top=2, shared=1, scale=scale)
-    normalise = fields.flag("norm_topk_prob", default=True)
-    return replace(moe, scoring=Scoring.SIGMOID, choice_bias=True, normalise=normalise, least_sum=1e-20)
+    normalize = fields.flag("norm_topk_prob", default=True)
+    return replace(moe, scoring=Scoring.SIGMOID, choice_bias=True, normalize=normalize, least_sum=1e-20)
 
 
 def _experts(fields: ConfigFields, *, groups: int, kept: int, group_top: int, shared: int, scale: float) -> MoeConfig:

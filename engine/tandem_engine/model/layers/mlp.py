@@ -119,7 +119,7 @@ class Router:
     weight: Projection
     """[T, hidden] to [T, E]; of float32 if `float32`."""
     experts_per_token: int
-    normalise: bool
+    normalize: bool
     scoring: Scoring = Scoring.SOFTMAX
     bias: Tensor | None = None
     """float32 [E], added to the scores that experts are chosen by."""
@@ -146,7 +146,7 @@ class Router:
         weights, experts = ranked.topk(self.experts_per_token, dim=-1)
         if ranked is not scores:
             weights = scores.gather(1, experts)
-        if self.normalise:
+        if self.normalize:
             total = weights.sum(dim=-1, keepdim=True)
             weights = weights / (total.clamp_min(self.least_sum) if self.least_sum else total)
         if self.scale != 1.0:

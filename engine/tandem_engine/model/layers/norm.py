@@ -13,7 +13,7 @@ from tandem_engine.parallel.group import SingleRank, TpGroup
 
 
 class Norm(Protocol):
-    """Normalises the last dimension."""
+    """Normalizes the last dimension."""
 
     @property
     def weight(self) -> Tensor:
@@ -28,7 +28,7 @@ class Norm(Protocol):
         ...
 
     def of_sum(self, hidden: Tensor, delta: Tensor) -> Tensor:
-        """Add `delta` to `hidden` in place, and normalise the sum."""
+        """Add `delta` to `hidden` in place, and normalize the sum."""
         ...
 
 

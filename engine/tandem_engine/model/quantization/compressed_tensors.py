@@ -79,9 +79,9 @@ class CompressedTensors:
         """See `WeightFormat.levels`."""
         codes = self._codes(parts)
         outputs, inputs = codes.shape
-        said = parts.get("weight_shape")
-        if said is not None and said.tolist() != [outputs, inputs]:
-            raise ValueError(f"its weight_shape is {said.tolist()}, and {[outputs, inputs]} numbers are packed")
+        declared = parts.get("weight_shape")
+        if declared is not None and declared.tolist() != [outputs, inputs]:
+            raise ValueError(f"its weight_shape is {declared.tolist()}, and {[outputs, inputs]} numbers are packed")
         scales = self._by_row(parts["weight_scale"], outputs)
         groups = scales.shape[1]
         return Levels(

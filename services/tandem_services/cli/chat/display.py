@@ -47,7 +47,7 @@ class WordWrap:
         self._word = ""
 
     def add(self, text: str) -> str:
-        """What can be written now: all but the last word, which may have more letters in the next chunk."""
+        """What can be written now: all but the word at the end, which may have more letters in the next chunk."""
         written = []
         for part in re.split(r"(\s)", text):
             if not part.isspace():
@@ -62,7 +62,7 @@ class WordWrap:
         return "".join(written)
 
     def end(self) -> str:
-        """The last word."""
+        """The word at the end."""
         return self._place_word()
 
     def _place_word(self) -> str:

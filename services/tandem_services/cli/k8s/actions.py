@@ -100,16 +100,16 @@ def until_gone(cluster: Cluster, pod: Object, *, sleep: Callable[[float], None] 
     """Print what is left until the pod is gone; 1 when it is not within its grace period and some time."""
     name, uid = pod["metadata"]["name"], pod["metadata"]["uid"]
     looks = round((pod["spec"].get("terminationGracePeriodSeconds", 30) + PATIENCE_S) / LOOK_S)
-    told = ""
+    printed = ""
     worker = _worker_of(cluster, pod)
     for _ in range(looks):
         if _is_gone(cluster, name, uid):
             print(f"{name} is gone")
             return 0
         left = _left(cluster, worker)
-        if left and left != told:
+        if left and left != printed:
             print(left)
-            told = left
+            printed = left
         sleep(LOOK_S)
     print(f"{name} still exists: `kubectl describe pod {name}` may show the reason", file=sys.stderr)
     return 1

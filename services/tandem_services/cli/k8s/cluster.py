@@ -252,19 +252,23 @@ class Cluster(AbstractContextManager["Cluster"]):
 
 def _teach(response: httpx.Response, path: str, about: str) -> str:
     """A refusal in one sentence, with what to do."""
-    said = _message(response)
+    message = _message(response)
     match response.status_code:
         case 401:
-            return f"the API server rejected the credentials ({said}): log in again, check with `kubectl auth whoami`"
+            return (
+                f"the API server rejected the credentials ({message}): log in again, check with `kubectl auth whoami`"
+            )
         case 403:
-            return f"not permitted: {said}. An administrator can grant it with a Role (docs/kubectl-tandem.md#rights)"
+            return (
+                f"not permitted: {message}. An administrator can grant it with a Role (docs/kubectl-tandem.md#rights)"
+            )
         case 404 if path.startswith(API) and not _is_status(response):
             return "this cluster has no CRD of ModelServices: run `kubectl apply --server-side -f charts/tandem/crds/`"
         case 404:
-            return f"{about} does not exist here: {said}"
+            return f"{about} does not exist here: {message}"
         case 429:
-            return f"the API server is busy: {said}"
-    return f"the API server answers {response.status_code}: {said}"
+            return f"the API server is busy: {message}"
+    return f"the API server answers {response.status_code}: {message}"
 
 
 def _is_status(response: httpx.Response) -> bool:

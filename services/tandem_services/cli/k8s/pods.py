@@ -82,37 +82,37 @@ class Exposition:
 
 def worker_figures(text: str) -> WorkerFigures:
     """Raises `ValueError`."""
-    said = Exposition(text)
+    series = Exposition(text)
 
     def count(name: str) -> int:
-        return int(said.total(WORKER_SERIES + name))
+        return int(series.total(WORKER_SERIES + name))
 
     return WorkerFigures(
-        serves=said.label(f"{WORKER_SERIES}role", "role"),
+        serves=series.label(f"{WORKER_SERIES}role", "role"),
         offered=count("offered") == 1,
         draining=count("draining") == 1,
         standby=count("standby") == 1,
         running=count("num_requests_running"),
         waiting=count("num_requests_waiting") + count("num_requests_swapped"),
         waiting_tokens=count("waiting_prompt_tokens"),
-        oldest_wait_s=said.known(f"{WORKER_SERIES}oldest_wait_seconds"),
+        oldest_wait_s=series.known(f"{WORKER_SERIES}oldest_wait_seconds"),
         moving=count("num_requests_transferring") + count("num_requests_inflight"),
-        kv_usage=said.total(f"{WORKER_SERIES}kv_cache_usage_perc"),
+        kv_usage=series.total(f"{WORKER_SERIES}kv_cache_usage_perc"),
         kv_pages=count("kv_pages"),
-        prefill_tokens_per_s=said.total(f"{WORKER_SERIES}prefill_tokens_per_second"),
-        decode_step_s=said.total(f"{WORKER_SERIES}decode_step_seconds"),
+        prefill_tokens_per_s=series.total(f"{WORKER_SERIES}prefill_tokens_per_second"),
+        decode_step_s=series.total(f"{WORKER_SERIES}decode_step_seconds"),
     )
 
 
 def gateway_figures(text: str) -> GatewayFigures:
     """Raises `ValueError`."""
-    said = Exposition(text)
-    tokens = said.known(f"{GATEWAY_SERIES}waiting_prompt_tokens")
+    series = Exposition(text)
+    tokens = series.known(f"{GATEWAY_SERIES}waiting_prompt_tokens")
     return GatewayFigures(
-        running=int(said.total(f"{GATEWAY_SERIES}num_requests_running")),
-        waiting=int(said.total(f"{GATEWAY_SERIES}num_requests_waiting")),
+        running=int(series.total(f"{GATEWAY_SERIES}num_requests_running")),
+        waiting=int(series.total(f"{GATEWAY_SERIES}num_requests_waiting")),
         waiting_tokens=None if tokens is None else int(tokens),
-        oldest_wait_s=said.known(f"{GATEWAY_SERIES}oldest_wait_seconds"),
+        oldest_wait_s=series.known(f"{GATEWAY_SERIES}oldest_wait_seconds"),
     )
 
 
@@ -209,12 +209,12 @@ def ask(access: Access, pods: Iterable[Object]) -> dict[str, PodAnswer]:
     """What workers and gateways say, by the pod's name. Bounded in time, in number and in bytes; never raises."""
     asked = [pod for pod in pods if Pod.of(pod).component in (WORKER, GATEWAY) and runs(pod)][:MAX_ASKED]
     with ThreadPoolExecutor(ASKED_AT_ONCE) as threads:
-        said = threads.map(lambda pod: _figures(access, pod), asked)
-        return {pod["metadata"]["name"]: answer for pod, answer in zip(asked, said, strict=True)}
+        answers = threads.map(lambda pod: _figures(access, pod), asked)
+        return {pod["metadata"]["name"]: answer for pod, answer in zip(asked, answers, strict=True)}
 
 
 def workers_among(figures: Mapping[str, PodAnswer]) -> dict[str, WorkerFigures]:
-    return {name: said for name, said in figures.items() if isinstance(said, WorkerFigures)}
+    return {name: answer for name, answer in figures.items() if isinstance(answer, WorkerFigures)}
 
 
 def _figures(access: Access, pod: Object) -> PodAnswer:

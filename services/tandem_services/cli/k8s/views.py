@@ -44,7 +44,7 @@ class PodSeen:
     """A pod, and what it returned."""
 
     pod: Pod
-    said: PodAnswer | None
+    answer: PodAnswer | None
     """None: it was not queried."""
     followers: tuple["PodSeen", ...] = ()
     """The other pods of a worker that has several."""
@@ -94,7 +94,7 @@ def service_tree(
     metadata, status = service["metadata"], service.get("status", {})
     name, generation = metadata["name"], metadata.get("generation", 0)
     own = sorted((Pod.of(pod) for pod in pods), key=lambda pod: pod.name)
-    seen = _grouped([PodSeen(pod=pod, said=figures.get(pod.name)) for pod in own if pod.service == name])
+    seen = _grouped([PodSeen(pod=pod, answer=figures.get(pod.name)) for pod in own if pod.service == name])
     wanted = {pool["spec"]["role"]: pool for pool in pools if pool["spec"].get("serviceName") == name}
     return ServiceTree(
         name=name,
@@ -237,8 +237,8 @@ def _gateways(gateways: list[PodSeen], now: datetime) -> Iterator[Row]:
 
 
 def _pod(seen: PodSeen, now: datetime) -> Row:
-    pod, said = seen.pod, seen.said
-    serves, running, queue, kv = _busy(said)
+    pod, answer = seen.pod, seen.answer
+    serves, running, queue, kv = _busy(answer)
     return (
         pod.name,
         pod.state,
@@ -249,26 +249,26 @@ def _pod(seen: PodSeen, now: datetime) -> Row:
         age(pod.age_s(now)),
         pod.node,
         str(pod.restarts),
-        _note(pod, said),
+        _note(pod, answer),
     )
 
 
-def _busy(said: PodAnswer | None) -> tuple[str, str, str, str]:
+def _busy(answer: PodAnswer | None) -> tuple[str, str, str, str]:
     """Role, running, queue and KV, as far as they are known."""
-    match said:
+    match answer:
         case WorkerFigures():
-            tokens = f" ({count(said.waiting_tokens)} tokens)" if said.waiting_tokens else ""
-            return said.serves, count(said.running), f"{count(said.waiting)}{tokens}", percent(said.kv_usage)
+            tokens = f" ({count(answer.waiting_tokens)} tokens)" if answer.waiting_tokens else ""
+            return answer.serves, count(answer.running), f"{count(answer.waiting)}{tokens}", percent(answer.kv_usage)
         case GatewayFigures():
-            return "", count(said.running), count(said.waiting), ""
+            return "", count(answer.running), count(answer.waiting), ""
     return "", "", "", ""
 
 
-def _note(pod: Pod, said: PodAnswer | None) -> str:
+def _note(pod: Pod, answer: PodAnswer | None) -> str:
     notes = [pod.failure]
-    match said:
+    match answer:
         case str():
-            notes.append(f"no response: {said}")
+            notes.append(f"no response: {answer}")
         case WorkerFigures(draining=True):
             notes.append("draining")
         case WorkerFigures(standby=True):
@@ -334,16 +334,16 @@ def roles_text(trees: list[ServiceTree]) -> str:
 def queue_text(trees: list[ServiceTree]) -> str:
     """ "" when no worker could have a queue."""
     rows = [
-        _queue_row(tree, "gateway", seen, said)
+        _queue_row(tree, "gateway", seen, answer)
         for tree in trees
         for seen in gateways_of(tree)
-        if isinstance(said := seen.said, GatewayFigures)
+        if isinstance(answer := seen.answer, GatewayFigures)
     ]
     rows += [
-        _queue_row(tree, said.serves, seen, said)
+        _queue_row(tree, answer.serves, seen, answer)
         for tree in trees
         for seen in workers_of(tree)
-        if isinstance(said := seen.said, WorkerFigures)
+        if isinstance(answer := seen.answer, WorkerFigures)
     ]
     silent = [seen.pod.name for tree in trees for seen in (*gateways_of(tree), *workers_of(tree)) if _silent(seen)]
     if not rows and not silent:
@@ -379,28 +379,28 @@ def _change(decision: Object) -> str:
 
 
 def _role_row(tree: ServiceTree, seen: PodSeen) -> tuple[str, ...]:
-    pod, said = seen.pod, seen.said
+    pod, answer = seen.pod, seen.answer
     known = ("-", pod.state, "-", "-", "-", "-")
-    if isinstance(said, WorkerFigures):
+    if isinstance(answer, WorkerFigures):
         known = (
-            said.serves,
-            "Draining" if said.draining else pod.state,
-            count(said.running),
-            count(said.waiting),
-            count(said.prefill_tokens_per_s),
-            seconds(said.decode_step_s),
+            answer.serves,
+            "Draining" if answer.draining else pod.state,
+            count(answer.running),
+            count(answer.waiting),
+            count(answer.prefill_tokens_per_s),
+            seconds(answer.decode_step_s),
         )
     return (pod.name, tree.name, pod.role, *known)
 
 
-def _queue_row(tree: ServiceTree, role: str, seen: PodSeen, said: GatewayFigures | WorkerFigures) -> tuple[str, ...]:
-    tokens = "-" if said.waiting_tokens is None else count(said.waiting_tokens)
-    running, waiting = count(said.running), count(said.waiting)
-    return (seen.pod.name, tree.name, role, running, waiting, tokens, seconds(said.oldest_wait_s))
+def _queue_row(tree: ServiceTree, role: str, seen: PodSeen, answer: GatewayFigures | WorkerFigures) -> tuple[str, ...]:
+    tokens = "-" if answer.waiting_tokens is None else count(answer.waiting_tokens)
+    running, waiting = count(answer.running), count(answer.waiting)
+    return (seen.pod.name, tree.name, role, running, waiting, tokens, seconds(answer.oldest_wait_s))
 
 
 def _silent(seen: PodSeen) -> bool:
-    return seen.pod.ready and not isinstance(seen.said, GatewayFigures | WorkerFigures)
+    return seen.pod.ready and not isinstance(seen.answer, GatewayFigures | WorkerFigures)
 
 
 def _trees(cluster: Cluster, name: str | None, *, everywhere: bool = False, asked: bool = True) -> list[ServiceTree]:

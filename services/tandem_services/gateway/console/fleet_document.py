@@ -215,7 +215,7 @@ class LinkRow(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     age_s: float
     broken: bool
-    trouble: str
+    problem: str
     """What is wrong with it; "" when nothing is."""
 
 
@@ -365,7 +365,7 @@ def _link(source: str, link: LinkReport) -> LinkRow:
         latency_s=link.latency_s,
         age_s=link.age_s,
         broken=link.broken,
-        trouble=_cut(_problem(link)),
+        problem=_cut(_problem(link)),
     )
 
 

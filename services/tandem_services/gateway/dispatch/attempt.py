@@ -175,7 +175,7 @@ class Attempt:
         self._sides.append(side)
 
     def arrived(self, side: Side, output: TokenOutput | None) -> "Attempt | None":
-        """Called by a connection's reader; None means that the worker is lost. Returns itself to be told to `pour`."""
+        """Called by a connection's reader; None means that the worker is lost. Returns itself for a later `pour`."""
         # Once per token: what follows is spelled out, since each function of its own would cost as much again.
         sink, wake = self._sink, self._wake
         if output is not None and sink is not None and wake is not None and not wake.done():
@@ -200,7 +200,7 @@ class Attempt:
                     return self if first else None
             except Exception as error:  # noqa: BLE001  # raised where the choice waits
                 wake.set_exception(error)
-        self.pour(side.connection.heard_at)
+        self.pour(side.connection.received_at)
         self._arrivals.append((side, output))
         if self._wake is not None and not self._wake.done():
             self._wake.set_result(False)
@@ -239,8 +239,8 @@ class Attempt:
     @property
     def quiet_since(self) -> float:
         """Since when a relevant worker has sent nothing, not even a pong; the start of the attempt at the earliest."""
-        heard = (side.connection.heard_at for side in self._sides if not side.ended and not self._superseded(side))
-        return max(self.began, min(heard, default=self.began))
+        times = (side.connection.received_at for side in self._sides if not side.ended and not self._superseded(side))
+        return max(self.began, min(times, default=self.began))
 
     def gone_silent(self) -> AttemptFailedError:
         """The failure of an attempt whose workers say nothing. There is no time left for another one."""

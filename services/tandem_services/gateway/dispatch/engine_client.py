@@ -156,7 +156,7 @@ class Listener(Protocol):
         ...
 
     def on_output(self, output: TokenOutput) -> Pouring | None:
-        """What it returns is told when the messages that have come are all read."""
+        """Returns an object to `pour` when the messages that have come are all read."""
         ...
 
     def on_lost(self) -> None:
@@ -196,7 +196,7 @@ class EngineConnection:
         """Its incarnation is at this address."""
         self._news = asyncio.Event()
         """Set when the identified engine says something, or the connection ends."""
-        self.heard_at = float("-inf")
+        self.received_at = float("-inf")
         """When the engine last sent anything, on `clock`."""
         self._clock = clock
         self._proof_s = max(PROOF_S, (timing.unanswered_pings + 1) * timing.ping_interval_s)
@@ -260,7 +260,7 @@ class EngineConnection:
     @property
     def answered(self) -> bool:
         """Whether the engine has ever sent anything here."""
-        return self.heard_at > float("-inf")
+        return self.received_at > float("-inf")
 
     @property
     def proven(self) -> bool:
@@ -273,13 +273,13 @@ class EngineConnection:
         return self._identified
 
     @property
-    def heard_lately(self) -> bool:
+    def received_lately(self) -> bool:
         """Whether a message of the incarnation still proves that it is there."""
         return self._clock.now() < self._proven_until
 
     def proven_now(self) -> bool:
         """Whether nothing has to be asked before a request is sent. It counts as used then."""
-        if not (self.proven and self.heard_lately):
+        if not (self.proven and self.received_lately):
             return False
         self.used_at = self._clock.now()
         return True
@@ -302,8 +302,8 @@ class EngineConnection:
         except TimeoutError:
             # This event loop may have been blocked in the meantime.
             if not self._closed:
-                self._hear_rest()
-            if not self.heard_lately:
+                self._receive_rest()
+            if not self.received_lately:
                 self._set_silent(True)
         finally:
             self._asking -= 1
@@ -335,7 +335,7 @@ class EngineConnection:
         try:
             while not self._closed:
                 crowded, began = self._pace.is_crowded, now()
-                all_read = self._hear_waiting(MAX_TOGETHER if crowded else MAX_DELIVERED)
+                all_read = self._receive_waiting(MAX_TOGETHER if crowded else MAX_DELIVERED)
                 if crowded and self._delivered:
                     await self._pace.rest(now() - began)
                 elif all_read:
@@ -345,8 +345,8 @@ class EngineConnection:
         except WireError as error:
             self._die_of(error)
 
-    def _hear_waiting(self, most: int = MAX_DELIVERED) -> bool:
-        """Hear what has come, until there were `most` outputs. False: not all of it; others must have their turn, or
+    def _receive_waiting(self, most: int = MAX_DELIVERED) -> bool:
+        """Receive what has come, until there were `most` outputs. False: not all of it; others must have their turn, or
         the connection is closed."""
         self._delivered = 0
         try:
@@ -361,11 +361,11 @@ class EngineConnection:
     def _pour(self) -> None:
         pouring, self._pouring = self._pouring, []
         for each in pouring:
-            each.pour(self.heard_at)
+            each.pour(self.received_at)
 
     def _on_reply(self, reply: EngineReply) -> None:
         self._unanswered = 0
-        self.heard_at = self._clock.now()
+        self.received_at = self._clock.now()
         if self._identified:
             self._note_proof()
         match reply:
@@ -405,7 +405,7 @@ class EngineConnection:
             listener.on_taken()
 
     def _note_proof(self) -> None:
-        self._proven_until = self.heard_at + self._proof_s
+        self._proven_until = self.received_at + self._proof_s
         self._set_silent(False)
         self._news.set()
 
@@ -427,13 +427,13 @@ class EngineConnection:
     async def _watch_socket(self) -> None:
         await self._channel.disconnected()
         # Tokens that came before the end are not made a second time elsewhere.
-        self._hear_rest()
+        self._receive_rest()
         self._die(LOST)
 
-    def _hear_rest(self) -> None:
+    def _receive_rest(self) -> None:
         """All that has come."""
         try:
-            while not self._hear_waiting():
+            while not self._receive_waiting():
                 if self._closed:
                     return
         except WireError as error:
@@ -448,7 +448,7 @@ class EngineConnection:
                 self._set_silent(True)
             if self._unanswered >= self._timing.unanswered_pings:
                 # The reader may rest (`reading_pace`), or have been kept from its turn.
-                self._hear_rest()
+                self._receive_rest()
             if self._unanswered >= self._timing.unanswered_pings:
                 self._die("no answer to pings")
                 return

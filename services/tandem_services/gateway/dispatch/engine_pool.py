@@ -214,7 +214,7 @@ class EnginePool:
         self._silent -= {incarnation}
         if connection.idle and connection.answered and reason == LOST:
             logger.info("connecting again", extra={"fields": {"worker": incarnation, "reason": reason}})
-            another = self._open(connection.worker, trusted=connection.proven_before and connection.heard_lately)
+            another = self._open(connection.worker, trusted=connection.proven_before and connection.received_lately)
             another.watched = connection.watched
             return
         self.on_dead(incarnation)

@@ -2,7 +2,7 @@
 
 An iteration of the loop starts a bounded number of requests, and handles whole messages of the engines. The more
 streams run, the longer these take: the last requests of a burst would start when the first have ended. While more than
-`CROWD` requests wait, outputs therefore get a quarter of the time. Those that come meanwhile wait in the sockets, and
+`CROWD` requests wait, outputs therefore get a quarter of the time. Those that come in between wait in the sockets, and
 the tokens of a stream that are then read together are one event, so that they also cost less.
 
 The connections share that quarter in turn: each reads again at the time that it was given when it came to rest. If one
@@ -19,7 +19,7 @@ CROWD = 16
 OTHERS = 3.0
 """Time for other work per time of outputs."""
 
-LONGEST_S = 0.25
+MAX_PAUSE_S = 0.25
 """That a connection waits for other work and for other connections, once."""
 
 
@@ -44,6 +44,6 @@ class ReadingPace:
         """After outputs have taken the event loop `took_s`: until others have had their time, or none wait."""
         clock = asyncio.get_running_loop().time
         now = clock()
-        self._due = due = min(max(self._due, now - took_s) + (1.0 + OTHERS) * took_s, now + LONGEST_S)
+        self._due = due = min(max(self._due, now - took_s) + (1.0 + OTHERS) * took_s, now + MAX_PAUSE_S)
         while self.is_crowded and (left := due - clock()) > 0.0:  # noqa: ASYNC110  # what waits is counted, not announced
             await asyncio.sleep(min(0.01, left))

@@ -46,7 +46,7 @@ class Front:
     folder: Path
     count: int
     on_drain: Callable[[Collection[int]], None] = lambda _: None
-    """Called when the processes that answer, of these numbers, have been told to drain."""
+    """Called when the processes that answer, of these numbers, were sent the command to drain."""
     sums: MetricSums = field(default_factory=MetricSums)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -141,9 +141,9 @@ class Front:
         return None
 
     async def _drain(self, asked: "_Asked", send: Send) -> None:
-        """An order that one process refuses is not given to the next. One that does not answer in time is not told, and
-        learns it by a signal."""
-        told: dict[int, bytes] = {}
+        """An order that one process refuses is not given to the next. One that does not answer in time is not counted,
+        and drains on a signal."""
+        accepted: dict[int, bytes] = {}
         for number in self._running():
             try:
                 async with asyncio.timeout(QUICKLY_S), asked.of(socket_of(self.folder, number)) as answer:
@@ -153,11 +153,11 @@ class Front:
             if status != 202:
                 await send_json(send, status, body)
                 return
-            told[number] = body
-        if not told:
+            accepted[number] = body
+        if not accepted:
             raise _no_process()
-        self.on_drain(told)
-        await send_json(send, 202, next(iter(told.values())))
+        self.on_drain(accepted)
+        await send_json(send, 202, next(iter(accepted.values())))
 
     def _running(self) -> list[int]:
         """Those that serve, or have a moment ago. Raises `ApiError` 503 without any."""

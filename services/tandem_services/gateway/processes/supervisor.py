@@ -131,11 +131,11 @@ class Supervisor:
         for child in self.children:
             child.send(number)
 
-    def drained(self, told: Collection[int]) -> None:
-        """Those of these numbers have been told to drain. The others, which did not serve, learn it by a signal."""
+    def drained(self, notified: Collection[int]) -> None:
+        """The processes of these numbers drain. The others, which did not serve, drain on a signal."""
         self._ending.set()
         for child in self.children:
-            if child.number not in told:
+            if child.number not in notified:
                 child.send(signal.SIGTERM)
 
     async def _keep(self, child: _Child) -> None:

@@ -89,17 +89,17 @@ class FairQueue(Generic[W]):
         """Whether a request of it waits."""
         return tenant in self._by_tenant
 
-    def add(self, newcomer: W) -> W | None:
+    def add(self, arriving: W) -> W | None:
         """Add a request. Returns the one without a seat then: the new one, or another that it displaced."""
-        loser = self._loser(newcomer) if self._size >= self.seats else None
-        if loser is newcomer:
-            return newcomer
+        loser = self._loser(arriving) if self._size >= self.seats else None
+        if loser is arriving:
+            return arriving
         if loser is not None:
             self.remove(loser)
-        self.counters.arrive(newcomer.tenant)
+        self.counters.arrive(arriving.tenant)
         self._arrivals += 1
-        newcomer.number = self._arrivals
-        insort(self._by_tenant.setdefault(newcomer.tenant, []), newcomer, key=_order)
+        arriving.number = self._arrivals
+        insort(self._by_tenant.setdefault(arriving.tenant, []), arriving, key=_order)
         self._size += 1
         return loser
 
@@ -149,14 +149,14 @@ class FairQueue(Generic[W]):
     def _after(self, waiting: W) -> float:
         return self.counters.value(waiting.tenant) + waiting.cost
 
-    def _loser(self, newcomer: W) -> W:
-        own = self._by_tenant.get(newcomer.tenant, [])
-        held = (len(own) + 1) / newcomer.weight
+    def _loser(self, arriving: W) -> W:
+        own = self._by_tenant.get(arriving.tenant, [])
+        held = (len(own) + 1) / arriving.weight
         largest = max(self._by_tenant.values(), key=_share, default=[])
         if largest and largest is not own and _share(largest) > held:
             return largest[-1]
         # Its own tenant holds the most seats. A new request of greater priority displaces one of lower priority.
-        return own[-1] if own and own[-1].priority < newcomer.priority else newcomer
+        return own[-1] if own and own[-1].priority < arriving.priority else arriving
 
 
 def _share(line: Sequence[Waiting]) -> float:
@@ -187,16 +187,16 @@ class HeadYield:
 
     clock: Clock
     _standing: Standing | None = None
-    _heard_at: float = 0.0
+    _updated_at: float = 0.0
     _ahead_at: float = float("-inf")
     """When a request that is ahead was last at the head here."""
     _gives_until: float = 0.0
     _takes_until: float | None = None
     """None until a request that is ahead is at the head after `_gives_until`."""
 
-    def heard(self, standing: Standing) -> None:
+    def update(self, standing: Standing) -> None:
         """What Redis answered to the last report."""
-        self._standing, self._heard_at = standing, self.clock.now()
+        self._standing, self._updated_at = standing, self.clock.now()
 
     def yields(self, head: Waiting, cost: float) -> bool:
         """Whether `head`, the head of line here, is not to be tried now. `cost`: of its prompt, over its weight."""
@@ -215,7 +215,7 @@ class HeadYield:
 
     def _ahead(self, head: Waiting, cost: float, now: float) -> bool:
         standing = self._standing
-        if standing is None or now - self._heard_at > FRESH_S or head.tenant not in standing.values:
+        if standing is None or now - self._updated_at > FRESH_S or head.tenant not in standing.values:
             return False
         least = standing.values[head.tenant] - cost
         return any(

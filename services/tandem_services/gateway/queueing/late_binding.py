@@ -262,7 +262,7 @@ class LateBinding:
             left, wanted = self._turnover.leave(), 0
         standing = await self.counters.sync(head=self._queue_head(head), left=left, wanted=wanted)
         if standing is not None:
-            self._way.heard(standing)
+            self._way.update(standing)
         self._turnover.add(min(left if standing is None else standing.places, self._lacking()))
 
     def leave(self, entry: QueueEntry) -> None:

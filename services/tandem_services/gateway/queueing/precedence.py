@@ -55,14 +55,14 @@ class Precedence:
         others = [queue.after_next(other) for other in self._seen if other != waiting.tenant]
         return bool(others) and queue.counters.value(waiting.tenant) + waiting.cost < min(others)
 
-    def starts_at_once(self, newcomer: W, queue: FairQueue[W]) -> bool:
+    def starts_at_once(self, arriving: W, queue: FairQueue[W]) -> bool:
         """Whether this new request queries the router without a turn of the queue."""
         if not queue:
             return True
-        if not newcomer.is_behind or newcomer.tenant in self._at_once or queue.holds(newcomer.tenant):
+        if not arriving.is_behind or arriving.tenant in self._at_once or queue.holds(arriving.tenant):
             return False
         head = queue.next(self.clock.now())
-        return head is None or head.priority <= newcomer.priority
+        return head is None or head.priority <= arriving.priority
 
     def begin_at_once(self, tenant: str) -> None:
         """A request of it queries the router without a turn."""

@@ -1,4 +1,4 @@
-"""One request in the gateway's queue: how it queries the router, who gets its result, and why it was not admitted."""
+"""One request in the gateway's queue: how it queries the router, where its result goes, and why it was not admitted."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass

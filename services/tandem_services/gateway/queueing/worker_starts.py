@@ -3,8 +3,8 @@
     lacking    roles without an offered worker: decode, and prefill where decode workers must not compute prompts
     expected   each of them will be served by a worker of the model that reports its start (`router.starting`)
     bounded    the starts of one worker count for `limit_s` in total, from the first report that this gateway has read
-               until it serves: a worker that hangs or crashes again and again is not waited for after that. Whoever
-               looks for the first time in `limit_s` cannot tell a crash from a worker that has served meanwhile: a
+               until it serves: a worker that hangs or crashes again and again is not waited for after that. A gateway
+               without reports for `limit_s` cannot tell a crash from a worker that has served in the meantime: a
                new incarnation then counts afresh
     replaced   where something replaces lost workers, such as a Deployment of Kubernetes, the first `limit_s` without a
                worker of a role count, too: a pod that is scheduled or pulls its image reports nothing

@@ -4,7 +4,7 @@
     opening   the first request that may go there starts a router, which reads the view of the whole cell
     awake     the router is used as that of the own cell is; it is closed `IDLE_S` after its last request
 
-So a gateway has the view of its own cell alone, unless that one is in trouble. A summary only decides whether a cell is
+So a gateway has the view of its own cell alone, unless that one fails. A summary only decides whether a cell is
 asked; what a request is sent to is decided by signed rows, as in the own cell.
 """
 
@@ -198,8 +198,8 @@ class NeighbourCell:
         return self.router is not None and self.router.knows(incarnation)
 
     async def open(self, *, within_s: float | None = None) -> Router | None:
-        """Its router; None where it does not answer in this time, `open_wait_s` by default, after which it goes on
-        opening."""
+        """Its router; None where it does not answer in this time, `open_wait_s` by default, after which it continues
+        to open."""
         self.wake()
         if self.router is None:
             assert self._opening is not None

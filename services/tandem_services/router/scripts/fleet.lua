@@ -24,14 +24,14 @@ local function kept_fleet(prefix)
   return fleet
 end
 
-local NOBODY = {live = false} -- of a row under a name that is no incarnation
+local NO_WORKER = {live = false} -- of a row under a name that is no incarnation
 
 -- The worker whose row is `row`, decoded now.
 local function decoded(state, incarnation, row)
   local fleet, now = kept_fleet(state.prefix), state.now
   local worker = fleet.workers[incarnation]
   if not worker then
-    if not worker_of(incarnation) then return NOBODY end
+    if not worker_of(incarnation) then return NO_WORKER end
     if fleet.count >= MAX_KEPT then fleet.workers, fleet.count = {}, 0 end
     worker = unread_worker(state.prefix, incarnation)
     fleet.workers[incarnation], fleet.count = worker, fleet.count + 1

@@ -160,7 +160,7 @@ async def run(args: argparse.Namespace, numbers: Sequence[int], console: Console
     return outcomes
 
 
-async def until_told_to_end(work: "Coroutine[Any, Any, list[Outcome]]") -> list[Outcome] | None:
+async def until_signalled(work: "Coroutine[Any, Any, list[Outcome]]") -> list[Outcome] | None:
     """None when a signal came first: then `work` has put away all that it had started."""
     task, loop = asyncio.ensure_future(work), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
@@ -210,7 +210,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 3
     with tempfile.TemporaryDirectory(prefix="tandem-chaos-", ignore_cleanup_errors=True) as temporary:
         folder = args.run_dir or Path(temporary)
-        outcomes = asyncio.run(until_told_to_end(run(args, chosen(args, available), console, folder)))
+        outcomes = asyncio.run(until_signalled(run(args, chosen(args, available), console, folder)))
     if outcomes is None:
         console.print("chaos: ended before its time; nothing was left running")
         return 3

@@ -1,7 +1,7 @@
 """What a stream lost, gained or garbled, against the same request answered without a fault.
 
 Tokens are compared one by one where the stream carries them (logprobs were asked for), words otherwise. A
-stream that ended in an error is failed; what it had said until then must still be a beginning of the right text.
+stream that ended in an error is failed; its output until then must still be a beginning of the right text.
 """
 
 from collections.abc import Sequence

@@ -1,4 +1,4 @@
-"""An engine process that commits faults when told to: `tandem_engine.cli serve` with knobs.
+"""An engine process that commits faults on demand: `tandem_engine.cli serve` with knobs.
 
     python -m tandem_testing.chaos.engine_main KNOBS_FILE --model … (the flags of `serve`)
 
@@ -145,7 +145,7 @@ def install(knobs: KnobReader) -> None:
 
 
 def put_in_place_of(owner: object, name: str, faulty: object) -> None:
-    """Raises `AttributeError` when `owner` has nothing of that name: an engine would go on without its faults."""
+    """Raises `AttributeError` when `owner` has nothing of that name: an engine would run without its faults."""
     getattr(owner, name)
     setattr(owner, name, faulty)
 

@@ -6,7 +6,7 @@
     close     SIGKILL by pid, for everything that was started here; what the kernel kills with us needs no close
 
 `tandem up` starts the same processes. It is not used here because it restarts with pauses that double, starts one
-gateway, and lets nobody stand between two processes.
+gateway, and puts no proxy between two processes.
 """
 
 import asyncio
@@ -369,7 +369,7 @@ class Fleet:
 
     def logs(self, lines: int = 12) -> str:
         """The end of every log."""
-        tails = {part.name: part.said().splitlines()[-lines:] for part in self.parts()}
+        tails = {part.name: part.log_text().splitlines()[-lines:] for part in self.parts()}
         return "\n".join(f"--- {name}\n" + "\n".join(tail) for name, tail in tails.items())
 
     async def close(self) -> None:

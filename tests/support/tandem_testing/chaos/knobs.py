@@ -1,7 +1,7 @@
 """Fault knobs of an engine under test: what a scenario turns, and what the engine reads.
 
 They exist in this test package alone. An engine has them when it was started by `chaos.engine_main`, which no
-image and no wheel contains, so nobody can turn them in production.
+image and no wheel contains, so production cannot turn them.
 
     scenario   writes a `Knobs` to the worker's file (atomically)        KnobFile.turn
     engine     looks at the file before each step, push and poll         KnobReader.now

@@ -12,7 +12,7 @@ greater.
 
 `contention` is measured before every scenario: a second's worth of work spread over all cores, its time on the
 wall divided by its time on a processor. 1 on an idle machine; the fleet is idle when it is measured. Where a recovery
-is late by that measure it is taken again, and the worse one counts: other programs may have come meanwhile.
+is late by that measure it is taken again, and the worse one counts: other programs may have started by then.
 A recovery is in time when it is below `bound + (slowness - 1) * min(bound, COMPUTING_S) + quiet`, with `quiet` the
 longest silence of the same kind of load without any fault (scenario 0). Where a recovery is late by that, too, the very
 load of the slowest stream comes again without a fault, and `quiet` is the longest silence of that, if it is longer.
@@ -30,7 +30,7 @@ from dataclasses import dataclass
 
 WORK_S = 0.3
 COMPUTING_S = 1.5
-"""What prompts of the suite take to be computed again while every other stream goes on, and then some."""
+"""What prompts of the suite take to be computed again while every other stream continues, and then some."""
 BESIDE_S = 0.02
 """Processor time of one measurement beside a scenario: one a second takes a fiftieth of one core."""
 BESIDE = f"""

@@ -24,7 +24,7 @@ class NameService:
     folder: Path
 
     def start(self) -> None:
-        """Nobody has a name yet but localhost."""
+        """No name is known yet but localhost."""
         (self.folder / "resolv.conf").write_text("nameserver 127.0.0.1\noptions timeout:1 attempts:1\n", "ascii")
         self.forget()
 

@@ -5,13 +5,13 @@
 
     open      the switch and this machine's port of it; addresses are of 198.18.0.0/15, which RFC 2544 keeps for tests
     place     a namespace with the next address, or with one that another has or had
-    unplug    the veth is deleted, as when a pod's network goes: nobody answers, nothing is closed, nothing is refused
+    unplug    the veth is deleted, as when a pod's network goes: no host answers, nothing is closed, nothing is refused
     plug      a new veth with the same address; its hardware address follows from that, so neighbours need not learn
 
 No namespace has a name. Each lives as long as the process that was started to hold it, which dies with this one, and
 the kernel takes veths and bridge along with the namespaces that they are in: nothing is left, however the suite ends.
 
-Shared memory knows no network namespace. So UCX is told to use TCP alone, and ports count the bytes that prove it.
+Shared memory knows no network namespace. So UCX is set to TCP alone, and ports count the bytes that prove it.
 
 Needs root, iproute2, and a kernel with veth, bridges and token buckets.
 """
@@ -171,7 +171,7 @@ class Switch:
         """From the main thread. Raises `OSError` where `why_not` has a reason."""
         holder = _Holder.start()
         try:
-            # Another suite may have taken a subnet, or take one meanwhile: its interface has the number of it.
+            # Another suite may have taken a subnet, or take one at the same time: its interface has the number of it.
             number = next(number for number in range(SUBNETS) if _take(number, holder))
             subnet, home = f"198.18.{number}", _interface(number)
             _run("ip", "address", "add", f"{subnet}.{HOME}/24", "dev", home)
@@ -218,7 +218,7 @@ def _interface(number: int) -> str:
 
 
 def _take(number: int, switch: _Holder) -> bool:
-    """Whether this machine has a port of subnet `number` now, that nobody had before."""
+    """Whether this machine has a port of subnet `number` now that no process had before."""
     if re.search(rf"\b198\.18\.{number}\.", _run("ip", "-4", "address", "show")):
         return False
     try:

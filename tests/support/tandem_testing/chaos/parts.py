@@ -77,7 +77,7 @@ class Part:
     def log_size(self) -> int:
         return self.log.stat().st_size if self.log.exists() else 0
 
-    def said(self, since: int = 0) -> str:
+    def log_text(self, since: int = 0) -> str:
         """Its log from byte `since` on."""
         return self.log.read_bytes()[since:].decode("utf-8", "replace") if self.log.exists() else ""
 

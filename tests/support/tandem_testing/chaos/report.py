@@ -11,13 +11,13 @@ from tandem_testing.chaos.compare import Damage
 from tandem_testing.chaos.runner import Outcome
 from tandem_testing.chaos.scenario import Result
 
-COLOURS = {Result.KEPT: "green", Result.BROKEN: "bold red", Result.ABSENT: "yellow"}
+COLORS = {Result.KEPT: "green", Result.BROKEN: "bold red", Result.ABSENT: "yellow"}
 PERCENTILES = {"p50": 0.50, "p90": 0.90, "p99": 0.99, "max": 1.0}
 
 
 def print_outcome(console: Console, outcome: Outcome) -> None:
     """One line, and a line for each reason why a promise is broken."""
-    color = COLOURS[outcome.result]
+    color = COLORS[outcome.result]
     line = outcome.promise
     console.print(
         f"[{color}]{outcome.result.value:7}[/] {line.number:>3}  {line.title:42} {_recovery(outcome):>9}"
@@ -43,7 +43,7 @@ def summary_table(outcomes: Sequence[Outcome]) -> Table:
             str(line.number),
             line.title,
             line.promise,
-            f"[{COLOURS[outcome.result]}]{outcome.result.value}[/]",
+            f"[{COLORS[outcome.result]}]{outcome.result.value}[/]",
             _recovery(outcome),
             _seconds(line.bound_s),
             _seconds(outcome.allowed_s),

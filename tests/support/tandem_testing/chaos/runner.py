@@ -72,7 +72,7 @@ class Runner:
     """What the fleets serve; None is the bundled model."""
     quiet_s: float = 0.0
     """Longest silence without a fault, learned from scenario 0."""
-    patience_s: float = 0.0
+    slack_s: float = 0.0
     """For a machine that stands still at times: added to every bound."""
     seed: int = 0
     """Of what scenarios draw."""
@@ -131,14 +131,14 @@ class Runner:
     async def _unhurt(self, run: Run) -> None:
         reached = await run.unhurt()
         run.notes.append(f"without a fault the longest silence of the same load is {reached:.2f} s")
-        run.slowness = replace(run.slowness, quiet_s=max(run.slowness.quiet_s, reached + self.patience_s))
+        run.slowness = replace(run.slowness, quiet_s=max(run.slowness.quiet_s, reached + self.slack_s))
         await run.settled()
 
     async def _measure(self, shape: Shape) -> machine.Slowness:
-        return await machine.measure(shape.workers, self.quiet_s + self.patience_s)
+        return await machine.measure(shape.workers, self.quiet_s + self.slack_s)
 
     async def _guarded(self, work: Awaitable[None], limit: float, run: Run) -> bool:
-        """Whether `work` came to its end; an error of it is a broken promise, told in the report."""
+        """Whether `work` came to its end; an error of it is a broken promise in the report."""
         try:
             async with asyncio.timeout(limit):
                 await work

@@ -35,12 +35,12 @@ LINK_TEST_S = 30.0
 READY_TIMEOUT_S = 180.0
 FAULT_TIMEOUT_S = 120.0
 """Of one round of requests that are to meet a fault."""
-MOST_ROUNDS = 6
+MAX_ROUNDS = 6
 SHOWN_PROBLEMS = 6
 AT_ONCE = 64
 """Requests to the one worker of the reference: more would wait longer for it than its queue lets them."""
 ENOUGH = 8
-"""Streams that are asked about to tell whom most are with."""
+"""Streams that are inspected to find the worker with most of them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -157,8 +157,8 @@ class Run:
         self, load: Load, wanted: Sequence[Ask], happened: Callable[[], bool], what: str
     ) -> None:
         """Send `wanted` until the fault `what` has happened to one of them. On a busy machine the router may keep a
-        whole round of requests away from the workers concerned; then another one follows, up to `MOST_ROUNDS`."""
-        for _ in range(MOST_ROUNDS):
+        whole round of requests away from the workers concerned; then another one follows, up to `MAX_ROUNDS`."""
+        for _ in range(MAX_ROUNDS):
             load.send(self.fresh(wanted))
             await until(lambda: happened() or load.finished, FAULT_TIMEOUT_S, what)
             if happened():
@@ -214,7 +214,7 @@ class Run:
     async def busiest_decode(self, load: Load) -> Worker:
         """The decode worker that generates most of the youngest streams of `load`, as their gateways know it now: what
         workers report of themselves is half a second old, which is as long as a short stream lasts."""
-        youngest = sorted(load.under_way, key=lambda answer: len(answer.heard))[:ENOUGH]
+        youngest = sorted(load.under_way, key=lambda answer: len(answer.received_at))[:ENOUGH]
         streams = await asyncio.gather(*(self.attempts(answer) for answer in youngest))
         homes = Counter(str(attempts[-1]["decode"]).partition("@")[0] for attempts in streams if attempts)
         return max(self.fleet.of_role("decode"), key=lambda worker: homes[worker.id])
@@ -240,7 +240,7 @@ class Run:
             f"({attempt['source']}): {attempt['outcome']}"
             for attempt in await self.attempts(answer)
         ]
-        began = f"{len(answer.heard)} pieces heard"
+        began = f"{len(answer.received_at)} pieces received"
         self.notes.append(f"slowest, {stall:.2f} s, {answer.ask.kind.value} {answer.id} ({began}): {'; '.join(story)}")
 
     async def lost_attempts(self) -> float:
@@ -269,7 +269,7 @@ def _lost_attempts(metrics: str) -> float:
 
 
 async def leaked_pages(fleet: Fleet, worker: Worker, timeout_s: float) -> tuple[int, list[str]]:
-    """Pages that are not free though nobody uses them, and what the engine's audit complains of."""
+    """Pages that are not free though unused, and the problems of the engine's audit."""
     report: dict[str, object] = {}
 
     async def empty() -> bool:

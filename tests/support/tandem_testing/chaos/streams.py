@@ -1,4 +1,4 @@
-"""Clients of a fleet: what they ask, what they hear, and how long they had to wait for it.
+"""Clients of a fleet: their requests, the responses, and how long they waited for these.
 
 An `Ask` is a request; two equal asks have equal answers, whatever happens. A `Load` sends asks at once and
 records every token and every silence.
@@ -27,8 +27,8 @@ class Kind(Enum):
     PLAIN = "plain"
     """Greedy without logprobs: the fast path of everything."""
     SEEDED = "seeded"
-    PENALISED = "penalised"
-    """Seeded, with three penalties on what has been said."""
+    PENALIZED = "penalised"
+    """Seeded, with three penalties on the tokens before."""
     CHOICES = "choices"
     """Four choices, seeded, with logprobs."""
     SCHEMA = "schema"
@@ -51,7 +51,7 @@ FIELDS: dict[Kind, dict[str, Any]] = {
     Kind.GREEDY: {"temperature": 0, "logprobs": 0, "ignore_eos": True},
     Kind.PLAIN: {"temperature": 0, "ignore_eos": True},
     Kind.SEEDED: {"temperature": 0.8, "seed": 7, "logprobs": 0, "ignore_eos": True},
-    Kind.PENALISED: {
+    Kind.PENALIZED: {
         "temperature": 0.8,
         "seed": 5,
         "logprobs": 0,
@@ -120,7 +120,7 @@ def asks(
 
 @dataclass(kw_only=True, slots=True)
 class ChoiceText:
-    """What one choice has said."""
+    """Output of one choice."""
 
     text: str = ""
     tokens: list[str] = field(default_factory=list)
@@ -139,7 +139,7 @@ class Answer:
 
     ask: Ask
     began: float
-    heard: list[float] = field(default_factory=list)
+    received_at: list[float] = field(default_factory=list)
     """When each piece of text came."""
     ended: float = 0.0
     choices: dict[int, ChoiceText] = field(default_factory=dict)
@@ -153,7 +153,7 @@ class Answer:
 
     def longest_silence(self, after: float) -> float:
         """Seconds without a word, of which only those after `after` count. A silence before the first word is one."""
-        moments = [self.began, *self.heard, *([] if self.error is None else [self.ended])]
+        moments = [self.began, *self.received_at, *([] if self.error is None else [self.ended])]
         spans = pairwise(moments)
         return max((end - max(start, after) for start, end in spans if end > after), default=0.0)
 
@@ -162,7 +162,7 @@ class Answer:
             choice = self.choices.setdefault(piece["index"], ChoiceText())
             choice.text += piece["text"]
             if piece["text"]:
-                self.heard.append(time.monotonic())
+                self.received_at.append(time.monotonic())
             if piece["logprobs"]:
                 choice.tokens += piece["logprobs"]["tokens"]
                 choice.logprobs += [logprob or 0.0 for logprob in piece["logprobs"]["token_logprobs"]]
@@ -200,7 +200,7 @@ class Load:
     @property
     def under_way(self) -> list[Answer]:
         """Those that have begun and not ended."""
-        return [answer for answer in self.answers.values() if answer.heard and not answer.ended]
+        return [answer for answer in self.answers.values() if answer.received_at and not answer.ended]
 
     @property
     def speaking(self) -> int:
@@ -208,7 +208,7 @@ class Load:
 
     @property
     def begun(self) -> int:
-        return sum(bool(answer.heard) for answer in self.answers.values())
+        return sum(bool(answer.received_at) for answer in self.answers.values())
 
     @property
     def finished(self) -> bool:

@@ -2,7 +2,7 @@
 
     python -m tandem_testing.chaos.worker_main SETTINGS.json
 
-What differs from `tandem worker`: the engine is `chaos.engine_main`; with proxies, the registry is told the
+What differs from `tandem worker`: the engine is `chaos.engine_main`; with proxies, the registry gets the
 proxies' addresses and a file tells the proxies the engine's.
 """
 
@@ -46,7 +46,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     """Address of all its ports."""
     request_proxy: int = 0
     peer_proxy: int = 0
-    """Ports that the registry is told instead; 0: the engine's own."""
+    """Ports that the registry gets instead; 0: the engine's own."""
     clock_file: str = ""
     """Seconds in this file are added to the wall clock of the worker service."""
     drain_timeout_s: float = 30.0

@@ -82,7 +82,7 @@ class Load:
         return self._under_way
 
     def stop(self) -> None:
-        """No client sends another request. Those under way go on."""
+        """No client sends another request. Those under way continue."""
         self._ended.set()
 
     def summary(self) -> Summary:

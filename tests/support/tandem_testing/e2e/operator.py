@@ -88,7 +88,7 @@ class Resource:
         self.wait_ready()
 
     def explain(self) -> str:
-        """Conditions, pods, and what the operator said last."""
+        """Conditions, pods, and the operator's newest log."""
         pods = Pods(cluster=self.cluster, namespace=self.namespace)
         operators = Pods(cluster=self.cluster, namespace=NAMESPACE)
         logs = [operators.log(one["metadata"]["name"], 15) for one in operators.named(OPERATORS)]

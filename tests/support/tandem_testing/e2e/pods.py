@@ -108,7 +108,7 @@ class Pods:
         return sums
 
     def log(self, pod: str, lines: int = 30) -> str:
-        """The end of what it said."""
+        """The end of its log."""
         return self.cluster.api.get(f"{self.core}/pods/{pod}/log", params={"tailLines": str(lines)}).text
 
     def explain(self) -> str:

@@ -44,7 +44,7 @@ MODEL = "tandem-mini"
 NONE_MORE = 1
 """Threads and processes of a group that has more: those that run stay."""
 PATIENCE_S = 600.0
-LEAST_RATIO = 0.8
+MIN_RATIO = 0.8
 COMPUTED = 64
 """Requests of the case `cpu`."""
 TICKS = os.sysconf("SC_CLK_TCK")
@@ -169,7 +169,7 @@ def broken(case: str, figures: Figures) -> bool:
     allowed = {"200", "503"} if case == "descriptors" else {"200"}
     if case == "places":
         return bool(figures.get("problem"))
-    if figures.get("ratio", 1.0) < LEAST_RATIO:
+    if figures.get("ratio", 1.0) < MIN_RATIO:
         return True
     ended, grammars = figures.get("ended", {}), figures.get("grammars", {"503": 1})
     return bool(set(ended) - allowed or figures.get("kills") or set(grammars) - {"503"})

@@ -115,7 +115,7 @@ def check(place: Place) -> Figures:
         try:
             system.wait_until_up()
         except AssertionError:
-            return {"ended": system.process.poll(), "said": last_said(system)}
+            return {"ended": system.process.poll(), "said": end_of_output(system)}
         return {"statuses": answered(system.url), "tracebacks": tracebacks(system)}
 
 
@@ -163,7 +163,7 @@ def tracebacks(system: System) -> list[str]:
     return [log.name for log in logs if "Traceback" in log.read_text("utf-8", "replace")]
 
 
-def last_said(system: System) -> str:
+def end_of_output(system: System) -> str:
     return (system.run_dir / "up.out").read_text("utf-8", "replace")[-2000:]
 
 

@@ -46,7 +46,7 @@ class Comparison:
     outcome: Outcome
     detail: str = ""
     impl: ModelImpl | None = None
-    """Who computed it."""
+    """The library that computed it."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,9 +27,9 @@ def whole_answer(response: httpx.Response) -> Answer:
         return {"error": document["error"]}
     choices = {}
     for choice in document["choices"]:
-        said = dict(choice)
-        said |= _plain(said.pop("message", {}))
-        choices[choice["index"]] = _without_nothing(said)
+        answer = dict(choice)
+        answer |= _plain(answer.pop("message", {}))
+        choices[choice["index"]] = _without_nothing(answer)
         # A chat has its prompt's once, a choice of a stream with its first chunk.
         for name in ("prompt_token_ids", "prompt_logprobs"):
             if name in document:
@@ -50,11 +50,11 @@ def streamed_answer(response: httpx.Response) -> Answer:
             return {"error": chunk["error"]}
         usage = chunk.get("usage") or usage
         for piece in chunk["choices"]:
-            said = dict(piece)
-            said |= said.pop("delta", {})
+            answer = dict(piece)
+            answer |= answer.pop("delta", {})
             if "prompt_token_ids" in chunk:
-                said["prompt_token_ids"] = chunk["prompt_token_ids"]
-            _join(choices.setdefault(piece["index"], {}), said)
+                answer["prompt_token_ids"] = chunk["prompt_token_ids"]
+            _join(choices.setdefault(piece["index"], {}), answer)
     return {
         "usage": _usage(usage),
         "choices": {index: _without_nothing(_plain(choice)) for index, choice in choices.items()},
@@ -98,15 +98,17 @@ def _join_call(calls: list[Answer], piece: Mapping[str, Any]) -> None:
 
 def _plain(message: Mapping[str, Any]) -> Answer:
     """Tool calls without their ids."""
-    said = dict(message)
-    if "tool_calls" in said:
-        said["tool_calls"] = [{"type": call["type"], "function": call["function"]} for call in said["tool_calls"]]
-    return said
+    answer = dict(message)
+    if "tool_calls" in answer:
+        answer["tool_calls"] = [{"type": call["type"], "function": call["function"]} for call in answer["tool_calls"]]
+    return answer
 
 
-def _without_nothing(said: Mapping[str, Any]) -> Answer:
+def _without_nothing(answer: Mapping[str, Any]) -> Answer:
     """Fields that are null or empty in one form are absent in the other."""
-    filled = {name: _without_nothing(value) if name == "logprobs" and value else value for name, value in said.items()}
+    filled = {
+        name: _without_nothing(value) if name == "logprobs" and value else value for name, value in answer.items()
+    }
     return {name: value for name, value in filled.items() if value not in (None, "", [], {}) and name != "role"}
 
 

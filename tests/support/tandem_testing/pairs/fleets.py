@@ -89,7 +89,7 @@ NOT_IN_FLEETS = {
     "grammar_backend": "none rejects requests of the array",
 }
 STREAMS, TOKENS, WORDS = 16, 32, 30
-KINDS = (Kind.GREEDY, Kind.SEEDED, Kind.PLAIN, Kind.PENALISED, Kind.CHOICES, Kind.SCHEMA, Kind.REGEX, Kind.TOOL)
+KINDS = (Kind.GREEDY, Kind.SEEDED, Kind.PLAIN, Kind.PENALIZED, Kind.CHOICES, Kind.SCHEMA, Kind.REGEX, Kind.TOOL)
 PLAIN = ("--prefill", "0", "--decode", "0", "--both", "1", "--dtype", "float32", "--threads", "1")
 SPEAK_S = 120.0
 

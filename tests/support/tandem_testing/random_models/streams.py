@@ -45,7 +45,7 @@ class NothingHappenedError(AssertionError):
 
 @dataclass(kw_only=True, slots=True)
 class Stream:
-    """One request and what its client has heard."""
+    """One request and what its client has received."""
 
     prompt: tuple[int, ...]
     gateway: str

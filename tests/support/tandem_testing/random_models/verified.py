@@ -15,7 +15,7 @@ REJECTED = 2
 
 
 def verified(checkpoint: Path) -> Comparison:
-    """The first difference counts. A path that did not do what it is named after is told next to equal outputs."""
+    """The first difference counts. A path that did not do what it is named after is reported next to equal outputs."""
     argv = [sys.executable, "-m", "tandem_lab", "verify", "--model", str(checkpoint), "--json"]
     environment = {**os.environ, "TANDEM_LOG_LEVEL": "critical", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(argv, capture_output=True, text=True, env=environment, check=False)

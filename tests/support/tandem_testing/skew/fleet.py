@@ -42,7 +42,7 @@ class Member:
     async def end(self) -> None:
         """SIGTERM, as a kubelet sends it, and its exit."""
         self.part.send(signal.SIGTERM)
-        await until(lambda: not self.part.alive, 2 * DRAIN_S, f"{self.part.name} has exited", self.part.said)
+        await until(lambda: not self.part.alive, 2 * DRAIN_S, f"{self.part.name} has exited", self.part.log_text)
 
     async def kill(self) -> None:
         """SIGKILL for it and its engine."""
@@ -147,7 +147,7 @@ class MixedFleet:
 
         async def all_ready() -> bool:
             for member in self.members:
-                assert member.part.alive, f"{member.part.name} has ended\n{member.part.said()[-4000:]}"
+                assert member.part.alive, f"{member.part.name} has ended\n{member.part.log_text()[-4000:]}"
             return all(await asyncio.gather(*(self._is_ready(member.url) for member in self.members)))
 
         await until(all_ready, START_TIMEOUT_S, "every member ready", self.logs)
@@ -173,7 +173,7 @@ class MixedFleet:
 
     def logs(self, lines: int = 15) -> str:
         """The end of every log."""
-        tails = {member.part.name: member.part.said().splitlines()[-lines:] for member in self.members}
+        tails = {member.part.name: member.part.log_text().splitlines()[-lines:] for member in self.members}
         return "\n".join(f"--- {name}\n" + "\n".join(tail) for name, tail in tails.items())
 
     async def _is_ready(self, url: str) -> bool:

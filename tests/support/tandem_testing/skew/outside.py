@@ -74,4 +74,4 @@ async def _misplaced(fleet: MixedFleet, workers: Sequence[Member], choices: int)
 
 
 def _refused(gateway: Member) -> str:
-    return "\n".join(line for line in gateway.part.said().splitlines() if "gets no requests" in line)
+    return "\n".join(line for line in gateway.part.log_text().splitlines() if "gets no requests" in line)

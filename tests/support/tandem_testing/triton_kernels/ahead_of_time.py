@@ -29,11 +29,11 @@ REGISTER_FILE = 64 << 10
 """Registers of a multiprocessor."""
 SHARED_OF_ALL, SHARED_RESERVED = {AMPERE: 164 << 10, HOPPER: 228 << 10}, 1 << 10
 """Bytes of shared memory of a multiprocessor, and of them what each block takes for itself."""
-MOST_WARPS = 64
+MAX_WARPS = 64
 """Of a multiprocessor."""
 BEFORE_3_7 = tuple(map(int, triton.__version__.split(".")[:2])) < (3, 7)
 """Such a Triton has no float8 for devices before sm_89: it leaves conversions to instructions that they lack."""
-WIDEST_COPY = 16
+MAX_COPY = 16
 """Bytes that a thread copies to shared memory at once, at most."""
 FLOAT8_COPY = 8
 """The same of pages of float8: Triton lays them out for products of numbers of two bytes, eight to a thread."""
@@ -72,7 +72,7 @@ class Compiled:
         waits = [int(each["count"]) for each in _WAIT.finditer(self.ttgir)]
         assert buffers == 1 or max(waits) > 0, f"{self.what} waits for each block as soon as it has asked for it"
 
-    def assert_wide_copies(self, *, at_least: int = WIDEST_COPY) -> None:
+    def assert_wide_copies(self, *, at_least: int = MAX_COPY) -> None:
         """Nine of ten bytes that are copied to shared memory ahead are copied so many at a time, or more."""
         sizes = [int(found["bytes"], 0) for found in _COPY.finditer(self.ptx)]
         assert sizes, f"{self.what} copies nothing to shared memory ahead"
@@ -83,7 +83,7 @@ class Compiled:
         """Blocks that a multiprocessor runs at once."""
         registers = -(-self.registers // 8) * 8 * 32 * self.num_warps
         shared = self.shared_bytes + SHARED_RESERVED
-        return min(SHARED_OF_ALL[self.arch] // shared, REGISTER_FILE // registers, MOST_WARPS // self.num_warps)
+        return min(SHARED_OF_ALL[self.arch] // shared, REGISTER_FILE // registers, MAX_WARPS // self.num_warps)
 
     def instructions(self) -> "Counter[str]":
         """How often each opcode is in the machine code, without modifiers."""
@@ -156,7 +156,7 @@ def compile_kernel(
 def launches_that_only_compile(arch: int) -> Iterator[list[str]]:
     """Within, launches compile for a device that is not there, and run nothing. Yields the names of what was compiled.
 
-    So a launch is checked as the engine makes it: types and values of arguments, and what is compiled anew for them.
+    So a launch is checked as the engine makes it: types and values of arguments, and what is compiled again for them.
     """
     compiled: list[str] = []
 

@@ -1,6 +1,6 @@
 """Batches over pages for the attention kernels, with what float64 makes of them.
 
-What no row may read is NaN: pages of nobody, slots behind a sequence's end. So a result without NaN says that it was
+What no row may read is NaN: unused pages, slots behind a sequence's end. So a result without NaN says that it was
 not read.
 """
 

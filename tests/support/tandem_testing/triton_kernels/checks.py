@@ -97,7 +97,7 @@ class KernelChecks:
 
 @functools.cache
 def _outcomes(module: str, prefix: str, *, long: bool) -> tuple[dict[str, str | None], str]:
-    """How each check ended, None if well, and what the process said besides."""
+    """How each check ended, None if well, and the process's other output."""
     with NamedTemporaryFile("r") as out, NamedTemporaryFile("r", errors="replace") as output:
         try:
             _server(prefix).do(module, prefix, long, out.name, output.name)

@@ -16,8 +16,8 @@ from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW, Splittin
 from tandem_testing.triton_kernels.ahead_of_time import (
     BEFORE_3_7,
     FLOAT8_COPY,
+    MAX_COPY,
     SHARED_LIMIT,
-    WIDEST_COPY,
     compile_kernel,
 )
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
@@ -255,7 +255,7 @@ def decode_fits(
     )
     split.assert_fits()
     split.assert_pipelined(buffers=tiling.num_stages - 1)
-    split.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else WIDEST_COPY)
+    split.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else MAX_COPY)
     # An older Triton needs more registers for chunks.
     least = tiling.resident - (1 if span == CHUNKS and BEFORE_3_7 else 0)
     assert split.resident() >= least, f"{split.what}: {split.resident()} run at once, not {least}"

@@ -1,4 +1,4 @@
-"""Runs of tokens by the gated delta rule: listed, as a device takes them, against the layer that visits each."""
+"""Runs of tokens by the gated delta rule: listed, as a device takes them, against the layer that runs over each."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -117,7 +117,7 @@ def check_inverses_of_triangles(device: str) -> None:
 
 
 def check_runs_of_several_sequences(device: str) -> None:
-    """They begin or go on, have less than a chunk, a whole one or more, and decodes beside them."""
+    """They begin or continue, have less than a chunk, a whole one or more, and decodes beside them."""
     for heads in (Heads(), Heads(keys=3, values=3, key_size=16, value_size=40), Heads(dtype=torch.bfloat16)):
         layer = Layer.make(heads, device)
         agrees(Step.make(layer, sequences((70, 70), (2, 9), decodes=1)))
@@ -141,7 +141,7 @@ def check_padding_changes_nothing(device: str) -> None:
 
 
 def check_parts_of_a_step_are_computed_one_after_the_other(device: str) -> None:
-    """Sequences that begin or go on reach from one part into the next, and so do their copies."""
+    """Sequences that begin or continue reach from one part into the next, and so do their copies."""
     layer, sizes = Layer.make(Heads(), device), []
 
     def inverse(system: Tensor) -> Tensor:

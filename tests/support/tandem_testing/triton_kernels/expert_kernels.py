@@ -40,7 +40,7 @@ FLOAT32, BFLOAT16 = torch.float32, torch.bfloat16
 
 
 def check_alignment_of_experts(device: str) -> None:
-    """Stable, padded to whole blocks, every pair once, whoever was chosen how often."""
+    """Stable, padded to whole blocks, every pair once, for any distribution of the choices."""
     draws = torch.Generator().manual_seed(3)
     cases = [torch.randint(0, 6, (tokens, 2), generator=draws) for tokens in (1, 40, 150)]
     for experts in (*cases, torch.full((70, 2), 5)):
@@ -104,7 +104,7 @@ def check_decoders_of_kernels_are_those_of_layers(device: str) -> None:
     """Every kernel where the model calls it: norms in all places, gates, rotations, experts."""
     small = {"vocab_size": 40, "hidden_size": 32, "intermediate_size": 24, "head_dim": 8, "max_position": 64}
     gemma = {"norm": NormKind.UNIT_OFFSET, "norm_placement": NormPlacement.AROUND, "activation": Activation.GELU_TANH}
-    experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16, normalise=True, dense_layers=(0,))
+    experts = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=16, normalize=True, dense_layers=(0,))
     halves = {"rope": RopeConfig(rotary_dim=4, interleaved=True), "qk_norm": QkNorm.WHOLE, "logit_scale": 0.5}
     after = halves | {"norm": NormKind.ROUND_LAST, "norm_placement": NormPlacement.AFTER}
     parallel = {"norm": NormKind.CENTERED, "norm_placement": NormPlacement.SHARED, "second_rope": NO_ROTATION}
@@ -178,7 +178,7 @@ def logits_through(model: decoder.Decoder, device: str) -> tuple[Tensor, Tensor]
 def experts_of(
     dtype: torch.dtype, device: str, *, tokens: int, hidden: int, inner: int, experts: int, chosen: int
 ) -> tuple[Tensor, Choice, Tensor, Tensor]:
-    """x, who chose whom, and the experts' weights."""
+    """x, the selection, and the experts' weights."""
     scores = random_floats(tokens, experts, seed=12, dtype=FLOAT32, device=device).softmax(dim=1)
     weights, ids = scores.topk(chosen, dim=1)
     x = random_floats(tokens, hidden, seed=13, dtype=dtype, device=device)
@@ -190,7 +190,7 @@ def experts_of(
 def experts_agree(
     device: str, dtype: torch.dtype, name: str, *, tiles: ExpertTiles | None = None, **sizes: int
 ) -> None:
-    """Within rounding of the layer that visits expert after expert."""
+    """Within rounding of the layer that computes expert after expert."""
     x, choice, gate_up, down = experts_of(dtype, device, **sizes)
     reference = {"silu": cpu_activation.silu_and_multiply, "gelu_tanh": cpu_activation.gelu_tanh_and_multiply}[name]
     layer = SparseFeedForward(

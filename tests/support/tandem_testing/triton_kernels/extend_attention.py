@@ -7,8 +7,8 @@ from tandem_engine.kernels.triton.work_list import ALL, CHUNKS, WINDOW
 from tandem_testing.triton_kernels.ahead_of_time import (
     BEFORE_3_7,
     FLOAT8_COPY,
+    MAX_COPY,
     SHARED_LIMIT,
-    WIDEST_COPY,
     compile_kernel,
 )
 from tandem_testing.triton_kernels.attention_cases import Case, Heads
@@ -197,6 +197,6 @@ def extend_fits(
     )
     compiled.assert_fits()
     compiled.assert_pipelined(buffers=tiling.num_stages - 1)
-    compiled.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else WIDEST_COPY)
+    compiled.assert_wide_copies(at_least=FLOAT8_COPY if pool_kind else MAX_COPY)
     if arch == HOPPER and kind != "fp32" and tiling.block_m >= WARP_GROUP:
         assert "HGMMA" in compiled.instructions(), f"{compiled.what} does not multiply by warp groups"

@@ -83,7 +83,7 @@ def check_part_of_a_head_is_rotated(device: str) -> None:
     rotation_agrees(device, BFLOAT16, Heads(tokens=3, query=2, kv=2, size=20, rotary=12, page=3))
 
 
-def check_heads_are_normalised_before_their_rotation(device: str) -> None:
+def check_heads_are_normalized_before_their_rotation(device: str) -> None:
     heads = Heads(tokens=4, query=5, kv=2, size=16, rotary=16, page=2)
     for dtype, kind in product((FLOAT32, BFLOAT16), RMS_KINDS):
         rotation_agrees(device, dtype, heads, kind)

@@ -28,7 +28,7 @@ VOCAB = 9001
 """Several parts and blocks of every kernel, and none of them whole."""
 QWEN_VOCAB = 151_936
 INTS, FLOATS, BYTES = "*i64:16", "*fp32:16", "*u8:16"
-LARGEST_NOISE_ERROR = 2e-6
+MAX_NOISE_ERROR = 2e-6
 
 
 def check_penalties_have_the_bits_of_a_cpu(device: str) -> None:
@@ -95,15 +95,15 @@ def check_noise_has_the_bits_of_a_cpu(device: str) -> None:
         cpu_noise._scramble(expected, (key >> 32).to(torch.int32))
         assert torch.equal(bits.cpu(), expected & 0x7FFFFFFF)
         noise_on_cpu = cpu_noise.gumbel(seed[None], position[None], hashes)[0]
-        assert (found.cpu() - noise_on_cpu).abs().max() <= LARGEST_NOISE_ERROR
-        assert (found.cpu() - exact_gumbel(bits.cpu())).abs().max() <= LARGEST_NOISE_ERROR
+        assert (found.cpu() - noise_on_cpu).abs().max() <= MAX_NOISE_ERROR
+        assert (found.cpu() - exact_gumbel(bits.cpu())).abs().max() <= MAX_NOISE_ERROR
 
 
 def check_noise_of_extreme_bits(device: str) -> None:
     bits = torch.tensor([0, 1, 2, 2**24, 2**30, 2**31 - 1], dtype=torch.int32)
     out = torch.empty(6, device=device)
     _gumbel_kernel[(1,)](bits.to(device), out, 6, block=8, enable_fp_fusion=False)
-    assert (out.cpu() - exact_gumbel(bits)).abs().max() <= LARGEST_NOISE_ERROR
+    assert (out.cpu() - exact_gumbel(bits)).abs().max() <= MAX_NOISE_ERROR
 
 
 def check_greedy_rows_take_the_first_of_equals(device: str) -> None:
@@ -286,7 +286,7 @@ def compile_edits(arch: int) -> None:
         | dict.fromkeys(("in_prompt", "allowed"), BYTES)
         | {"row_stride": "i32:16", "vocab_size": "i32:16", "num_words": "i32", "drafts": "i32"}
     )
-    constants = penalties.edit_constants(penalise=True, mask=True, allow=True)
+    constants = penalties.edit_constants(penalize=True, mask=True, allow=True)
     compile_kernel(
         penalties.edit_kernel, tensors, constants, arch=arch, enable_fp_fusion=False
     ).assert_fits()  # fmt: skip

@@ -30,9 +30,9 @@ def main() -> None:
         sys.stdout.flush()
 
 
-def _obey(name: str, prefix: str, long: bool, out: str, said: str) -> None:
-    """In the child: lines of JSON go to the file `out`, all else to `said`."""
-    for path, descriptor in ((out, 1), (said, 2)):
+def _obey(name: str, prefix: str, long: bool, out: str, log: str) -> None:
+    """In the child: lines of JSON go to the file `out`, all else to `log`."""
+    for path, descriptor in ((out, 1), (log, 2)):
         file = os.open(Path(path), os.O_WRONLY | os.O_APPEND)
         os.dup2(file, descriptor)
     status = 1

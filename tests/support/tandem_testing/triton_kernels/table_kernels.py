@@ -48,10 +48,10 @@ def check_rows_of_any_dtype_move(device: str) -> None:
 
 
 def check_hidden_states_are_kept_as_on_a_cpu(device: str) -> None:
-    """A sequence that begins here, one that goes on behind a page boundary, and a decode; padding writes page 0."""
+    """A sequence that begins here, one that continues behind a page boundary, and a decode; padding writes page 0."""
     begins = Seq(seq_len=3, extend_len=3, pages=[2], input_ids=[1, 2, 3])
-    goes_on = Seq(seq_len=6, extend_len=2, pages=[4, 1], input_ids=[4, 5])
-    batch = make_batch([begins, goes_on, Seq(seq_len=2, decode=True, pages=[3], input_ids=[6])], page_size=4)
+    continues = Seq(seq_len=6, extend_len=2, pages=[4, 1], input_ids=[4, 5])
+    batch = make_batch([begins, continues, Seq(seq_len=2, decode=True, pages=[3], input_ids=[6])], page_size=4)
     shape = {"num_pages": 5, "page_size": 4, "hidden_size": 6, "dtype": torch.bfloat16}
     known = random_floats(20, 6, seed=1, dtype=torch.bfloat16, device="cpu")
     made = random_floats(6, 6, seed=2, dtype=torch.bfloat16, device="cpu")

@@ -1,4 +1,5 @@
-"""Tensors of checks: random ones, those of a batch on another device, how far two are apart, who computes them."""
+"""Tensors of checks: random ones, those of a batch on another device, how far two are apart, the device that computes
+them."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

@@ -56,7 +56,7 @@ from tandem_testing.triton_kernels.ahead_of_time import (
 from tandem_testing.triton_kernels.checks import HOPPER
 from tandem_testing.triton_kernels.expert_kernels import layers_by_kernels
 
-PENALISED = {"repetition_penalty": 1.2, "presence_penalty": 0.3}
+PENALIZED = {"repetition_penalty": 1.2, "presence_penalty": 0.3}
 GRAMMAR = {"grammar": GrammarSpec(kind=GrammarKind.REGEX, source="[^a]+")}
 LIMITED = {"allowed_token_ids": (0, 1, 2)}
 SAMPLED = {"temperature": 0.8, "seed": 7}
@@ -75,8 +75,8 @@ PARAMETERS: tuple[dict[str, object], ...] = (
     {"min_tokens": 2, "stop_token_ids": (9,)},
 )
 EDITS = tuple(
-    penalised | masked | limited
-    for penalised, masked, limited in product(({}, PENALISED), ({}, GRAMMAR), ({}, LIMITED))
+    penalized | masked | limited
+    for penalized, masked, limited in product(({}, PENALIZED), ({}, GRAMMAR), ({}, LIMITED))
 )
 LENGTHS = (1, 15, 16, 17, 70)
 """Of prompts: within a page, a whole one, several, and more than a chunk."""

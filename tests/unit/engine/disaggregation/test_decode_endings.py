@@ -1,4 +1,5 @@
-"""Every way in which a handoff ends early at its receiver: who is told, and when its pages are free again."""
+"""Every way in which a handoff ends early at its receiver: which peers are notified, and when its pages are free
+again."""
 
 import pytest
 

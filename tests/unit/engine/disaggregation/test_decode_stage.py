@@ -17,13 +17,13 @@ from tandem_testing.scheduler_builders import expected_output, make_message
 
 
 class Asked:
-    """A host that notes when it is to give way."""
+    """A host that notes when it is asked to unpin a session."""
 
     def __init__(self, host: StageHost, asked: list[str]) -> None:
         self._host, self._asked = host, asked
 
     def unpin_idle_session(self) -> bool:
-        self._asked.append("give way")
+        self._asked.append("unpin")
         return False
 
     def __getattr__(self, name: str) -> object:
@@ -126,7 +126,7 @@ def test_prompt_waits_until_its_pages_are_free():
 
 
 def test_no_pin_is_dropped_while_a_copy_touches_states(receiver):  # [page-fence]
-    """Sessions have nothing that helps: the copy ends, whatever gives way."""
+    """Sessions have nothing that helps: the copy ends, whatever is unpinned."""
     asked = []
     prealloc = receiver.side.stage.decode.prealloc
     memory = prealloc.host.memory

@@ -1,7 +1,7 @@
 """Prompts that are held up on the way to the writer's queue, or overtaken there by another tenant, while their receiver
 has granted pages to them.
 
-The receiver serves in order of arrival. If those that come later filled the writer's memory meanwhile, they would
+The receiver serves in order of arrival. If those that come later filled the writer's memory by then, they would
 wait for the receiver's, which waits for the prompt that has no room to be computed any more.
 """
 
@@ -85,7 +85,7 @@ def test_others_are_served_while_there_is_room_for_all():
 
 
 def test_choice_that_followed_does_not_overtake_those_before_it():
-    """Their receiver grants in order of arrival, and what the choice holds meanwhile could be all there is."""
+    """Their receiver grants in order of arrival, and what the choice holds until then could be all there is."""
     pair = make_pair(usable_pages=14, chunked_prefill_size=4, max_prefill_tokens=4)
     choices, other = tuple(range(1, 17)), tuple(range(40, 66))
     for rid, prompt, group in (

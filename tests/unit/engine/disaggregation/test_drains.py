@@ -1,4 +1,4 @@
-"""When a peer may be told that its pages are safe."""
+"""When a peer may be notified that its pages are safe."""
 
 from tandem_engine.disaggregation.base import room_key
 from tandem_engine.disaggregation.grants import AckDue, ClosedRooms, DrainBook

@@ -36,7 +36,7 @@ def successor(pair: Pair, dead: Side) -> Side:
 @pytest.mark.parametrize("turns", range(8))
 @pytest.mark.parametrize("dies", ["prefill", "decode"])
 def test_silent_peer_blocks_requests_at_most_for_its_lease(turns, dies):
-    """Nobody says that it is dead. Its pages wait until somebody does: it may still write [late-write]."""
+    """Its death is not reported. Its pages wait until it is: it may still write [late-write]."""
     pair = make_pair(chunked_prefill_size=4)
     pair.submit(max_tokens=60)
     pair.turn(turns)

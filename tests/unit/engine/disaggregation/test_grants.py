@@ -51,7 +51,7 @@ def received(*, at: float, granted_at: float, clocks: PeerClocks) -> Grant:
 
 @pytest.fixture
 def clocks() -> PeerClocks:
-    """We asked at 50 and had the answer at 50.1, given when the receiver's clock said 7000."""
+    """We asked at 50 and had the answer at 50.1, given when the receiver's clock was at 7000."""
     known = PeerClocks()
     known.learn(DECODE.incarnation, requested_at=50.0, answered_at=7000.0, now=50.1)
     return known
@@ -93,7 +93,7 @@ def test_grant_for_the_rest_of_the_prompt_serves():
 
 
 @pytest.mark.parametrize(
-    ("changed", "complaint"),
+    ("changed", "error_message"),
     [
         ({"answer_by": float("nan")}, "without an end"),
         ({"answer_by": float("inf")}, "without an end"),
@@ -107,8 +107,8 @@ def test_grant_for_the_rest_of_the_prompt_serves():
         ({"adapter": b"a" * 16}, f"grant for KV of adapter {'61' * 16}, here the base model computes it"),
     ],
 )
-def test_invalid_grant_error_names_the_field(changed, complaint):
-    assert complaint in problem(dataclasses.replace(make_grant(), **changed))
+def test_invalid_grant_error_names_the_field(changed, error_message):
+    assert error_message in problem(dataclasses.replace(make_grant(), **changed))
 
 
 def test_grant_for_the_base_does_not_fit_a_prompt_of_an_adapter():

@@ -68,24 +68,24 @@ def test_state_is_handed_over_with_its_pages(tokens, overlap):
     assert pair.decode.stage.counters.committed == 2
 
 
-def on_trial(engine: Engine) -> int:
+def provisional(engine: Engine) -> int:
     assert engine.memory.anchors is not None
-    return engine.memory.anchors.counts.on_trial
+    return engine.memory.anchors.counts.provisional
 
 
 @pytest.mark.parametrize("overlap", [False, True])
 def test_second_prompt_is_handed_over_after_a_trial(overlap):
-    """It leaves the first after 210 tokens and continues after 128, where that had a state on trial."""
+    """It leaves the first after 210 tokens and continues after 128, where that had a provisional state."""
     pair = hybrid_pair(enable_overlap=overlap, anchors=8)
     pair.submit("first", prompt_of(300), max_tokens=8)
     finish(pair)
-    assert on_trial(pair.prefill.engine) == 1
+    assert provisional(pair.prefill.engine) == 1
     pair.submit("second", (*prompt_of(210), *range(1, 60)), max_tokens=70)
     finish(pair)
     assert pair.decode.stage.counters.committed == 2
     assert pair.prefill.engine.scheduler.tally.cached_tokens == 128
     assert pair.prefill.engine.scheduler.tally.unusable_tokens == 208 - 128
-    assert on_trial(pair.prefill.engine) == 0
+    assert provisional(pair.prefill.engine) == 0
 
 
 def test_chunk_that_is_pushed_early_takes_no_state_along():
@@ -135,9 +135,9 @@ def test_prefix_is_fetched_up_to_an_anchor(tokens):
 def test_prefix_is_fetched_up_to_a_trial_state():
     pair = hybrid_pair(anchors=8)
     serve_there(pair, 300)
-    assert on_trial(pair.decode.engine) == 1
+    assert provisional(pair.decode.engine) == 1
     assert fetch(pair, "here", 200) == 128
-    assert on_trial(pair.decode.engine) == 0
+    assert provisional(pair.decode.engine) == 0
 
 
 def test_prefix_with_corrupted_state_is_recomputed():

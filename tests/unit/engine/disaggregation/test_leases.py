@@ -1,4 +1,4 @@
-"""Waits for a peer that goes on last; waits for a silent one end on time."""
+"""Waits for a live peer last; waits for a silent one end on time."""
 
 import msgspec
 import pytest
@@ -46,20 +46,20 @@ PAGES = (4, 9, 2)
 
 
 class Scene(PlayedEnd):
-    """That greets the engine at once, and says and hears who goes on."""
+    """That greets the engine at once, and exchanges keepalives with it."""
 
     def __init__(self, side: HandoffSide, **engine: object) -> None:
         super().__init__(side, **engine)
         self.other.greet()
 
-    def hears(self, *rooms: OpenRoom, said_at: float = 0.0) -> None:
-        """The other end goes on with these rooms."""
+    def keepalive(self, *rooms: OpenRoom, sent_at: float = 0.0) -> None:
+        """A keepalive of the other end with these rooms."""
         other_side = HandoffSide.SEND if self.side_of_engine is HandoffSide.RECEIVE else HandoffSide.RECEIVE
-        self.other.goes_on(other_side, *rooms, said_at=said_at)
+        self.other.keepalive(other_side, *rooms, sent_at=sent_at)
         self.turn()
 
     def signs(self) -> list[StillOpen]:
-        """That the engine under test goes on."""
+        """Keepalives of the engine under test."""
         return [sign for sign in self.side.link.messages(StillOpen) if not _asks(sign)]
 
     def questions(self) -> list[StillOpen]:
@@ -67,7 +67,7 @@ class Scene(PlayedEnd):
         return [sign for sign in self.side.link.messages(StillOpen) if _asks(sign)]
 
     def gave_up(self) -> list[str]:
-        """Rooms that the engine under test told the other end it is done with."""
+        """Rooms that the engine under test reported as done to the other end."""
         return [abort.room for abort in self.side.link.messages(TransferAborted)]
 
 
@@ -107,7 +107,7 @@ def test_request_awaits_memory_while_writer_sends_keepalives():
     receiver = crowded_receiver()
     for _ in range(10):
         receiver.pass_time(GRANT_TIMEOUT - 1.0)
-        receiver.hears(granted("first"), waiting())
+        receiver.keepalive(granted("first"), waiting())
     assert receiver.side.finish() is None
     receiver.side.engine.scheduler.abort(RequestId("first"))
     receiver.other.ack("room-first")
@@ -118,7 +118,7 @@ def test_request_awaits_memory_while_writer_sends_keepalives():
 def test_request_awaiting_memory_fails_lease_after_keepalive():  # [abort-both-ways]
     receiver = crowded_receiver()
     receiver.pass_time(5.0)
-    receiver.hears(waiting())
+    receiver.keepalive(waiting())
     receiver.pass_time(GRANT_TIMEOUT - 0.1)
     assert receiver.side.finish() is None
     receiver.pass_time(0.1)
@@ -131,7 +131,7 @@ def test_waiting_for_memory_ends_with_the_requests_own_deadline():
     receiver.submit("first", OTHER_PROMPT)
     receiver.submit(deadline_s=3 * GRANT_TIMEOUT)
     for _ in range(5):
-        receiver.hears(granted("first"), waiting())
+        receiver.keepalive(granted("first"), waiting())
         receiver.pass_time(GRANT_TIMEOUT * 0.6)
     assert receiver.side.finish().reason is FinishReason.ABORT
     assert receiver.side.finish("first") is None
@@ -141,9 +141,9 @@ def test_hold_deadline_is_extended_with_grant_renewal():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
-    receiver.hears(granted(), said_at=123.0)
+    receiver.keepalive(granted(), sent_at=123.0)
     (answer,) = receiver.other.got(GrantsRenewed)
-    assert (answer.said_at, answer.valid_s, answer.rooms) == (123.0, GRANT_TIMEOUT, (granted(),))
+    assert (answer.sent_at, answer.valid_s, answer.rooms) == (123.0, GRANT_TIMEOUT, (granted(),))
     hold = receiver.side.stage.decode.holds.get(room_key("room-r", 1))
     assert hold.deadline == receiver.side.engine.clock.time + GRANT_TIMEOUT
 
@@ -152,7 +152,7 @@ def test_hold_of_silent_writer_expires_on_time():  # [grant-expiry]
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(5.0)
-    receiver.hears(granted())
+    receiver.keepalive(granted())
     receiver.pass_time(GRANT_TIMEOUT - 0.1)
     assert receiver.side.finish() is None
     receiver.pass_time(0.1)
@@ -163,7 +163,7 @@ def test_undelivered_grant_expires_despite_writer_keepalives():
     receiver = make_receiver()
     receiver.submit()
     for _ in range(8):
-        receiver.hears(waiting())
+        receiver.keepalive(waiting())
         receiver.pass_time(PERIOD)
     assert receiver.side.finish().retryable
     assert receiver.other.got(GrantsRenewed) == []
@@ -173,10 +173,10 @@ def test_undelivered_grant_expires_despite_writer_keepalives():
 def test_grant_is_repeated_for_writer_waiting_without_it():  # [lost-message-repeated]
     receiver = make_receiver()
     receiver.submit()
-    receiver.hears(waiting())
+    receiver.keepalive(waiting())
     assert len(receiver.side.link.messages(WriteGrant)) == 1, "it may be on its way"
     receiver.pass_time(PERIOD)
-    receiver.hears(waiting())
+    receiver.keepalive(waiting())
     first, second = receiver.side.link.messages(WriteGrant)
     assert msgspec.structs.replace(first, granted_at=PERIOD) == second
     hold = receiver.side.stage.decode.holds.get(room_key("room-r", 1))
@@ -188,7 +188,7 @@ def test_grant_is_not_repeated_for_granted_or_other_room(named):
     receiver = make_receiver()
     receiver.submit()
     receiver.pass_time(PERIOD)
-    receiver.hears(named)
+    receiver.keepalive(named)
     assert len(receiver.side.link.messages(WriteGrant)) == 1
 
 
@@ -203,7 +203,7 @@ def test_grant_is_not_repeated_for_keepalive_of_other_peer():
         network=receiver.network,
         clock=receiver.side.engine.clock,
     )
-    foreign.goes_on(HandoffSide.SEND, waiting(), said_at=0.0)
+    foreign.keepalive(HandoffSide.SEND, waiting(), sent_at=0.0)
     receiver.turn()
     assert len(receiver.side.link.messages(WriteGrant)) == 1
 
@@ -215,7 +215,7 @@ def test_verifying_has_a_lease_of_its_own():
     receiver.pass_time(GRANT_TIMEOUT - 1.0)
     receiver.other.record(grant, next_token(PROMPT, vocab_size=VOCAB))
     receiver.turn()
-    receiver.side.transport.events.clear()  # the digests take for ever
+    receiver.side.transport.events.clear()  # the digests never end
     receiver.pass_time(GRANT_TIMEOUT - 1.0)
     assert receiver.side.finish() is None
     receiver.pass_time(1.0)
@@ -226,7 +226,7 @@ def test_verifying_has_a_lease_of_its_own():
 def test_signs_of_life_about_unknown_rooms_are_not_answered(named):  # [late-signal-ignored]
     receiver = make_receiver()
     receiver.submit()
-    receiver.hears(named)
+    receiver.keepalive(named)
     receiver.pass_time(GRANT_TIMEOUT)
     assert receiver.side.finish().retryable
     assert receiver.other.got(GrantsRenewed) == []
@@ -237,7 +237,7 @@ def test_keepalives_of_closed_room_do_not_delay_quarantine():  # [ack-per-grant]
     receiver.submit()
     receiver.side.engine.scheduler.abort(RequestId("r"))
     receiver.turn()
-    receiver.hears(granted())
+    receiver.keepalive(granted())
     receiver.pass_time(DRAIN_TIMEOUT)
     assert receiver.side.stage.quarantined_pages() == 3
     assert receiver.other.got(GrantsRenewed) == []
@@ -252,7 +252,7 @@ def test_signs_of_life_of_another_worker_renew_nothing():
         network=receiver.network,
         clock=receiver.side.engine.clock,
     )
-    foreign.goes_on(HandoffSide.SEND, granted("first"), waiting())
+    foreign.keepalive(HandoffSide.SEND, granted("first"), waiting())
     receiver.turn()
     assert foreign.got(GrantsRenewed) == []
     receiver.pass_time(GRANT_TIMEOUT)
@@ -295,8 +295,8 @@ def test_stalled_receiver_stops_renewing_waiting_rooms():
     receiver = crowded_receiver()
     for _ in range(2 * int(CONFIG.stall_timeout / PERIOD)):
         receiver.pass_time(PERIOD)
-        receiver.hears(granted("first"), waiting())
-    assert CONFIG.stall_timeout - PERIOD <= receiver.signs()[-1].said_at < CONFIG.stall_timeout
+        receiver.keepalive(granted("first"), waiting())
+    assert CONFIG.stall_timeout - PERIOD <= receiver.signs()[-1].sent_at < CONFIG.stall_timeout
     assert receiver.side.finish() is None
 
 
@@ -305,8 +305,8 @@ def test_receiver_with_progressing_writes_is_not_stalled():
     for written in (1, 2, 3):
         for _ in range(int(CONFIG.stall_timeout / PERIOD) - 1):
             receiver.pass_time(PERIOD)
-            receiver.hears(granted("first", written=written), waiting())
-    assert receiver.signs()[-1].said_at == receiver.side.engine.clock.time > 2 * CONFIG.stall_timeout
+            receiver.keepalive(granted("first", written=written), waiting())
+    assert receiver.signs()[-1].sent_at == receiver.side.engine.clock.time > 2 * CONFIG.stall_timeout
 
 
 def test_receiver_that_computes_has_not_come_to_a_standstill():
@@ -316,9 +316,9 @@ def test_receiver_that_computes_has_not_come_to_a_standstill():
     receiver.submit()
     while receiver.side.engine.clock.time < 1.2 * CONFIG.stall_timeout:
         receiver.pass_time(2 * PERIOD)
-        receiver.hears(waiting())
+        receiver.keepalive(waiting())
     assert receiver.side.finish("running") is None
-    assert receiver.signs()[-1].said_at == receiver.side.engine.clock.time
+    assert receiver.signs()[-1].sent_at == receiver.side.engine.clock.time
 
 
 # The sender
@@ -329,7 +329,7 @@ def test_sender_keeps_prompt_kv_while_receiver_awaits_memory():
     sender.submit()
     for _ in range(10):
         sender.pass_time(HOLD_TIMEOUT - 1.0)
-        sender.hears(waiting())
+        sender.keepalive(waiting())
     sender.other.allow("room-r", PAGES)
     sender.turn(4)
     assert sender.other.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
@@ -341,7 +341,7 @@ def test_sender_releases_prompt_kv_of_silent_receiver():
     sender = make_sender()
     sender.submit()
     sender.pass_time(HOLD_TIMEOUT - 1.0)
-    sender.hears(waiting())
+    sender.keepalive(waiting())
     sender.pass_time(HOLD_TIMEOUT - 0.1)
     assert sender.gave_up() == []
     sender.pass_time(0.1)
@@ -354,7 +354,7 @@ def test_prompt_is_not_kept_for_another_room(named):
     sender = make_sender()
     sender.submit()
     sender.pass_time(HOLD_TIMEOUT - 1.0)
-    sender.hears(named)
+    sender.keepalive(named)
     sender.pass_time(1.0)
     assert sender.gave_up() == ["room-r"]
 
@@ -366,7 +366,7 @@ def test_keepalive_of_other_peer_does_not_extend_prompt_hold():
     )
     sender.submit()
     sender.pass_time(HOLD_TIMEOUT - 1.0)
-    foreign.goes_on(HandoffSide.RECEIVE, waiting())
+    foreign.keepalive(HandoffSide.RECEIVE, waiting())
     sender.pass_time(1.0)
     assert sender.gave_up() == ["room-r"]
 
@@ -397,21 +397,21 @@ def expiry(sender: Scene) -> float:
 
 
 @pytest.mark.parametrize(
-    ("said_at", "expires"),
+    ("sent_at", "expires"),
     [(6.0, 14.0), (1.0, 9.0), (-5.0, GRANT_TIMEOUT), (99.0, 15.0), (float("inf"), 15.0), (float("nan"), 8.0)],
     ids=["at once", "late", "too late", "from the future", "infinite", "not a number"],
 )
-def test_renewed_lease_counts_from_time_of_request(said_at, expires):  # [grant-expiry]
+def test_renewed_lease_counts_from_time_of_request(sent_at, expires):  # [grant-expiry]
     sender = slow_sender()
     sender.pass_time(7.0)
-    sender.other.renew("room-r", said_at=said_at)
+    sender.other.renew("room-r", sent_at=sent_at)
     sender.turn()
     assert expiry(sender) == expires
 
 
 def test_endless_renewal_is_not_believed():
     sender = slow_sender()
-    sender.other.renew("room-r", said_at=0.0, valid_s=float("inf"))
+    sender.other.renew("room-r", sent_at=0.0, valid_s=float("inf"))
     sender.turn()
     assert expiry(sender) == GRANT_TIMEOUT
 
@@ -433,14 +433,14 @@ def test_renewals_of_closed_unknown_or_other_rooms_are_ignored():  # [late-signa
     foreign = make_scripted_peer(
         make_peer("q"), sender.side.peer, fabric=sender.fabric, network=sender.network, clock=sender.side.engine.clock
     )
-    foreign.renew("room-r", said_at=0.0, valid_s=100.0)
-    sender.other.renew("room-x", said_at=0.0, valid_s=100.0)
-    sender.other.renew("room-r", said_at=0.0, valid_s=100.0, generation=2)
+    foreign.renew("room-r", sent_at=0.0, valid_s=100.0)
+    sender.other.renew("room-x", sent_at=0.0, valid_s=100.0)
+    sender.other.renew("room-r", sent_at=0.0, valid_s=100.0, generation=2)
     sender.turn()
     assert expiry(sender) == GRANT_TIMEOUT
     sender.pass_time(GRANT_TIMEOUT)
     assert sender.gave_up() == ["room-r"]
-    sender.other.renew("room-r", said_at=GRANT_TIMEOUT)
+    sender.other.renew("room-r", sent_at=GRANT_TIMEOUT)
     sender.turn(2)
     assert dict(sender.side.stage.prefill.rooms) == {}
 
@@ -450,7 +450,7 @@ def test_push_has_the_time_of_its_bytes_while_its_receiver_lives(push_bytes, sec
     sender = slow_sender()
     [room] = sender.side.stage.prefill.rooms.values()
     sender.side.stage.prefill.page_bytes = push_bytes // max(key.count for key in room.outstanding)
-    sender.other.renew("room-r", said_at=sender.side.engine.clock.time, valid_s=100.0)
+    sender.other.renew("room-r", sent_at=sender.side.engine.clock.time, valid_s=100.0)
     sender.turn()
     sender.pass_time(seconds - 0.1)
     assert sender.gave_up() == []
@@ -492,7 +492,7 @@ def test_messages_name_a_bounded_number_of_rooms(pulse):
     assert [len(sign.rooms) for sign in pulse.peers.messages(StillOpen)] == [MAX_OPEN_ROOMS, 1]
     codec: Codec[PeerMessage] = Codec(PeerMessage)
     rooms = tuple(waiting(str(number)) for number in range(MAX_OPEN_ROOMS + 1))
-    flood = StillOpen(sender=make_peer("p"), side=HandoffSide.SEND, said_at=0.0, rooms=rooms)
+    flood = StillOpen(sender=make_peer("p"), side=HandoffSide.SEND, sent_at=0.0, rooms=rooms)
     with pytest.raises(WireError, match="length"):
         codec.decode(codec.encode(flood))
 
@@ -585,7 +585,7 @@ def test_lost_transfer_abort_is_resent_by_sender():  # [abort-both-ways]
 def test_query_of_unknown_room_gets_no_reply(named):  # [late-signal-ignored]
     sender = make_sender()
     sender.submit()
-    sender.hears(named)
+    sender.keepalive(named)
     assert sender.other.got(TransferAborted) == []
     assert sender.other.got(HandoffRecord) == []
 

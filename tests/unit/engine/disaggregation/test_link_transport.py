@@ -1,4 +1,4 @@
-"""What can be said about the transport between two processes."""
+"""What a process reports about the transport to another one."""
 
 import pytest
 

@@ -15,7 +15,7 @@ from tandem_engine.messages.requests import HandoffSide, Peer
 from tandem_engine.messages.transfer import DrainAck, PeerMessage, TransferAborted, WriteGrant
 from tandem_testing.disagg_network import COMPAT
 
-PATIENCE = 60.0
+TIMEOUT_S = 60.0
 
 
 @pytest.fixture
@@ -72,7 +72,7 @@ def grant(sender: PeerChannels, writer: str) -> WriteGrant:
 def receive(channels: PeerChannels, count: int = 1) -> list[PeerEvent]:
     """Wait for `count` events."""
     events: list[PeerEvent] = []
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while len(events) < count:
         assert time.monotonic() < deadline, f"only {events} came"
         channels.inbound.socket.poll(100)
@@ -81,9 +81,9 @@ def receive(channels: PeerChannels, count: int = 1) -> list[PeerEvent]:
 
 
 def refuse(channels: PeerChannels) -> list[PeerEvent]:
-    """Wait until one message was refused; returns what was accepted meanwhile."""
+    """Wait until one message was refused; returns what was accepted in the meantime."""
     events: list[PeerEvent] = []
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + TIMEOUT_S
     while channels.refused == 0:
         assert time.monotonic() < deadline, "nothing was refused"
         channels.inbound.socket.poll(100)
@@ -113,7 +113,7 @@ def test_messages_arrive_in_the_order_they_were_sent(prefill, decode):
 
 def test_message_may_be_sent_before_the_peer_listens(context, prefill):
     with socket.socket() as placeholder:
-        # Nobody listens, and nobody else is given the port; who asks for this one may have it all the same.
+        # No process listens, and no other one is given the port; one that requests this port may have it all the same.
         placeholder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         placeholder.bind(("127.0.0.1", 0))
         port = placeholder.getsockname()[1]
@@ -192,7 +192,7 @@ def test_messages_arrive_at_each_endpoint_of_a_peer(context, prefill, decode):
     assert receive(decode, len(rooms)) == [ack(prefill, room) for room in rooms]
     passed: list[str] = []
     while len(passed) < len(rooms):
-        assert proxy.socket.poll(PATIENCE * 1000), f"only {passed} came"
+        assert proxy.socket.poll(TIMEOUT_S * 1000), f"only {passed} came"
         passed += [message.room for _, message in proxy.receive()]
     assert passed == [f"{room} by proxy" for room in rooms]
     prefill.fence(decode.me.incarnation)

@@ -75,7 +75,7 @@ class Sender:
         self.fabric.fates = lambda _push: Fate(delay=ticks)
 
     def assert_gave_up(self, why: str) -> None:
-        """The peer was told; the client has its first token and no error."""
+        """The peer was notified; the client has its first token and no error."""
         assert [abort.side for abort in self.aborts()] == [HandoffSide.SEND]
         assert why in self.aborts()[0].reason
         assert not self.aborts()[0].finished
@@ -386,7 +386,7 @@ def test_no_push_starts_after_the_grant_expired():  # [grant-expiry]
 
 
 @pytest.mark.parametrize(
-    "unread", [{"dated": False}, {"granted_at": -30.0}], ids=["of a stranger", "that lay unread for half a minute"]
+    "unread", [{"dated": False}, {"granted_at": -30.0}], ids=["of an unknown peer", "that lay unread for half a minute"]
 )
 def test_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread):  # [late-write]
     sender.submit()
@@ -395,7 +395,7 @@ def test_doubtful_grant_is_confirmed_before_anything_is_pushed(sender, unread): 
     assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [0] * len(PROMPT)
     question = sender.receiver.got(StillOpen)[-1]
     assert [room.granted for room in question.rooms] == [True]
-    sender.receiver.renew(ROOM, said_at=question.said_at)
+    sender.receiver.renew(ROOM, sent_at=question.sent_at)
     sender.turn(4)
     assert sender.receiver.tokens_at(PAGES, len(PROMPT)) == [*PROMPT]
     assert len(sender.records()) == 1

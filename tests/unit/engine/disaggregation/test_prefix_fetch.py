@@ -25,7 +25,7 @@ WITHIN_S = 1.0
 
 
 def ask(pair: Pair, rid: str = "r", prompt=PROMPT, *, peer: Peer | None = None, tokens: int = 100, **request) -> None:
-    """A request for the prefill engine, told that the decode engine has a prefix of it."""
+    """A request for the prefill engine whose source is the decode engine."""
     fetch = PrefixFetch(peer=peer or pair.decode.peer, tokens=tokens, within_s=WITHIN_S)
     pair.prefill.engine.add(make_message(rid, prompt, fetch=fetch, **request))
 
@@ -75,7 +75,7 @@ def test_fetched_prefix_is_used_and_the_rest_computed(overlap):
     assert (counters(pair).fetched, counters(pair).pages, counters(pair).failed) == (1, 4, 0)
     assert cache_hits(pair) == CacheHits(fetched=16)
     source = pair.decode.stage.prefixes.counters
-    assert (source.lent, source.lent_pages) == (1, 4)
+    assert (source.served, source.served_pages) == (1, 4)
 
 
 def test_fetched_prefix_serves_the_next_request():
@@ -183,7 +183,7 @@ def test_late_fetch_is_computed_and_pages_wait_for_ack():
     pair.turn()
     assert pair.prefill.stage.quarantined_pages() == 4
     assert pair.prefill.stage.quarantined_for() == ("d@1",)
-    # The source never heard of the room, and says so once it is reached.
+    # The source does not know the room, and replies so once it is reached.
     pair.network.lost = lambda _message: False
     pair.pass_time(DRAIN_TIMEOUT)
     finish(pair)
@@ -214,13 +214,13 @@ def test_late_fetch_pages_land_in_held_pages():  # [late-write]
 
 @pytest.mark.parametrize("known", [False, True], ids=["requester's clock unknown", "requester's clock known"])
 def test_resumed_source_does_not_write_for_expired_fetches(known):  # [late-write]
-    """Half a minute later it is fenced, and the pages that it was granted are somebody else's."""
+    """Half a minute later it is fenced, and the pages that it was granted belong to other requests."""
     pair = make_warm_pair()
     if known:
         ask(pair, "before", (*PREFIX[:8], 70))
         pair.run()
     pair.network.lost = lambda message: isinstance(message, TransferAborted)
-    pushed = pair.decode.stage.prefixes.counters.lent
+    pushed = pair.decode.stage.prefixes.counters.served
     ask(pair)
     for _ in range(3):
         pair.prefill.step()
@@ -233,7 +233,7 @@ def test_resumed_source_does_not_write_for_expired_fetches(known):  # [late-writ
         pair.decode.step()
         pair.network.advance()
         assert pair.fabric.in_flight() == 0
-    assert pair.decode.stage.prefixes.counters.lent == pushed
+    assert pair.decode.stage.prefixes.counters.served == pushed
     assert pair.decode.stage.prefixes.source.transfers, "it waits for a word of the requester"
     pair.pass_time(WITHIN_S)
     pair.decode.step()

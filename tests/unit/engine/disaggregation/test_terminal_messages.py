@@ -10,7 +10,7 @@ from tandem_testing.disagg_network import make_peer
 from tandem_testing.scheduler_builders import ManualClock
 
 KEEP_S = 8.0
-ME, PEER, STRANGER = make_peer("p"), make_peer("d"), make_peer("q")
+ME, PEER, OTHER_PEER = make_peer("p"), make_peer("d"), make_peer("q")
 
 
 @pytest.fixture
@@ -34,7 +34,7 @@ def ended(room: str, reason: str = "over") -> TransferAborted:
 def test_terminal_message_is_repeated_only_to_its_peer_and_room(messages):
     messages.keep(key_of("a"), PEER, ended("a"))
     assert messages.sent_to(key_of("a"), PEER) == ended("a")
-    assert messages.sent_to(key_of("a"), STRANGER) is None
+    assert messages.sent_to(key_of("a"), OTHER_PEER) is None
     assert messages.sent_to(key_of("b"), PEER) is None
     assert messages.sent_to(room_key("a", 2), PEER) is None
 
@@ -63,7 +63,7 @@ def test_oldest_makes_room(messages):
 
 def test_terminal_messages_of_dead_receiver_are_dropped(messages):
     messages.keep(key_of("a"), PEER, ended("a"))
-    messages.keep(key_of("b"), STRANGER, ended("b"))
+    messages.keep(key_of("b"), OTHER_PEER, ended("b"))
     messages.drop_to(PEER.incarnation)
     assert messages.sent_to(key_of("a"), PEER) is None
-    assert messages.sent_to(key_of("b"), STRANGER) == ended("b")
+    assert messages.sent_to(key_of("b"), OTHER_PEER) == ended("b")

@@ -18,9 +18,9 @@ from tandem_engine.executor.cuda.graphs import (
 from tandem_engine.executor.cuda.step_graphs import capture_steps, measure_steps
 from tandem_engine.executor.cuda.streams import StreamName
 from tandem_engine.forward.step_inputs import as_decodes
-from tandem_testing.device_twin import HostWaitError, reachable
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, Seq, make_batch
 from tandem_testing.graph_tape import Tape
+from tandem_testing.simulated_device import HostWaitError, reachable
 from tandem_testing.stream_builders import Beside
 from tandem_testing.toy_model import ToyModel
 
@@ -186,7 +186,7 @@ def test_model_that_syncs_with_device_cannot_be_captured():
 
 def test_models_that_may_look_at_the_device_are_not_captured():
     plain = ToyModel.random().config
-    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalise=True)
+    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=8, normalize=True)
     here, gpu = torch.device("cpu"), torch.device("cuda", 0)
     assert can_capture(plain, here)
     assert not can_capture(replace(plain, moe=moe), here)

@@ -9,18 +9,18 @@ from tandem_engine.config import CacheConfig, DisaggConfig, GraphConfig, Schedul
 from tandem_engine.engine import Engine
 from tandem_testing.counted_host import StillDevice, python_calls
 from tandem_testing.scheduler_builders import make_message
+from tandem_testing.simulated_platform import load_simulated
 from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
-from tandem_testing.twin_platform import load_for_twin
 
 BATCH = 256
-MOST_CALLS_OF_DECODES = 2000
-MOST_CALLS_OF_A_REQUEST = 1250
+MAX_CALLS_OF_DECODES = 2000
+MAX_CALLS_OF_A_REQUEST = 1250
 """Of a prompt alone with one token of output: admission, its step, and its end."""
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    return load_for_twin(write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "model"))
+    return load_simulated(write_tiny_checkpoint("qwen3", tmp_path_factory.mktemp("models") / "model"))
 
 
 @contextmanager
@@ -46,7 +46,7 @@ def test_calls_of_a_step_of_256_decodes_are_bounded(model):
         before = platform.replays
         calls = python_calls(lambda: [engine.step() for _ in range(steps)])
         assert platform.replays - before == steps
-    assert calls / steps <= MOST_CALLS_OF_DECODES
+    assert calls / steps <= MAX_CALLS_OF_DECODES
 
 
 def test_calls_of_a_request_of_one_token_are_bounded(model):
@@ -57,4 +57,4 @@ def test_calls_of_a_request_of_one_token_are_bounded(model):
         before = platform.replays
         calls = python_calls(lambda: engine.generate(requests[2:]))
         assert platform.replays - before == 1
-    assert calls <= MOST_CALLS_OF_A_REQUEST
+    assert calls <= MAX_CALLS_OF_A_REQUEST

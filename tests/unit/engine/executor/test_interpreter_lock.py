@@ -19,13 +19,13 @@ from tandem_testing.forward_builders import NUM_HEADS, PLAIN, PageDealer, make_b
 from tandem_testing.toy_model import ToyModel
 
 FOREVER = 60.0
-STEPS, MOST_STEPS = 100, 10_000
+STEPS, MAX_STEPS = 100, 10_000
 HEAD_START = 100e-6
 """Seconds in which the bystander comes to wait for the lock. Should it not, a step passes that might have failed."""
 
 
 class Bystander:
-    """A thread that takes the lock whenever it is let go."""
+    """A thread that takes the lock whenever it is released."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -40,7 +40,7 @@ class Bystander:
     def _run(self) -> None:
         while not self._ends:
             self.turns += 1
-            time.sleep(0)  # lets go of the lock, and takes it again
+            time.sleep(0)  # releases the lock, and takes it again
 
 
 @dataclass
@@ -59,7 +59,7 @@ class WatchedModel(ToyModel):
 @pytest.fixture
 def bystander() -> Iterator[Bystander]:
     interval = sys.getswitchinterval()
-    # Nobody is made to let go of the lock.
+    # No thread is made to release the lock.
     sys.setswitchinterval(FOREVER)
     bystander = Bystander()
     yield bystander
@@ -88,8 +88,8 @@ def test_forward_keeps_interpreter_lock_until_first_layer(bystander):
     runner.forward(batches[0])  # compiles
     model.bystander = bystander
     before: list[int] = []
-    # Where cores are few, somebody else may have the one that the bystander would take.
-    while len(before) < STEPS or (before[-1] == before[0] and len(before) < MOST_STEPS):
+    # Where cores are few, another process may have the one that the bystander would take.
+    while len(before) < STEPS or (before[-1] == before[0] and len(before) < MAX_STEPS):
         for batch in batches:
             began = time.perf_counter()
             while time.perf_counter() < began + HEAD_START:

@@ -1,4 +1,4 @@
-"""Word of each layer's KV, whoever turns the heads."""
+"""Callbacks for each layer's KV, with and without rotated heads."""
 
 from dataclasses import dataclass, field
 
@@ -17,32 +17,32 @@ TURN = HeadTurn(torch.ones(1, 2), torch.zeros(1, 2), None)
 class Calls(TurningPlan):
     """Writes down what is asked of it."""
 
-    heard: list[object] = field(default_factory=list)
+    calls: list[object] = field(default_factory=list)
 
     def __call__(self, layer, q, k, v):
-        self.heard.append(("attend", layer))
+        self.calls.append(("attend", layer))
         return q
 
     def turn_and_attend(self, layer, q, k, v, turn):
-        self.heard.append(("turn", layer, turn))
+        self.calls.append(("turn", layer, turn))
         return q
 
 
 def test_plan_that_turns_heads_reports_after_turning():
     plan = Calls()
-    attend = notifying(plan, lambda layer: plan.heard.append(("wrote", layer)))
+    attend = notifying(plan, lambda layer: plan.calls.append(("wrote", layer)))
     assert isinstance(attend, TurningPlan)
     attend.turn_and_attend(0, *QKV, TURN)
     attend(1, *QKV)
-    assert plan.heard == [("turn", 0, TURN), ("wrote", 0), ("attend", 1), ("wrote", 1)]
+    assert plan.calls == [("turn", 0, TURN), ("wrote", 0), ("attend", 1), ("wrote", 1)]
 
 
 def test_plan_without_head_turn_is_not_called_for_one():
     plan = Calls()
-    attend = notifying(plan.__call__, lambda layer: plan.heard.append(("wrote", layer)))
+    attend = notifying(plan.__call__, lambda layer: plan.calls.append(("wrote", layer)))
     assert not isinstance(attend, TurningPlan)
     attend(2, *QKV)
-    assert plan.heard == [("attend", 2), ("wrote", 2)]
+    assert plan.calls == [("attend", 2), ("wrote", 2)]
 
 
 def test_failing_layer_is_not_reported():

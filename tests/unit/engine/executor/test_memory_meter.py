@@ -64,7 +64,7 @@ def test_group_that_is_over_its_limit_has_nothing_left(machine):
 
 
 def test_peak_is_found_even_when_nothing_of_it_remains():
-    # Far more than the machine may reclaim of libraries' pages meanwhile.
+    # Far more than the machine may reclaim of libraries' pages in the meantime.
     size = 256 << 20
     grown = HostMeter().peak_growth(lambda: torch.ones(size // 4).sum())
     assert grown > size // 2
@@ -76,7 +76,7 @@ def test_peak_growth_without_reset_uses_process_lifetime_peak(machine):
 
 
 class Card:
-    """torch's allocator on a card: it takes pieces of 20 MiB and keeps what is given back, until told to empty."""
+    """torch's allocator on a card: it takes pieces of 20 MiB and keeps what is given back, until it is emptied."""
 
     def __init__(self, given: int) -> None:
         self.given = self.taken = self.most_taken = 0

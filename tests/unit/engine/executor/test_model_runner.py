@@ -170,11 +170,11 @@ def test_penalty_sees_the_tokens_of_steps_before(runner):  # [device-history]
     later = make_sampling(temperature=[0.0], all_greedy=True, edits=settled(sampling.edits))
     while len(tokens) < 12:
         tokens += runner.forward(make_batch([decode(19 + len(tokens))], sampling=later)).next_token_ids
-    assert tokens == _penalised_by_hand(runner, params)
+    assert tokens == _penalized_by_hand(runner, params)
     assert tokens != plain
 
 
-def _penalised_by_hand(runner: ModelRunner, params: SamplingParams) -> list[int]:
+def _penalized_by_hand(runner: ModelRunner, params: SamplingParams) -> list[int]:
     """One forward over the whole history for each token."""
     outputs: list[int] = []
     while len(outputs) < params.max_tokens:

@@ -26,9 +26,9 @@ from tandem_engine.memory.listed_runs import RunRoom
 from tandem_engine.memory.state_pool import StatePool, StateSpec
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.reference import TorchReferenceBackend
-from tandem_testing.device_twin import reachable
 from tandem_testing.forward_builders import NUM_LAYERS, Seq, make_batch, make_pool
 from tandem_testing.graph_tape import Tape
+from tandem_testing.simulated_device import reachable
 from tandem_testing.stream_builders import Beside
 from tandem_testing.toy_model import ToyModel
 from tandem_testing.triton_kernels.tensors import kernels_on

@@ -17,8 +17,8 @@ from tandem_engine.forward.batch import ForwardResult
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import CopyKind, PageCopy
 from tandem_engine.memory.state_pool import StatePool, StateSpec
-from tandem_testing.device_twin import TwinStreams
 from tandem_testing.forward_builders import Seq, make_batch, make_pool
+from tandem_testing.simulated_device import SimulatedStreams
 
 BATCH = make_batch([Seq(seq_len=2, decode=True, pages=[3], row=1, input_ids=[5])])
 
@@ -85,7 +85,7 @@ def test_read_error_is_delivered_by_the_future():
 
 
 def executor(enqueue) -> StreamExecutor:
-    return StreamExecutor(enqueue, copier=lambda _: pytest.fail("no copies"), streams=TwinStreams())
+    return StreamExecutor(enqueue, copier=lambda _: pytest.fail("no copies"), streams=SimulatedStreams())
 
 
 def test_launch_error_is_delivered_and_executor_continues():
@@ -118,7 +118,7 @@ def batch_on(*pages: int):
 
 @torch.inference_mode()
 def test_step_waits_for_copies_of_its_own_pages_alone(monkeypatch):
-    streams, pool = TwinStreams(looks=1000), make_pool()
+    streams, pool = SimulatedStreams(looks=1000), make_pool()
     host = HostPool(num_pages=4, page_bytes=pool.page_bytes)
     streams.adopt(pool.data, shared=True)
     memory = streams.know(host.data)
@@ -166,7 +166,7 @@ def test_runs_are_short_when_they_are_so_on_average_and_several(runs, page_bytes
 
 @torch.inference_mode()
 def test_runs_of_pages_arrive_whole():
-    streams, pool = TwinStreams(), make_pool()
+    streams, pool = SimulatedStreams(), make_pool()
     host = HostPool(num_pages=6, page_bytes=pool.page_bytes)
     streams.adopt(pool.data, shared=True)
     memory = streams.know(host.data)
@@ -182,7 +182,7 @@ def test_runs_of_pages_arrive_whole():
 
 @torch.inference_mode()
 def test_pages_go_to_the_host_and_come_back_elsewhere():
-    streams, pool = TwinStreams(), make_pool()
+    streams, pool = SimulatedStreams(), make_pool()
     host = HostPool(num_pages=4, page_bytes=pool.page_bytes)
     streams.adopt(pool.data, shared=True)
     memory = streams.know(host.data)
@@ -200,7 +200,7 @@ def test_pages_go_to_the_host_and_come_back_elsewhere():
         assert torch.equal(pool.data[target], before[source])
 
 
-def pages_and_states(streams: TwinStreams) -> tuple[PageStreams, StatePool]:
+def pages_and_states(streams: SimulatedStreams) -> tuple[PageStreams, StatePool]:
     pool = make_pool()
     states = StatePool(StateSpec(**STATE, dtype=torch.float32), rows=3, device="cpu")
     states.bytes_view().random_(0, 256)
@@ -217,7 +217,7 @@ STATE = {"layers": 1, "history": 1, "channels": 4, "heads": 1, "key_size": 4, "v
 
 @torch.inference_mode()
 def test_step_waits_for_the_copy_of_its_own_state_alone(monkeypatch):
-    streams = TwinStreams(looks=1000)
+    streams = SimulatedStreams(looks=1000)
     pages, _ = pages_and_states(streams)
     waits = []
     monkeypatch.setattr(streams, "wait", lambda stream, _: waits.append(stream))
@@ -230,7 +230,7 @@ def test_step_waits_for_the_copy_of_its_own_state_alone(monkeypatch):
 
 @torch.inference_mode()
 def test_states_go_to_the_host_and_come_back_elsewhere():
-    pages, states = pages_and_states(TwinStreams())
+    pages, states = pages_and_states(SimulatedStreams())
     before = states.bytes_view().clone()
     for kind, source, target in ((CopyKind.STATE_TO_HOST, [2], [3]), (CopyKind.HOST_TO_STATE, [3], [1])):
         assert StreamFuture(pages.enqueue(PageCopy(kind=kind, source=source, target=target))).result().pages == 1

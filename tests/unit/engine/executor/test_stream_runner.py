@@ -1,4 +1,4 @@
-"""A step on streams comes to what it comes to on the host, and nothing waits for the device meanwhile."""
+"""A step on streams comes to what it comes to on the host, and nothing waits for the device in the meantime."""
 
 from dataclasses import replace
 
@@ -8,14 +8,14 @@ from torch import Tensor
 
 from tandem_engine.base.clock import MonotonicClock
 from tandem_engine.executor.cuda.streams import StreamFuture
-from tandem_engine.executor.self_test import lone_batch
+from tandem_engine.executor.self_test import single_sequence_batch
 from tandem_engine.forward.batch import RESOLVE, ForwardBatch, ForwardResult, PromptPositions, TokenMasks
 from tandem_engine.forward.kv_progress import KvProgress
 from tandem_engine.forward.results import PooledTokens
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_testing.device_twin import HostWaitError, MixedDevicesError
 from tandem_testing.edit_builders import make_edits, make_request
 from tandem_testing.forward_builders import NUM_LAYERS, Seq, make_batch, make_sampling
+from tandem_testing.simulated_device import HostWaitError, MixedDevicesError
 from tandem_testing.stream_builders import Beside
 from tandem_testing.toy_model import VOCAB_SIZE, ToyModel
 
@@ -191,13 +191,13 @@ def test_launch_that_syncs_or_mixes_devices_raises(kind, error):  # [no-device-w
 def test_chunked_text_logits_equal_prompt_logits_on_both_runners():
     """`tandem accuracy` takes them so: every token of a chunk, on the KV of those before it."""
     both, text = Beside(), torch.tensor(PROMPT)
-    whole = lone_batch(text, PAGES, 16, extend_len=len(text), every_token=True)
+    whole = single_sequence_batch(text, PAGES, 16, extend_len=len(text), every_token=True)
     chunks = [
-        lone_batch(text[:end], PAGES, 16, extend_len=size, every_token=True)
+        single_sequence_batch(text[:end], PAGES, 16, extend_len=size, every_token=True)
         for end, size in ((8, 8), (18, 10), (19, 1))
     ]
     expected = both.host.logits(whole)
     assert expected.shape == (len(text), VOCAB_SIZE)
     for runner in (both.host, both.streams):
         torch.testing.assert_close(torch.cat([runner.logits(chunk) for chunk in chunks]), expected, rtol=0, atol=1e-5)
-        torch.testing.assert_close(runner.logits(lone_batch(text, PAGES, 16, extend_len=19)), expected[-1:])
+        torch.testing.assert_close(runner.logits(single_sequence_batch(text, PAGES, 16, extend_len=19)), expected[-1:])

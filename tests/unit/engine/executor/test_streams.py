@@ -1,22 +1,22 @@
-"""Tensors come to a device and back with nobody waiting; and the twin that says so would notice."""
+"""Tensors are copied to a device and back without a wait; simulated streams detect one."""
 
 import pytest
 import torch
 
 from tandem_engine.executor.cuda.runner import tensors_of, with_tensors
 from tandem_engine.executor.cuda.streams import ALIGNMENT, StreamName, download, upload
-from tandem_testing.device_twin import HostWaitError, MixedDevicesError, TwinStreams, UnorderedError
 from tandem_testing.forward_builders import Seq, make_batch
+from tandem_testing.simulated_device import HostWaitError, MixedDevicesError, SimulatedStreams, UnorderedError
 
 FORWARD, COPY = StreamName.FORWARD, StreamName.COPY
 
 
-def on_device(twin: TwinStreams, *values: float) -> torch.Tensor:
-    return upload(twin, [torch.tensor(values)])[0]
+def on_device(streams: SimulatedStreams, *values: float) -> torch.Tensor:
+    return upload(streams, [torch.tensor(values)])[0]
 
 
 def test_tensors_arrive_as_they_were_each_at_an_even_address():
-    twin = TwinStreams()
+    streams = SimulatedStreams()
     given = [
         torch.arange(5),
         torch.ones(3, 2, dtype=torch.int32).T,
@@ -24,20 +24,20 @@ def test_tensors_arrive_as_they_were_each_at_an_even_address():
         torch.tensor([True]),
         torch.tensor(2.5),
     ]
-    arrived = upload(twin, given)
+    arrived = upload(streams, given)
     for mine, theirs in zip(arrived, given, strict=True):
         assert torch.equal(mine, theirs)
         assert mine.dtype is theirs.dtype
         assert mine.storage_offset() * mine.itemsize % ALIGNMENT == 0
-    assert upload(twin, []) == []
+    assert upload(streams, []) == []
 
 
 def test_stream_results_are_invalid_before_their_event():
-    twin = TwinStreams(looks=3)
-    values = on_device(twin, 1.0, 2.0)
-    with twin.on(FORWARD):
+    streams = SimulatedStreams(looks=3)
+    values = on_device(streams, 1.0, 2.0)
+    with streams.on(FORWARD):
         doubled = values * 2
-    results = download(twin, [doubled, values])
+    results = download(streams, [doubled, values])
     assert [results.arrived() for _ in range(3)] == [False] * 3
     assert results.tensors[0].tolist() != [2.0, 4.0]
     assert results.arrived()
@@ -71,45 +71,45 @@ def test_batch_is_taken_apart_and_put_together():
         lambda x: x.copy_(torch.zeros(2)),
     ],
 )
-def test_host_sync_on_twin_streams_raises(look):  # [no-device-wait]
-    twin = TwinStreams()
-    values = on_device(twin, 1.0, 2.0)
-    with pytest.raises(HostWaitError), twin.on(FORWARD):
+def test_host_sync_on_simulated_streams_raises(look):  # [no-device-wait]
+    streams = SimulatedStreams()
+    values = on_device(streams, 1.0, 2.0)
+    with pytest.raises(HostWaitError), streams.on(FORWARD):
         look(values)
 
 
 @pytest.mark.parametrize(
     "mix", [lambda x: x + torch.ones(2), lambda x: x[torch.tensor([1])], lambda x: x + torch.arange(2)]
 )
-def test_device_and_host_do_not_mix_on_the_twin(mix):
-    twin = TwinStreams()
-    values = on_device(twin, 1.0, 2.0)
-    with pytest.raises(MixedDevicesError), twin.on(FORWARD):
+def test_device_and_host_do_not_mix_on_simulated_streams(mix):
+    streams = SimulatedStreams()
+    values = on_device(streams, 1.0, 2.0)
+    with pytest.raises(MixedDevicesError), streams.on(FORWARD):
         mix(values)
 
 
-def test_streams_that_share_memory_need_an_event_on_the_twin():
-    twin = TwinStreams()
-    values = on_device(twin, 1.0, 2.0)
-    with twin.on(FORWARD):
+def test_simulated_streams_that_share_memory_need_an_event():
+    streams = SimulatedStreams()
+    values = on_device(streams, 1.0, 2.0)
+    with streams.on(FORWARD):
         doubled = values * 2
-    with pytest.raises(UnorderedError), twin.on(COPY):
+    with pytest.raises(UnorderedError), streams.on(COPY):
         doubled + 1
-    twin.wait(COPY, twin.record(FORWARD))
-    with twin.on(COPY):
+    streams.wait(COPY, streams.record(FORWARD))
+    with streams.on(COPY):
         doubled + 1
-    with pytest.raises(UnorderedError), twin.on(FORWARD):
+    with pytest.raises(UnorderedError), streams.on(FORWARD):
         doubled.zero_()
-    twin.wait(FORWARD, twin.record(COPY))
-    with twin.on(FORWARD):
+    streams.wait(FORWARD, streams.record(COPY))
+    with streams.on(FORWARD):
         doubled.zero_()
 
 
 def test_completed_work_needs_no_further_event():
-    twin = TwinStreams(looks=0)
-    values = on_device(twin, 1.0)
-    with twin.on(FORWARD):
+    streams = SimulatedStreams(looks=0)
+    values = on_device(streams, 1.0)
+    with streams.on(FORWARD):
         doubled = values * 2
-    assert twin.record(FORWARD).query()
-    with twin.on(COPY):
+    assert streams.record(FORWARD).query()
+    with streams.on(COPY):
         assert doubled.clone() is not doubled

@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 
-from tandem_testing.twin_ranks import NAMESPACE
+from tandem_testing.simulated_ranks import NAMESPACE
 
 UNRESOLVED = """
 import sys
 import torch
-import tandem_testing.twin_ranks
+import tandem_testing.simulated_ranks
 
 for qualified in torch._C._dispatch_get_all_op_names():
     namespace, _, rest = qualified.partition("::")

@@ -1,13 +1,13 @@
 import pytest
 import torch
 
-from tandem_engine.forward.future_map import borrowed
+from tandem_engine.forward.future_map import int64_view
 
 
 @pytest.mark.parametrize("shape", [(0,), (1,), (7,), (3, 2)])
 def test_array_is_the_tensor_s_memory(shape):
     tensor = torch.arange(torch.Size(shape).numel()).view(shape)
-    array = borrowed(tensor)
+    array = int64_view(tensor)
     assert array.tolist() == tensor.tolist()
     tensor += 5
     assert array.tolist() == tensor.tolist()
@@ -15,6 +15,6 @@ def test_array_is_the_tensor_s_memory(shape):
 
 def test_strided_or_foreign_dtype_array_has_no_view():
     with pytest.raises(AssertionError, match="strides"):
-        borrowed(torch.arange(8)[::2])
+        int64_view(torch.arange(8)[::2])
     with pytest.raises(AssertionError, match="int64"):
-        borrowed(torch.zeros(3))
+        int64_view(torch.zeros(3))

@@ -1,4 +1,4 @@
-"""Guesses that a device has: where they go in the step that verifies them, and who reads them when."""
+"""Drafts on a device: their places in the step that verifies them, and which step reads them."""
 
 import torch
 
@@ -7,7 +7,7 @@ from tandem_engine.scheduler.speculation import StepDrafts
 
 
 class Proposal:
-    """Two steps: the first guesses for three sequences, the second goes on for the first and the last of them."""
+    """Two steps: the first guesses for three sequences, the second continues the first and the last of them."""
 
     def __init__(self) -> None:
         self.reads = 0

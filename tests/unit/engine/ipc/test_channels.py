@@ -1,4 +1,4 @@
-"""Typed channels: who may connect, what is refused, and that nothing blocks."""
+"""Typed channels: which keys may connect, what is refused, and that nothing blocks."""
 
 import asyncio
 import errno
@@ -50,7 +50,7 @@ def received(router: RouterChannel[EngineRequest, EngineReply]) -> list[tuple[by
     return list(router.receive())
 
 
-async def said(
+async def replied(
     context: IpcContext, count: int
 ) -> tuple[RouterChannel[EngineRequest, EngineReply], AsyncDealerChannel[EngineReply, EngineRequest], list[Pong]]:
     """A server, a client, and so many replies that the server has sent it."""
@@ -145,7 +145,7 @@ async def test_send_wakes_a_reader_only_for_what_is_there(context) -> None:
     assert not waiting.done(), "nothing has come"
     assert router.send(client, Pong(nonce=0, incarnation="w@1"))
     Poller([dealer.socket]).wait(WAIT)
-    # The descriptor's word is taken away by the send, before the event loop has heard it.
+    # The send consumes the descriptor's event before the event loop has seen it.
     assert dealer.send(Ping(nonce=2))
     await asyncio.wait_for(waiting, WAIT)
     assert [*dealer.waiting()] == [Pong(nonce=0, incarnation="w@1")]
@@ -165,7 +165,7 @@ class FullSocket:
 
 
 async def test_send_without_room_wakes_a_reader_too(context) -> None:
-    router, dealer, pongs = await said(context, 1)
+    router, dealer, pongs = await replied(context, 1)
     waiting = asyncio.create_task(dealer.readable())
     await asyncio.sleep(0)
     socket = dealer.socket
@@ -192,8 +192,8 @@ async def test_closing_a_channel_cancels_pending_receives(context) -> None:
 
 async def test_client_with_other_keys_is_rejected(context) -> None:
     router = open_router(context)
-    stranger_context = IpcContext(KeyPair.generate())
-    foreign = open_dealer(stranger_context, router.endpoint)
+    foreign_context = IpcContext(KeyPair.generate())
+    foreign = open_dealer(foreign_context, router.endpoint)
     friend = open_dealer(context, router.endpoint)
     foreign.send(Ping(nonce=666))
     await asyncio.wait_for(foreign.disconnected(), WAIT)
@@ -201,7 +201,7 @@ async def test_client_with_other_keys_is_rejected(context) -> None:
     messages = await asyncio.to_thread(received, router)
     assert [message for _, message in messages] == [Ping(nonce=1)]
     foreign.close()
-    stranger_context.close()
+    foreign_context.close()
     friend.close()
     router.close()
 
@@ -232,8 +232,8 @@ async def test_end_of_the_server_is_noticed_at_once(context) -> None:
 
 
 async def test_messages_before_server_end_are_still_received(context) -> None:
-    """A client that hears of the end first must not lose what came before it."""
-    router, dealer, pongs = await said(context, 9)
+    """A client that is notified of the end first must not lose what came before it."""
+    router, dealer, pongs = await replied(context, 9)
     assert await asyncio.wait_for(dealer.receive(), WAIT) == pongs[0]
     router.drain(WAIT)
     await asyncio.wait_for(dealer.disconnected(), WAIT)
@@ -245,7 +245,7 @@ async def test_messages_before_server_end_are_still_received(context) -> None:
 async def test_yielding_receiver_holds_no_message(context, monkeypatch) -> None:
     """It was missing among those that are `waiting`, which came without it."""
     monkeypatch.setattr(async_channels, "MAX_PER_RECEIVE", 1)
-    router, dealer, pongs = await said(context, 3)
+    router, dealer, pongs = await replied(context, 3)
     router.drain(WAIT)
     await asyncio.wait_for(dealer.disconnected(), WAIT)
     assert await asyncio.wait_for(dealer.receive(), WAIT) == pongs[0]

@@ -1,4 +1,4 @@
-"""Folders that processes meet in: none stays behind, and nobody else's is removed."""
+"""Directories that processes share: none stays behind, and none of another process is removed."""
 
 import errno
 import fcntl
@@ -23,7 +23,7 @@ def temporary(tmp_path, monkeypatch) -> Path:
 
 
 def left(folder: Path) -> Path:
-    """As a killed process leaves it: with a marker that nobody holds."""
+    """As a killed process leaves it: with a marker that no process holds."""
     folder.mkdir(mode=0o700)
     (folder / MARKER).touch(mode=0o600)
     (folder / "store").write_text("rank 0")
@@ -94,7 +94,7 @@ def test_marker_that_is_a_link_a_pipe_or_a_folder_is_none(temporary):
 def test_lock_ends_with_the_process_that_holds_it(temporary):
     child = os.fork()
     if child == 0:
-        # Whatever happens, this process must not go on as a second pytest.
+        # Whatever happens, this process must not continue as a second pytest.
         status = 1
         try:
             place = own_folder(PREFIX)
@@ -192,7 +192,7 @@ def test_missing_temporary_folder_raises_error_naming_tmpdir(temporary, monkeypa
 
 @pytest.mark.parametrize("number", [errno.EBADF, errno.ENOLCK, errno.EOPNOTSUPP, errno.EWOULDBLOCK])
 def test_file_system_without_locks_does_not_prevent_start(number, temporary, monkeypatch):
-    """It ended the worker, or let it try for ever."""
+    """It ended the worker, or let it try forever."""
     abandoned = left(temporary / f"{PREFIX}killed_1")
 
     def refused(descriptor: int, operation: int) -> None:
@@ -220,7 +220,7 @@ def killed_while_making(step: str) -> None:
         def end(*_: object, **__: object) -> None:
             os._exit(0)
 
-        # Whatever happens, this process must not go on as a second pytest.
+        # Whatever happens, this process must not continue as a second pytest.
         try:
             if step == "made":
                 make = tempfile.mkdtemp
@@ -243,7 +243,7 @@ def an_hour_passes(monkeypatch) -> None:
 
 @pytest.mark.parametrize("step", ["made", "about to be locked", "locked"])
 def test_unmarked_folder_of_killed_process_is_removed_once_old(step, temporary, monkeypatch):
-    """It stayed for ever."""
+    """It stayed forever."""
     killed_while_making(step)
     (folder,) = temporary.iterdir()
     opened = open_files()

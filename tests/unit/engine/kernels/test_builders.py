@@ -1,4 +1,4 @@
-"""Builder processes: every kernel of a plan is compiled once, whoever else needs it and whatever ends early."""
+"""Builder processes: every kernel of a plan is compiled once, also when others need it or end early."""
 
 import ctypes
 import importlib
@@ -258,7 +258,7 @@ def test_place_is_free_again_when_its_holder_ends(kernels):
 
 
 def test_kernel_outside_of_the_plan_is_not_waited_for(kernels, tmp_path):
-    """It would be for ever: the place that another builder holds never becomes free here."""
+    """The wait would never end: the place that another builder holds never becomes free here."""
     builders = Builders([kernels.build.spec(1)], TWO_PLACES)
     with place_of_builder(kept.store(), 1):
         builders.wait(kernels.build.keys(kernels.build.spec(2)))

@@ -1,4 +1,4 @@
-"""The files of compiled kernels: who may write them, what is read of them, and one writer at a time."""
+"""The files of compiled kernels: their owner, what is read of them, and one writer at a time."""
 
 import hashlib
 import os
@@ -221,7 +221,7 @@ with KernelStore(own=Path(sys.argv[1])).compiling(KEY):
 
 
 def test_one_process_compiles_a_kernel_until_it_dies(tmp_path):
-    """The lock of a process that was killed is free: who waits for it goes on."""
+    """The lock of a process that was killed is free: a waiting process continues."""
     (tmp_path / "tests_key.py").write_text(
         "from tandem_engine.kernels.store.keys import KernelKey, KernelSpec\n"
         f"KEY = KernelKey(spec=KernelSpec.parse({SPEC.text!r}), target={KEY.target!r}, compiler={KEY.compiler!r})\n"

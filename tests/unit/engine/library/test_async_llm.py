@@ -45,7 +45,7 @@ async def slow(llm):
 
 
 async def drained(llm: AsyncLLM) -> None:
-    """Nothing of a test goes on after it, not even when it failed while generation was paused."""
+    """No request of a test runs after it, not even when it failed while generation was paused."""
     await llm.resume()
     while (stats := await llm.stats()).running or stats.waiting:
         continue

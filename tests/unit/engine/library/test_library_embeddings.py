@@ -52,10 +52,10 @@ def test_input_without_embedding_is_rejected_at_once(llm, prompts, params, text)
     assert llm.stats().prompt_tokens_total == before
 
 
-async def test_async_twin_gives_the_same_vectors(llm):
-    async with AsyncLLM(MODEL, **OPTIONS) as twin:
-        output = await twin.embed("The fox ran")
+async def test_async_llm_gives_the_same_vectors(llm):
+    async with AsyncLLM(MODEL, **OPTIONS) as async_llm:
+        output = await async_llm.embed("The fox ran")
         [ours] = llm.embed("The fox ran", use_tqdm=False)
         assert output.outputs.embedding == pytest.approx(ours.outputs.embedding, abs=1e-6)
         with pytest.raises(InvalidRequestError, match="dimensions"):
-            await twin.embed("The fox ran", PoolingParams(dimensions=10**6))
+            await async_llm.embed("The fox ran", PoolingParams(dimensions=10**6))

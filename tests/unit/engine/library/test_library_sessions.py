@@ -136,27 +136,27 @@ async def last(generator):
     return final.outputs[0].token_ids
 
 
-async def test_async_twin_continues_conversations_too(llm):
-    async with AsyncLLM(MODEL, **OPTIONS) as twin:
-        with twin.open_session() as session:
-            given = [await last(twin.generate(text, GREEDY, session=session)) for text in TURNS]
+async def test_async_llm_continues_conversations(llm):
+    async with AsyncLLM(MODEL, **OPTIONS) as async_llm:
+        with async_llm.open_session() as session:
+            given = [await last(async_llm.generate(text, GREEDY, session=session)) for text in TURNS]
             assert given == conversation(llm)
         with pytest.raises(SessionLostError):
-            await last(twin.generate("more", GREEDY, session=session))
+            await last(async_llm.generate("more", GREEDY, session=session))
 
-        session = twin.open_session()
-        first = await last(twin.generate("The fox", GREEDY, session=session))
+        session = async_llm.open_session()
+        first = await last(async_llm.generate("The fox", GREEDY, session=session))
         long = replace(GREEDY, max_tokens=300)
-        async with unhurried(twin), aclosing(twin.generate(" ran", long, session=session)) as left:
+        async with unhurried(async_llm), aclosing(async_llm.generate(" ran", long, session=session)) as left:
             async for _ in left:
                 break
-        tokenizer = twin.get_tokenizer()
+        tokenizer = async_llm.get_tokenizer()
         whole = [*tokenizer.encode("The fox"), *first, *tokenizer.encode(" hid", add_special_tokens=False)]
-        assert await last(twin.generate(" hid", GREEDY, session=session)) == tokens(llm, whole)
+        assert await last(async_llm.generate(" hid", GREEDY, session=session)) == tokens(llm, whole)
 
-        async with unhurried(twin):
-            running = twin.generate(" and", long, request_id="running", session=session)
+        async with unhurried(async_llm):
+            running = async_llm.generate(" and", long, request_id="running", session=session)
             await anext(running)
             with pytest.raises(SessionError, match="computing another turn"):
-                await last(twin.generate(" then", GREEDY, session=session))
+                await last(async_llm.generate(" then", GREEDY, session=session))
             await running.aclose()

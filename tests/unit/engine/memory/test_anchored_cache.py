@@ -150,7 +150,7 @@ def test_trial_that_made_room_takes_back_no_block():
         router.compute([*range(first, first + 70)])
         assert not any(isinstance(event, BlockRemoved) for event in router.read_events())
         assert router.known == router.leading_to_anchors()
-    assert router.anchors.counts.on_trial == 0
+    assert router.anchors.counts.provisional == 0
     assert (router.found(prompt), router.usable(prompt), router.usable(parted)) == (40, 40, 0)
 
 

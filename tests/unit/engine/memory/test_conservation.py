@@ -90,8 +90,8 @@ def test_freed_row_still_in_use_is_named(memory: KvMemory, kv: RequestKv) -> Non
 def test_row_of_two_requests_is_named(memory: KvMemory) -> None:
     kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=0)
     assert kv is not None
-    twin = RequestKv(row=kv.row, space=BASE_SPACE, page_size=4)
-    assert audit(memory, kv, twin).problems == (f"row {kv.row} used by more than one request or hold",)
+    duplicate = RequestKv(row=kv.row, space=BASE_SPACE, page_size=4)
+    assert audit(memory, kv, duplicate).problems == (f"row {kv.row} used by more than one request or hold",)
 
 
 def test_written_padding_row_is_reported(memory: KvMemory) -> None:
@@ -106,11 +106,11 @@ def test_row_that_names_other_pages_is_reported(memory: KvMemory, kv: RequestKv)
     )
 
 
-def test_borrowed_page_that_left_the_tree_is_named(memory: KvMemory) -> None:  # [lock-covers-node]
+def test_pinned_page_that_left_the_tree_is_named(memory: KvMemory) -> None:  # [lock-covers-node]
     kv = start_request(memory, PROMPT)
     kv.cache_protected_len = 8
-    borrowed = f"page {kv.pages[0]}, {kv.pages[1]}"
-    assert f"row {kv.row}: {borrowed} pinned in the tree but not in it" in audit(memory, kv).problems
+    pinned = f"page {kv.pages[0]}, {kv.pages[1]}"
+    assert f"row {kv.row}: {pinned} pinned in the tree but not in it" in audit(memory, kv).problems
 
 
 def test_cursors_out_of_order_are_reported(memory: KvMemory) -> None:

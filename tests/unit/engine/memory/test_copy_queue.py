@@ -106,7 +106,7 @@ def test_copy_is_acked_after_all_ranks_at_slowest_rate():  # [copy-acked]
     def work(parallel: Parallel) -> list[tuple[int, float | None]]:
         executor = Executor()
         copies = CopyQueue(submit=executor, least=Agreement(parallel.schedule).least)
-        copies.poll()  # nothing is on its way on any rank, so nobody is asked
+        copies.poll()  # nothing is on its way on any rank, so no rank is queried
         for _ in range(3):
             launch(copies)
         seen = []

@@ -31,11 +31,11 @@ class PlainCache:
             self.locks[key[:end]] -= 1
             self.last_use[key[:end]] = self.time
         end = len(key)
-        while spent and end and self.locks[key[:end]] == 0 and not self._goes_on_elsewhere(key, end):
+        while spent and end and self.locks[key[:end]] == 0 and not self._continues_elsewhere(key, end):
             self.last_use[key[:end]] = -self.time  # before everything that is there
             end -= 1
 
-    def _goes_on_elsewhere(self, key: Key, end: int) -> bool:
+    def _continues_elsewhere(self, key: Key, end: int) -> bool:
         return any(len(other) == end + 1 and other[:end] == key[:end] != other != key[: end + 1] for other in self.page)
 
     def evict(self, n: int) -> list[PageId]:

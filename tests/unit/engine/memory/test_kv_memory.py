@@ -32,7 +32,7 @@ def test_started_page_is_a_page(memory: KvMemory, tokens: int, pages: int) -> No
     assert memory.pages_for(tokens) == pages
 
 
-def test_fresh_request_borrows_nothing(memory: KvMemory) -> None:
+def test_fresh_request_pins_nothing(memory: KvMemory) -> None:
     kv = memory.begin(PROMPT, space=BASE_SPACE, max_match=9)
     assert kv is not None
     assert (kv.cache_protected_len, kv.committed_len, kv.allocated_len) == (0, 0, 0)

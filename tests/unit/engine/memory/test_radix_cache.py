@@ -115,7 +115,7 @@ def test_pages_of_cached_tokens_return_as_duplicates(cache: RadixCache, size: in
     assert sorted(cache.pages()) == [1, 2, 7]
 
 
-def test_borrowed_prefix_is_no_duplicate(cache: RadixCache, size: int) -> None:
+def test_pinned_prefix_is_no_duplicate(cache: RadixCache, size: int) -> None:
     store(cache, run(size, 1, 2), pages(1, 2))
     result = store(cache, run(size, 1, 2, 3), [PageId(1), PageId(6), PageId(7)])
     assert result.duplicates == (6,)
@@ -428,7 +428,7 @@ def test_replaying_the_events_gives_the_snapshot(size: int, seed: int) -> None:
         if len(locks) > 3:
             cache.unlock(locks.pop(rng.randrange(len(locks))))
         assert cache.audit(locks) == []
-        if rng.random() < 0.5:  # what was stored before is split, grown and evicted before anybody asks
+        if rng.random() < 0.5:  # what was stored before is split, grown and evicted before the first query
             known = replayed(cache.take_events(), known)
             assert known == replayed(cache.snapshot_events())
 

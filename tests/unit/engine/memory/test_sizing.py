@@ -1,4 +1,4 @@
-"""Where the memory goes, and what is said when it does not go around."""
+"""Division of the memory, and the error when it is too small."""
 
 from dataclasses import replace
 

@@ -44,7 +44,7 @@ def launch(memory: KvMemory, kv: RequestKv, start: int, stop: int, *, settles: b
 
 
 def compute(memory: KvMemory, tokens: list[int], *, decodes: int = 0) -> RequestKv:
-    """A request that begins and computes all of `tokens` in one step, then some more by one; it goes on."""
+    """A request that begins and computes all of `tokens` in one step, then some more by one; it continues."""
     kv = memory.begin(tokens, space=BASE_SPACE, max_match=len(tokens) - 1)
     assert kv is not None
     launch(memory, kv, kv.committed_len, len(tokens))
@@ -150,9 +150,9 @@ def branched(at: int, first: int = 5000) -> list[int]:
     return [*LONG[:at], *range(first, first + len(LONG) - at)]
 
 
-def on_trial(memory: KvMemory) -> int:
+def provisional(memory: KvMemory) -> int:
     assert memory.anchors is not None
-    return memory.anchors.counts.on_trial
+    return memory.anchors.counts.provisional
 
 
 def test_trials_within_a_prompt_are_snapshots_in_order():
@@ -183,7 +183,7 @@ def test_trial_where_a_chunk_ends_is_copied_by_the_next():
 def test_second_prompt_continues_before_branch_point(shared, usable):
     memory = make(range(5, 37), pages=200)
     end(memory, compute(memory, LONG), LONG)
-    assert on_trial(memory) == len(TRIALS)
+    assert provisional(memory) == len(TRIALS)
     assert found(memory, branched(shared)) == usable
     kv = compute(memory, branched(shared))
     assert kv.known_len == shared // PAGE * PAGE
@@ -199,14 +199,14 @@ def test_trials_make_room_and_take_none_of_others():
     for tokens in kept:
         end(memory, compute(memory, tokens), tokens)
     end(memory, compute(memory, LONG), LONG)
-    assert on_trial(memory) == 0, "the one slot that was free is that of the end of the prompt"
+    assert provisional(memory) == 0, "the one slot that was free is that of the end of the prompt"
     assert [found(memory, tokens) for tokens in kept] == [64] * len(kept)
     memory.clear_cache()
     end(memory, compute(memory, LONG), LONG)
-    assert on_trial(memory) == 2, "a quarter of the slots, as all were taken by one step"
+    assert provisional(memory) == 2, "a quarter of the slots, as all were taken by one step"
     for tokens in kept:
         end(memory, compute(memory, tokens), tokens)
-    assert on_trial(memory) == 0
+    assert provisional(memory) == 0
     assert [found(memory, tokens) for tokens in (*kept, LONG)] == [*[64] * len(kept), 960]
     audited(memory)
 
@@ -227,16 +227,16 @@ def test_trial_used_by_a_request_is_promoted():
     end(memory, compute(memory, LONG), LONG)
     kv = memory.begin(branched(600), space=BASE_SPACE, max_match=1023)
     assert kv is not None
-    assert (kv.committed_len, on_trial(memory)) == (512, len(TRIALS))
+    assert (kv.committed_len, provisional(memory)) == (512, len(TRIALS))
     launch(memory, kv, 512, 1024)
-    assert on_trial(memory) == len(TRIALS) - 1
+    assert provisional(memory) == len(TRIALS) - 1
     audited(memory, kv)
 
 
 def test_request_that_is_not_admitted_leaves_a_trial():
     memory = make(range(5, 13), pages=400)
     end(memory, compute(memory, LONG), LONG)
-    trials = on_trial(memory)
+    trials = provisional(memory)
     waiting = memory.begin(branched(800), space=BASE_SPACE, max_match=1023)
     assert waiting is not None
     assert waiting.committed_len == 768
@@ -244,7 +244,7 @@ def test_request_that_is_not_admitted_leaves_a_trial():
         end(memory, compute(memory, tokens), tokens)
     audited(memory, waiting)
     memory.release(waiting, (), checkpoint=False, after_step=None)
-    assert (trials, on_trial(memory)) == (2, 1), "it was pinned, so the other one made room"
+    assert (trials, provisional(memory)) == (2, 1), "it was pinned, so the other one made room"
     audited(memory)
 
 
@@ -268,7 +268,7 @@ def test_prompt_that_ends_at_a_trial_makes_it_an_anchor():
     launch(memory, kv, 256, 513)
     memory.commit(kv, 513)
     end(memory, kv, same)
-    assert on_trial(memory) == len(TRIALS) - 2, "one was used, and one is at the end of a prompt"
+    assert provisional(memory) == len(TRIALS) - 2, "one was used, and one is at the end of a prompt"
     audited(memory)
 
 
@@ -280,13 +280,13 @@ def test_aborted_prompt_gives_back_its_trials():
     memory.release(kv, (), checkpoint=False, after_step=None)
     audited(memory)
     end(memory, compute(memory, LONG), LONG)
-    assert on_trial(memory) == len(TRIALS)
+    assert provisional(memory) == len(TRIALS)
 
 
 def test_model_that_computes_states_by_token_has_no_trials():
     memory = make(range(5, 37), pages=200, trials=False)
     end(memory, compute(memory, LONG), LONG)
-    assert (on_trial(memory), found(memory, LONG), found(memory, branched(900))) == (0, 960, 0)
+    assert (provisional(memory), found(memory, LONG), found(memory, branched(900))) == (0, 960, 0)
 
 
 def test_anchor_used_longest_ago_gives_its_slot():

@@ -53,9 +53,9 @@ class Process:
 
     def start(self, monkeypatch) -> None:
         for _ in STEPS:
-            self.go_on(monkeypatch)
+            self.next_step(monkeypatch)
 
-    def go_on(self, monkeypatch) -> None:
+    def next_step(self, monkeypatch) -> None:
         step = next(self._steps)
         if step == "load":
             self.own += WEIGHTS
@@ -103,7 +103,7 @@ def test_two_processes_get_their_share_in_any_start_order(monkeypatch, caplog):
         card: list[Process] = []
         both = Process(card), Process(card)
         for turn in order:
-            both[turn].go_on(monkeypatch)
+            both[turn].next_step(monkeypatch)
         sizes.add(tuple(process.pages * MIB for process in both))
     assert sizes == {(POOL, POOL)}
 

@@ -157,9 +157,9 @@ def test_prompt_logprobs_fit_the_prompt_and_the_message() -> None:  # [logprobs-
 
 def test_sampling_params_report_sampler_features() -> None:
     plain = SamplingParams(max_tokens=1, min_tokens=1, stop_token_ids=(4,), logprobs=1, prompt_logprobs=0)
-    assert (plain.penalised, plain.recalls_tokens, plain.edits_logits) == (False, False, False)
+    assert (plain.penalized, plain.recalls_tokens, plain.edits_logits) == (False, False, False)
     words = SamplingParams(max_tokens=1, bad_words=((1,),))
     assert (words.edits_logits, words.recalls_tokens) == (True, False)
     assert SamplingParams(max_tokens=1, bad_words=((1, 2),)).recalls_tokens
     for penalty in ({"presence_penalty": -0.1}, {"frequency_penalty": 0.1}, {"repetition_penalty": 0.9}):
-        assert SamplingParams(max_tokens=1, **penalty).penalised
+        assert SamplingParams(max_tokens=1, **penalty).penalized

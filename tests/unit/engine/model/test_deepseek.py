@@ -90,7 +90,7 @@ def test_deepseek_v3_keeps_one_latent_per_token(parse):
 
 def test_deepseek_v3_routes_as_published(parse):
     moe = parse(**V3, topk_method="noaux_tc", scoring_func="sigmoid").moe
-    assert (moe.scoring, moe.choice_bias, moe.float32_router, moe.normalise) == (Scoring.SIGMOID, True, True, True)
+    assert (moe.scoring, moe.choice_bias, moe.float32_router, moe.normalize) == (Scoring.SIGMOID, True, True, True)
     assert (moe.groups, moe.kept_groups, moe.group_top, moe.scale) == (4, 2, 2, 2.5)
     moe = parse(**V3, n_shared_experts=2, first_k_dense_replace=1).moe
     assert (moe.shared, moe.dense_layers) == (SharedExpert(intermediate_size=20), (0,))
@@ -99,7 +99,7 @@ def test_deepseek_v3_routes_as_published(parse):
 def test_deepseek_v2_has_groups_only_if_its_method_does(parse):
     groups = {"n_group": 4, "topk_group": 2}
     plain, limited = (parse(**V2, **groups, topk_method=each).moe for each in ("greedy", "group_limited_greedy"))
-    assert (plain.groups, plain.kept_groups, plain.normalise, plain.scoring) == (1, 1, False, Scoring.SOFTMAX)
+    assert (plain.groups, plain.kept_groups, plain.normalize, plain.scoring) == (1, 1, False, Scoring.SOFTMAX)
     assert (limited.groups, limited.kept_groups, limited.group_top, limited.choice_bias) == (4, 2, 1, False)
     assert (limited.shared, limited.dense_layers) == (SharedExpert(intermediate_size=20), ())
 
@@ -236,7 +236,7 @@ def experts_of(**fields) -> list[list[int]]:
     router = Router(
         weight=Linear(weight=torch.eye(6), bias=None),
         experts_per_token=2,
-        normalise=False,
+        normalize=False,
         scoring=Scoring.SIGMOID,
         groups=3,
         **fields,

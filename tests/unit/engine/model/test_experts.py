@@ -17,13 +17,13 @@ def weight(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
-def layer(*, chosen: int = 2, normalise: bool = True) -> SparseFeedForward:
+def layer(*, chosen: int = 2, normalize: bool = True) -> SparseFeedForward:
     def linear(rows: int, columns: int, seed: int) -> Linear:
         return Linear(weight=weight(rows, columns, seed=seed), bias=None)
 
     return SparseFeedForward(
         norm=lambda hidden: hidden,
-        router=Router(weight=linear(EXPERTS, HIDDEN, 0), experts_per_token=chosen, normalise=normalise),
+        router=Router(weight=linear(EXPERTS, HIDDEN, 0), experts_per_token=chosen, normalize=normalize),
         experts=tuple(
             Expert(gate_up=linear(2 * INNER, HIDDEN, 10 + e), down=linear(HIDDEN, INNER, 50 + e))
             for e in range(EXPERTS)
@@ -36,7 +36,7 @@ def one_token(moe: SparseFeedForward, token: torch.Tensor) -> torch.Tensor:
     """As one would write it on a board."""
     scores = torch.softmax(moe.router.weight(token), dim=-1)
     best = scores.topk(moe.router.experts_per_token)
-    shares = best.values / best.values.sum() if moe.router.normalise else best.values
+    shares = best.values / best.values.sum() if moe.router.normalize else best.values
     total = torch.zeros(HIDDEN)
     for share, index in zip(shares, best.indices.tolist(), strict=True):
         gate, up = moe.experts[index].gate_up(token).chunk(2)
@@ -44,11 +44,11 @@ def one_token(moe: SparseFeedForward, token: torch.Tensor) -> torch.Tensor:
     return total
 
 
-@pytest.mark.parametrize("normalise", [True, False])
+@pytest.mark.parametrize("normalize", [True, False])
 @pytest.mark.parametrize("chosen", [1, 3, EXPERTS])
 @pytest.mark.parametrize("tokens", [1, 5, 40])
-def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, chosen, normalise):
-    moe, hidden = layer(chosen=chosen, normalise=normalise), weight(tokens, HIDDEN, seed=99)
+def test_each_token_gets_the_weighted_sum_of_its_experts(tokens, chosen, normalize):
+    moe, hidden = layer(chosen=chosen, normalize=normalize), weight(tokens, HIDDEN, seed=99)
     expected = torch.stack([one_token(moe, token) for token in hidden])
     torch.testing.assert_close(moe(hidden), expected, rtol=1e-5, atol=1e-5)
 
@@ -78,7 +78,7 @@ def test_expert_without_tokens_is_not_computed():
 
 def router(**fields) -> Router:
     gate = Linear(weight=weight(8, HIDDEN, seed=3), bias=None)
-    return Router(weight=gate, experts_per_token=2, normalise=True, **fields)
+    return Router(weight=gate, experts_per_token=2, normalize=True, **fields)
 
 
 def test_bias_chooses_experts_and_does_not_weigh_them():
@@ -99,7 +99,7 @@ def test_experts_come_from_the_groups_with_the_best_pairs():
     """Four groups of two, of which one is kept: the one whose sum is largest, not the one with the best expert."""
     logits = torch.tensor([[4.0, -9.0, 1.0, 2.0, 2.5, 2.4, 0.0, 0.0]])
     chosen = Router(
-        weight=lambda _: logits, experts_per_token=2, normalise=False, scoring=Scoring.SIGMOID, groups=4, kept_groups=1
+        weight=lambda _: logits, experts_per_token=2, normalize=False, scoring=Scoring.SIGMOID, groups=4, kept_groups=1
     )(torch.zeros(1, HIDDEN))
     assert chosen.experts.tolist() == [[4, 5]]
     torch.testing.assert_close(chosen.weights, logits.sigmoid()[:, 4:6])
@@ -113,7 +113,7 @@ def test_no_tokens_choose_no_experts():
 def test_weights_of_no_sum_are_divided_by_the_least_sum():
     logits = torch.full((1, 8), -200.0)
     chosen = Router(
-        weight=lambda _: logits, experts_per_token=2, normalise=True, scoring=Scoring.SIGMOID, least_sum=1e-20
+        weight=lambda _: logits, experts_per_token=2, normalize=True, scoring=Scoring.SIGMOID, least_sum=1e-20
     )(torch.zeros(1, HIDDEN))
     assert chosen.weights.isfinite().all()
 

@@ -54,16 +54,16 @@ def test_mistral_window_defaults_if_absent_and_null_disables(parse):
 
 def test_mixtral_has_experts_everywhere_and_a_larger_rotary_base(parse):
     config = parse(**MIXTRAL)
-    assert config.moe == MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=24, normalise=True)
+    assert config.moe == MoeConfig(num_experts=8, experts_per_token=2, intermediate_size=24, normalize=True)
     assert (config.rope.theta, config.windows) == (1e6, ())
     assert parse(**MIXTRAL, sliding_window=16).windows == (16, 16)
 
 
 def test_qwen3_moe_reads_both_spellings_of_the_number_of_experts(parse):
-    expected = MoeConfig(num_experts=16, experts_per_token=4, intermediate_size=12, normalise=False)
+    expected = MoeConfig(num_experts=16, experts_per_token=4, intermediate_size=12, normalize=False)
     assert parse(**QWEN3_MOE).moe == expected
     assert parse(**{**QWEN3_MOE, "num_experts": None}, num_local_experts=16).moe == expected
-    assert parse(**QWEN3_MOE, norm_topk_prob=True).moe.normalise
+    assert parse(**QWEN3_MOE, norm_topk_prob=True).moe.normalize
 
 
 def test_qwen3_moe_config_selects_dense_layers(parse):

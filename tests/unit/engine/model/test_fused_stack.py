@@ -200,7 +200,7 @@ def test_index_outside_of_a_table_is_rejected(ids, positions):
         {"embedding_scale": 2.0},
         {"windows": (None, 24)},
         {"second_rope": RopeConfig(theta=500.0), "second_layers": (1,)},
-        {"moe": MoeConfig(num_experts=2, experts_per_token=1, intermediate_size=32, normalise=True)},
+        {"moe": MoeConfig(num_experts=2, experts_per_token=1, intermediate_size=32, normalize=True)},
     ],
     ids=lambda fields: next(iter(fields)),
 )
@@ -359,7 +359,7 @@ def test_selected_tokens_of_large_step_are_in_requested_order():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [1, 5, 36, 64])
 def test_selection_of_more_tokens_than_step_has(count, dtype):
-    """Whoever samples after a token may pool it too. What a large step's gate gave was written behind its memory."""
+    """A token that is sampled after may be pooled, too. What a large step's gate gave was written behind its memory."""
     model = build(small_config(), dtype)
     batch = make_batch(with_ids([dealer_of(model).seq(count, count)]))
     everything = compute(model, filled_pool(model.config, dtype=dtype), batch)

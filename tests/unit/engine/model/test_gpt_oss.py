@@ -70,7 +70,7 @@ def parse(tmp_path):
 def test_published_config_is_parsed_as_model_card_states(parse):
     config = parse(**PUBLISHED)
     assert config.moe == MoeConfig(
-        num_experts=32, experts_per_token=4, intermediate_size=2880, normalise=True, bias=True, interleaved=True
+        num_experts=32, experts_per_token=4, intermediate_size=2880, normalize=True, bias=True, interleaved=True
     )
     assert (config.rope, config.max_position, config.rms_eps) == (YARN, 131072, 1e-5)
     assert config.windows == (128, None, 128, None)

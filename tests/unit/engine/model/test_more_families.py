@@ -84,7 +84,7 @@ def test_qwen2_moe_slides_in_every_second_of_the_first_layers(parse):
 def test_glm4_moe_chooses_from_groups_by_sigmoid_and_bias(parse):
     moe = parse(**GLM4_MOE, n_group=4, topk_group=2, n_shared_experts=3, routed_scaling_factor=2.5).moe
     assert (moe.scoring, moe.choice_bias, moe.groups, moe.kept_groups) == (Scoring.SIGMOID, True, 4, 2)
-    assert (moe.scale, moe.normalise, moe.float32_router, moe.dense_layers) == (2.5, True, True, (0,))
+    assert (moe.scale, moe.normalize, moe.float32_router, moe.dense_layers) == (2.5, True, True, (0,))
     assert moe.shared == SharedExpert(intermediate_size=24)
 
 

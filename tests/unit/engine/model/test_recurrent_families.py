@@ -106,7 +106,7 @@ def test_published_qwen3_next_has_three_states_to_one_attention():
     assert (config.norm, config.output_gate, config.rope.rotary_dim) == (NormKind.UNIT_OFFSET, True, 64)
     assert config.moe is not None
     assert config.moe.shared == SharedExpert(intermediate_size=512, gated=True)
-    assert config.moe.normalise
+    assert config.moe.normalize
 
 
 def test_text_part_of_qwen3_5_has_one_rotation_and_no_experts():

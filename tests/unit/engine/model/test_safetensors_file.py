@@ -117,12 +117,12 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize(("description", "complaint"), BROKEN.values(), ids=BROKEN)
-def test_broken_entry_is_refused_by_name(path, description, complaint):
+@pytest.mark.parametrize(("description", "error_message"), BROKEN.values(), ids=BROKEN)
+def test_broken_entry_is_refused_by_name(path, description, error_message):
     write_raw_safetensors(path, {"layer.weight": description}, bytes(8))
     message = refusal(path)
     assert "'layer.weight'" in message
-    assert complaint in message
+    assert error_message in message
 
 
 def test_overlapping_tensors_are_refused(path):

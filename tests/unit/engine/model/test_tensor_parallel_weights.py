@@ -126,20 +126,20 @@ def test_heads_are_divided_and_few_kv_heads_repeated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "size", "complaint"),
+    ("changes", "size", "error_message"),
     [
         ({}, 3, "does not divide the 4 attention heads; it can be 1, 2, 4"),
         ({}, 8, "does not divide the 4 attention heads"),
         ({"intermediate_size": 25}, 2, "does not divide the intermediate size of 25; it can be 1"),
     ],
 )
-def test_size_that_cannot_work_is_refused_with_those_that_can(tmp_path, changes, size, complaint):
-    with pytest.raises(ConfigError, match=f"--tensor-parallel-size {size} does not fit this model: it {complaint}"):
+def test_size_that_cannot_work_is_refused_with_those_that_can(tmp_path, changes, size, error_message):
+    with pytest.raises(ConfigError, match=f"--tensor-parallel-size {size} does not fit this model: it {error_message}"):
         require_shareable(config(tmp_path, **changes), size)
 
 
 def test_mixture_is_shared_by_the_inner_size_of_its_experts(tmp_path):
-    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=6, normalise=True)
+    moe = MoeConfig(num_experts=4, experts_per_token=2, intermediate_size=6, normalize=True)
     model = dataclasses.replace(config(tmp_path), intermediate_size=25, moe=moe)
     require_shareable(model, 2)
     with pytest.raises(ConfigError, match="does not divide the intermediate size of 6"):

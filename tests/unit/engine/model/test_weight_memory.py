@@ -14,7 +14,7 @@ from tandem_testing.random_weights import RandomWeights, small_config
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "fields",
-    [{}, {"moe": MoeConfig(num_experts=2, experts_per_token=1, intermediate_size=32, normalise=True)}],
+    [{}, {"moe": MoeConfig(num_experts=2, experts_per_token=1, intermediate_size=32, normalize=True)}],
     ids=["plain", "experts"],
 )
 def test_all_of_a_model(fields, dtype):

@@ -1,4 +1,4 @@
-"""Which device a rank has, and what is said when it is not there."""
+"""Which device a rank has, and the error when it is missing."""
 
 import pytest
 import torch

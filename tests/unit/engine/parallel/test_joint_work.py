@@ -1,4 +1,4 @@
-"""Joint work over real gloo: what raises on one rank raises on all, and the ranks go on."""
+"""Joint work over real gloo: what raises on one rank raises on all, and the ranks continue."""
 
 import itertools
 import threading
@@ -23,16 +23,16 @@ def total(parallel: Parallel) -> int:
 
 
 @pytest.mark.parametrize("collectives_before", [0, 1, 3])
-@pytest.mark.parametrize("guilty", [(0,), (2,), (0, 1, 2)])
-def test_joint_work_error_raises_on_all_ranks_and_ranks_continue(guilty, collectives_before):
+@pytest.mark.parametrize("failing_ranks", [(0,), (2,), (0, 1, 2)])
+def test_joint_work_error_raises_on_all_ranks_and_ranks_continue(failing_ranks, collectives_before):
     def work(parallel: Parallel) -> list[str | int]:
         def faulty() -> int:
             for count in range(3):
-                if count == collectives_before and parallel.rank in guilty:
+                if count == collectives_before and parallel.rank in failing_ranks:
                     raise ValueError("a bad token")
                 total(parallel)
             # Also after its last collective a step can fail on one rank.
-            if collectives_before == 3 and parallel.rank in guilty:
+            if collectives_before == 3 and parallel.rank in failing_ranks:
                 raise ValueError("a bad token")
             return 0
 
@@ -46,7 +46,7 @@ def test_joint_work_error_raises_on_all_ranks_and_ranks_continue(guilty, collect
         return outcomes
 
     for rank, outcomes in enumerate(on_ranks(3, work)):
-        error = "ValueError" if rank in guilty else "OtherRankFailedError"
+        error = "ValueError" if rank in failing_ranks else "OtherRankFailedError"
         assert outcomes == [3, error, error, 3]
 
 

@@ -125,7 +125,7 @@ def test_off_loopback_nodes_have_keys_or_do_not_start(config):
 
 def test_group_connected_to_foreign_process_is_rejected():
     def strange(output: torch.Tensor, mine: torch.Tensor) -> None:
-        output.copy_(mine)  # as one who gives back what it gets
+        output.copy_(mine)  # as a process that returns what it gets
 
     with pytest.raises(RankLostError, match="rank 0 of 2 connected to a process that is not rank 1"):
         require_proofs(HashStore(), strange, rank=0, size=2)
@@ -214,7 +214,9 @@ def test_leader_that_falls_silent_ends_the_node(monkeypatch, server, config, key
     become(monkeypatch, "import sys; sys.stdin.read()")
     monkeypatch.setattr(follower_module, "SILENCE_S", 0.5)
     answer = server.leader.answer
-    monkeypatch.setattr(server.leader, "answer", lambda said: answer(said) if isinstance(said, JoinNode) else None)
+    monkeypatch.setattr(
+        server.leader, "answer", lambda message: answer(message) if isinstance(message, JoinNode) else None
+    )
     with pytest.raises(RankLostError, match="no heartbeat of node 0 for 0.5 s"):
         follow(config, keys).follow()
 

@@ -1,4 +1,4 @@
-"""Rank 0 and the processes of the other ranks: none outlives the other, and the reason is told."""
+"""Rank 0 and the processes of the other ranks: none outlives the other, and the reason is reported."""
 
 import json
 import os
@@ -54,7 +54,7 @@ def test_rank_that_was_killed_is_reported_by_its_signal(monkeypatch):
 
 
 def test_truncated_error_of_rank_is_reported_as_it_is(monkeypatch):
-    """They could not be read, and the engine waited for ever for whoever had tried."""
+    """They could not be read, and the engine waited forever for the reader."""
     become(
         monkeypatch,
         READ_ORDER + "(folder / f\"rank-{order['rank']}.error\").write_bytes(b'no memory \\xe2\\x80'); sys.exit(3)",
@@ -67,13 +67,13 @@ def test_truncated_error_of_rank_is_reported_as_it_is(monkeypatch):
 
 
 def test_rank_killed_before_its_first_message_is_reported(monkeypatch):
-    """Its order could not be written, and closing the pipe failed over it: the engine waited for ever."""
+    """Its order could not be written, and closing the pipe failed over it: the engine waited forever."""
     become(monkeypatch, "import os; os.kill(os.getpid(), 9)")
     start_process = subprocess.Popen
 
     def ended(*args: object, **options: object) -> "subprocess.Popen[bytes]":
         process = start_process(*args, **options)
-        # The pipe has no reader any more, and nobody has asked for the status.
+        # The pipe has no reader any more, and the status was not collected.
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
         return process
 

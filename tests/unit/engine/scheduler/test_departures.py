@@ -1,4 +1,4 @@
-"""Who is asked to leave a worker, when, and what draining does to those who have not begun."""
+"""Which requests migrate from a worker, when, and what draining does to requests that have not begun."""
 
 from dataclasses import dataclass, field
 
@@ -16,7 +16,7 @@ LONG = 60
 
 @dataclass
 class Worker:
-    """An engine that could send KV, and who was asked to leave so far."""
+    """An engine that could send KV, and the requests that were asked to migrate so far."""
 
     engine: Engine = field(default_factory=lambda: make_engine(usable_pages=600, max_rows=32))
 

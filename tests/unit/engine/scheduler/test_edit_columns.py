@@ -9,7 +9,7 @@ from tandem_engine.scheduler.schedule_batch import NO_EDITS, EditColumns
 from tandem_testing.edit_builders import make_edits, make_request
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
-PENALISED = {"presence_penalty": 1.5, "repetition_penalty": 2.0}
+PENALIZED = {"presence_penalty": 1.5, "repetition_penalty": 2.0}
 PLAIN = SamplingParams(max_tokens=9)
 
 
@@ -50,7 +50,7 @@ def test_bad_words_are_right_aligned_single_tokens_separate():
 
 def test_history_is_sent_once_for_each_row_the_request_gets():  # [device-history]
     engine = make_engine(enable_overlap=True)
-    engine.add(make_message(max_tokens=8, **PENALISED))
+    engine.add(make_message(max_tokens=8, **PENALIZED))
     engine.run()
     assert loads(engine) == [()]
     assert sum(edits is not None for edits in edits_of(engine)) == len(engine.executor.batches)
@@ -58,7 +58,7 @@ def test_history_is_sent_once_for_each_row_the_request_gets():  # [device-histor
 
 def test_resumed_tokens_are_output_in_the_history():  # [history-rebuilt]
     engine = make_engine()
-    engine.add(make_message(prompt=(1, 2, 3), resume=(7, 8), max_tokens=5, **PENALISED))
+    engine.add(make_message(prompt=(1, 2, 3), resume=(7, 8), max_tokens=5, **PENALIZED))
     engine.run()
     [history] = edits_of(engine)[0].histories
     assert (history.prompt_ids, history.output_ids) == ((1, 2, 3), (7, 8))
@@ -67,7 +67,7 @@ def test_resumed_tokens_are_output_in_the_history():  # [history-rebuilt]
 @pytest.mark.parametrize("overlap", [False, True])
 def test_retracted_request_brings_its_history_back(overlap):  # [history-rebuilt]
     engine = make_engine(enable_overlap=overlap, force_retract_every=3, max_retractions=99)
-    engine.add(make_message(max_tokens=12, **PENALISED))
+    engine.add(make_message(max_tokens=12, **PENALIZED))
     engine.run()
     engine.assert_expected()
     output = engine.output()
@@ -86,7 +86,7 @@ def test_prompt_ids_are_sent_only_for_repetition_penalty():
 def test_slot_count_is_that_of_penalized_running_requests():
     engine = make_engine(enable_overlap=True, max_rows=16, max_running_requests=3)
     for number in range(9):
-        engine.add(make_message(f"penalised-{number}", [number + 1], max_tokens=5 + number, **PENALISED))
+        engine.add(make_message(f"penalised-{number}", [number + 1], max_tokens=5 + number, **PENALIZED))
         engine.add(make_message(f"plain-{number}", [number + 1, 2], max_tokens=4))
     engine.run()
     engine.assert_expected()
@@ -97,7 +97,7 @@ def test_slot_count_is_that_of_penalized_running_requests():
 
 def test_aborted_request_gives_its_slot_back():
     engine = make_engine(enable_overlap=True)
-    engine.add(make_message(max_tokens=50, **PENALISED))
+    engine.add(make_message(max_tokens=50, **PENALIZED))
     engine.step(4)
     engine.scheduler.abort("r")
     engine.run()

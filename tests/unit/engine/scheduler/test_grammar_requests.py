@@ -398,7 +398,7 @@ def test_exception_in_completion_releases_step_awaiting_masks(monkeypatch):
     monkeypatch.setattr(type(engine.scheduler._loop.settlement), "settle", broken)
     with pytest.raises(AssertionError, match="a bug of ours"):
         engine.step()
-    # Would hang for ever if the forward still waited.
+    # Would hang forever if the forward still waited.
     engine.executor.shutdown()
 
 

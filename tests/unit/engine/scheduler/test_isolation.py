@@ -169,7 +169,7 @@ def test_isolated_requests_without_pages_are_requeued(overlap):
     engine.assert_nothing_held()
 
 
-class UnsoundExecutor(EagerExecutor):
+class CorruptingExecutor(EagerExecutor):
     """The model computes NaN for every sequence whose history ends in the poison."""
 
     def __init__(self, model: FakeModel) -> None:
@@ -189,7 +189,7 @@ class UnsoundExecutor(EagerExecutor):
 
 @pytest.mark.parametrize("enable_overlap", [False, True])
 def test_nan_logits_end_their_request_and_leave_the_others(enable_overlap):
-    engine = make_engine(enable_overlap=enable_overlap, executor=UnsoundExecutor, page_size=2)
+    engine = make_engine(enable_overlap=enable_overlap, executor=CorruptingExecutor, page_size=2)
     engine.add(make_message("good", [1, 2, 3], max_tokens=9, logprobs=1))
     engine.add(make_message("bad", [1, 2, 3, POISON], max_tokens=9))
     engine.add(make_message("other", [4, 2, 3], max_tokens=9))

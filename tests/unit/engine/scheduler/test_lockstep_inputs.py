@@ -72,7 +72,7 @@ def test_stop_is_the_last_turn():
     inputs.submit(AbortRequests(rid=None))
     inputs.submit(Stop())
     assert not inputs.begin_turn()
-    inputs.stop()  # nobody is there any more to be told again
+    inputs.stop()  # no rank is left to be notified again
 
 
 def test_no_turn_follows_a_failure_of_this_rank():

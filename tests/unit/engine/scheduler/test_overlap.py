@@ -44,7 +44,7 @@ def test_token_known_only_to_the_device_is_resolved_there():  # [device-history]
 
 
 def test_scheduler_keeps_batch_tensors_of_step_in_flight():
-    """To free them it would let go of the interpreter lock, and begin the next step after the scheduler's turn."""
+    """To free them it would release the interpreter lock, and begin the next step after the scheduler's turn."""
     engine = overlapped()
     engine.add(make_message(max_tokens=4))
     engine.step()
@@ -193,7 +193,7 @@ def test_forward_that_runs_inside_launch_is_no_scheduling():
 
 
 class TickingClock(ManualClock):
-    """A millisecond passes whenever somebody looks."""
+    """A millisecond passes at each reading."""
 
     def now(self) -> float:
         self.time += 0.001

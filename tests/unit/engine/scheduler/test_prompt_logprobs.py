@@ -99,7 +99,7 @@ def test_collected_logprobs_are_not_computed_again():
     engine.run()
     engine.assert_expected()
     first_again = engine.executor.batches[2]
-    assert first_again.positions[0] == 16  # the page that holds the token before position 17 is computed anew
+    assert first_again.positions[0] == 16  # the page that holds the token before position 17 is computed again
     [wanted] = first_again.prompt_positions
     assert wanted.first == 17
 

@@ -1,4 +1,4 @@
-"""Ends that somebody wishes for: aborts and deadlines, in every state."""
+"""Aborts and deadlines, in every state."""
 
 from weakref import ref
 

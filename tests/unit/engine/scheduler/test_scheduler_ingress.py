@@ -111,7 +111,7 @@ def test_stages_are_notified_of_rejected_requests():  # [abort-both-ways]
     stage = QuietStage()
     engine.scheduler.attach(stage)
     refusal(engine, make_message(prompt=[]))
-    assert stage.told == ["r"]
+    assert stage.aborted_rids == ["r"]
 
 
 def test_counters_of_received_and_finished_requests():

@@ -288,7 +288,7 @@ def test_failed_verification_step_is_recomputed_without_loss():
 
 
 def test_nan_in_verification_fails_only_its_request():
-    class Unsound:
+    class CorruptingSampler:
         """From the sixth step on the first sequence of every step is corrupted."""
 
         def __init__(self, model):
@@ -297,7 +297,7 @@ def test_nan_in_verification_fails_only_its_request():
         def forward(self, batch):
             return replace(self.model.forward(batch), corrupted=(0,) if batch.step >= 6 else ())
 
-    engine = drafting(executor=lambda model: EagerExecutor(Unsound(model)))
+    engine = drafting(executor=lambda model: EagerExecutor(CorruptingSampler(model)))
     engine.add(make_message("bad", PROMPT, max_tokens=30))
     engine.run()
     engine.assert_nothing_held()

@@ -119,7 +119,7 @@ def test_partly_sent_prompt_is_not_retracted_for_decode():  # [settled-only-sent
     engine.step(3)
     add(pair, "sent", range(1, 15), max_tokens=2)
     pair.run()
-    # The prompt's last token came when the running request needed a page that nobody had.
+    # The prompt's last token came when the running request needed a page and none was free.
     waited = [batch for batch in engine.executor.batches[2:] if batch.mode is ForwardMode.EXTEND]
     assert [batch.seq_lens.tolist() for batch in waited] == [[14]]
     assert engine.scheduler.tally.retracted == 0
@@ -136,7 +136,7 @@ def test_newest_fails_when_sent_and_running_lack_pages():  # [last-request-fails
     add(pair, "sent", range(1, 15), max_tokens=2)
     engine.run()
     assert (engine.finish("sent").code, engine.finish("sent").retryable) == ("out_of_pages", True)
-    assert [req.rid for req in pair.sender.told] == ["sent"]
+    assert [req.rid for req in pair.sender.aborted_requests] == ["sent"]
     engine.assert_expected("running")
     engine.assert_nothing_held()
 
@@ -165,8 +165,8 @@ def test_both_stages_are_notified_of_abort_once():  # [abort-both-ways]
     pair.prefill.scheduler.abort("r")
     pair.decode.scheduler.abort("r")
     pair.run()
-    assert [req.rid for req in pair.sender.told] == ["r"]
-    assert [req.rid for req in pair.receiver.told] == ["r"]
+    assert [req.rid for req in pair.sender.aborted_requests] == ["r"]
+    assert [req.rid for req in pair.receiver.aborted_requests] == ["r"]
     for engine in (pair.prefill, pair.decode):
         assert engine.finish().reason is FinishReason.ABORT
         engine.assert_nothing_held()
@@ -235,7 +235,7 @@ def test_stage_can_end_a_request_that_it_keeps():
     pair.decode.scheduler.for_stages.finish(req, error)
     pair.decode.step()
     assert pair.decode.finish() == error
-    assert pair.receiver.told == [req]
+    assert pair.receiver.aborted_requests == [req]
     assert pair.decode.scheduler.idle
 
 

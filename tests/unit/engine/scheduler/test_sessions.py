@@ -333,7 +333,8 @@ def test_session_survives_retraction():
 
 
 def test_pin_keeps_nothing_in_host_memory():
-    """What the device has of a conversation is pinned; host memory may know how its last, uncomputed token goes on."""
+    """What the device has of a conversation is pinned; host memory may have a continuation of its last, uncomputed
+    token."""
     engine = kept(host_pages=32, host=HostConfig(enable_cache=True), page_size=4, session_pages=32)
     longer = make_message("longer", FIRST, max_tokens=14)
     engine.add(longer)

@@ -42,7 +42,7 @@ def work_of_steps(prompt_len: int, count: int, **config: object) -> int:
         engine.add(make_message(f"r{number}", [number + 1] * prompt_len, max_tokens=100))
     while len(engine.received) < count:
         engine.step()
-    # What is made anew for other samplers is none of a step's own work.
+    # What is made again for other samplers is none of a step's own work.
     engine.step(PAGE)
     return opcodes_of(lambda: engine.step(STEPS))
 

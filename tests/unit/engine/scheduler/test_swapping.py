@@ -174,7 +174,7 @@ def test_swapped_request_with_evicted_prefix_is_recomputed():
     (req,) = engine.scheduler.queues.swapped
     assert req.swapped.first_page == 2
     engine.scheduler.abort("old")
-    # Before anybody plans, the pages that the two shared are taken by somebody else.
+    # Before the next plan, another request takes the pages that the two shared.
     engine.scheduler.queues.swapped.clear()
     engine.step()
     engine.memory.clear_cache()

@@ -230,7 +230,7 @@ lengths = st.integers(1, 120)
 @settings(max_examples=30, deadline=None)
 @given(flood=st.lists(lengths, min_size=1, max_size=12), before=st.integers(0, 20), small=st.integers(1, STEP - SHARED))
 def test_tokens_before_a_single_prompt_are_of_one_step(flood, before, small):
-    """However much another tenant has queued: the next step computes the lone prompt, or a chunk of it."""
+    """However much another tenant has queued: the next step computes the single prompt, or a chunk of it."""
     engine = engine_of()
     send(engine, "first", "small", 1)
     engine.run()

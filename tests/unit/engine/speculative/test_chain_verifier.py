@@ -28,7 +28,7 @@ def test_result_that_does_not_fit_the_drafts_is_a_bug():
 
 
 class FixedModel:
-    """Says the same whatever it is asked, and remembers what it is told."""
+    """Returns the same drafts for any query, and records its inputs."""
 
     def __init__(self, result: ForwardResult) -> None:
         self.result = result

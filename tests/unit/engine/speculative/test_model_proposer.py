@@ -136,7 +136,7 @@ def test_no_guess_beyond_the_positions_of_the_network():
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("extra", [-1, 1])
 def test_network_makes_requested_number_of_drafts(on_device, extra):
-    """Else each chain would have guesses of another; nobody waits for a device to learn that."""
+    """Else each chain would have drafts of another; checking that would wait for a device."""
     bench = DraftBench()
     drafts = drafts_for(bench)
     network = drafts.proposer.network

@@ -1,4 +1,4 @@
-"""Nothing is taken for known for ever, and looking again is rare."""
+"""No measurement counts forever, and measuring again is rare."""
 
 from itertools import pairwise
 

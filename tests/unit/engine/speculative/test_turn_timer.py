@@ -10,7 +10,7 @@ DRAFTED = Settled(batch=2, drafts=8, propose_s=1.0)
 
 
 class Turns:
-    """A loop whose turns last as long as they are told to."""
+    """A loop whose turns have set durations."""
 
     def __init__(self, *, catches_up: bool = False) -> None:
         self.clock = ManualClock()
@@ -18,7 +18,7 @@ class Turns:
         self.timer.begin_turn()
 
     def turn(self, settled: Settled | None, seconds: float, *, propose_s: float | None = None) -> float | None:
-        """Seconds that the step is said to have taken."""
+        """Seconds that the step is reported to have taken."""
         if settled is not None:
             self.timer.settled(settled)
         if propose_s is not None:

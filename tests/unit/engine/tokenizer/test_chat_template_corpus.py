@@ -42,28 +42,28 @@ SPECIALS = (
     *("<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>'),
     *("<|tool_call_begin|>", "<|tool_call_end|>", "[|user|]", "[|assistant|]", "[|endofturn|]", "<|media_pad|>"),
 )
-TWIN = "¤"
-"""Stands in a twin of each special token where the token has its second character."""
+MARK = "¤"
+"""Stands in the marked copy of each special token where the token has its second character."""
 
 
-def document(*, special_thinking: bool, twins: bool = False) -> str:
+def document(*, special_thinking: bool, marked_copies: bool = False) -> str:
     tokenizer = Tokenizer.from_str(tokenizer_document())
     tokenizer.add_tokens(["<b>", "brown fox"])
     tokenizer.add_special_tokens(list(SPECIALS))
     thinking = [AddedToken(text, special=special_thinking, normalized=False) for text in THINKING]
     tokenizer.add_special_tokens(thinking) if special_thinking else tokenizer.add_tokens(thinking)
-    if twins:
-        tokenizer.add_special_tokens([twin(text) for text in ("<|im_end|>", *SPECIALS)])
+    if marked_copies:
+        tokenizer.add_special_tokens([marked(text) for text in ("<|im_end|>", *SPECIALS)])
     return tokenizer.to_str()
 
 
-def twin(literal: str) -> str:
-    return literal[0] + TWIN + literal[2:]
+def marked(literal: str) -> str:
+    return literal[0] + MARK + literal[2:]
 
 
 @cache
-def reference(*, special_thinking: bool = False, twins: bool = False) -> PreTrainedTokenizerFast:
-    built = Tokenizer.from_str(document(special_thinking=special_thinking, twins=twins))
+def reference(*, special_thinking: bool = False, marked_copies: bool = False) -> PreTrainedTokenizerFast:
+    built = Tokenizer.from_str(document(special_thinking=special_thinking, marked_copies=marked_copies))
     return PreTrainedTokenizerFast(tokenizer_object=built, bos_token=BOS, eos_token=EOS)
 
 
@@ -167,7 +167,8 @@ LITERAL_HISTORIES = {
 
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_literal_in_messages_alone_becomes_plain_text(tokenizers, template):
-    """The oracle is transformers with a twin of the literal that no template knows, then the twin's id replaced."""
+    """The oracle is transformers with a marked copy of the literal that no template knows, whose id is then
+    replaced."""
     used = [text for text in SPECIALS if text in TEMPLATES[template]]
     literals = dict.fromkeys(("<|im_end|>", *used[:1], *used[-1:]))
     histories = [(messages, TOOLS[:1] if name == "call" else None) for name, messages in LITERAL_HISTORIES.items()]
@@ -175,17 +176,17 @@ def test_literal_in_messages_alone_becomes_plain_text(tokenizers, template):
     compared = 0
     for literal, inject, (messages, tools) in cases:
         given = edited([messages, tools], partial(inject, literal))
-        wanted = with_twin_as_text(template, literal, edited([messages, tools], partial(inject, twin(literal))))
+        wanted = with_marked_as_text(template, literal, edited([messages, tools], partial(inject, marked(literal))))
         assert encoded(tokenizers(template), given[0], {"tools": given[1]}) == wanted, given
         compared += wanted is not None
     assert compared >= len(INJECTED)
 
 
-def with_twin_as_text(template, literal, asked):
-    ids = expected_ids(template, asked[0], {"tools": asked[1]}, twins=True)
+def with_marked_as_text(template, literal, asked):
+    ids = expected_ids(template, asked[0], {"tools": asked[1]}, marked_copies=True)
     plain = reference()(literal, add_special_tokens=False, split_special_tokens=True).input_ids
-    twin_id = reference(twins=True).convert_tokens_to_ids(twin(literal))
-    return ids and [each for token in ids for each in (plain if token == twin_id else (token,))]
+    marked_id = reference(marked_copies=True).convert_tokens_to_ids(marked(literal))
+    return ids and [each for token in ids for each in (plain if token == marked_id else (token,))]
 
 
 SPLITTING = (

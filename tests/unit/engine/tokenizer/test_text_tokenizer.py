@@ -86,7 +86,7 @@ def test_shared_model_encodes_as_one_parsed_without_specials(text, tmp_path_fact
 
 
 def test_tokenizer_file_is_parsed_once(tmp_path, monkeypatch):
-    """Parsing holds the GIL, and a gateway that opens a model answers others meanwhile."""
+    """Parsing holds the GIL, and a gateway that opens a model answers requests in the meantime."""
     sizes = []
 
     class Counting:

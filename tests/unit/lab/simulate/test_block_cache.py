@@ -18,7 +18,7 @@ def serve(cache: BlockCache, text: str) -> int:
     cache.hold(blocks[:matched])
     cache.take(len(blocks) - matched)
     cache.store(blocks, matched)
-    cache.let_go(blocks)
+    cache.release(blocks)
     return matched
 
 
@@ -41,16 +41,16 @@ def test_held_blocks_stay_and_take_room():
         cache.take(1)
 
 
-def lend(cache: BlockCache, text: str) -> None:
+def hold_and_release(cache: BlockCache, text: str) -> None:
     cache.hold(chain(text))
-    cache.let_go(chain(text), spent=True)
+    cache.release(chain(text), spent=True)
 
 
 def test_served_blocks_are_evicted_before_older_ones():
     cache = BlockCache(5)
     serve(cache, "abc")
     serve(cache, "xy")
-    lend(cache, "xy")
+    hold_and_release(cache, "xy")
     cache.take(2)
     assert cache.match(chain("abc")) == 3
     assert cache.match(chain("xy")) == 0
@@ -60,11 +60,11 @@ def test_served_blocks_with_other_successors_stay():
     cache = BlockCache(5)
     serve(cache, "abc")
     serve(cache, "abxy")
-    lend(cache, "abxy")
+    hold_and_release(cache, "abxy")
     cache.take(3)
     assert cache.match(chain("abxy")) == 2
     serve(cache, "ab")
-    lend(cache, "ab")  # nothing else goes on after it any more
+    hold_and_release(cache, "ab")  # nothing else continues it any more
     assert cache.changes()[-1] == IndexUpdate(UpdateKind.REMOVED, (b"y", b"x", b"c"))
     cache.take(1)
     assert cache.match(chain("ab")) == 1
@@ -74,10 +74,10 @@ def test_held_served_blocks_stay():
     cache = BlockCache(4)
     serve(cache, "xy")
     cache.hold(chain("x"))
-    lend(cache, "xy")
+    hold_and_release(cache, "xy")
     cache.take(3)
     assert cache.match(chain("xy")) == 1
-    cache.let_go(chain("x"))
+    cache.release(chain("x"))
     assert cache.match(chain("xy")) == 1
 
 
@@ -100,9 +100,9 @@ def test_block_that_two_requests_computed_is_stored_once():
     cache.store(chain("a"))
     cache.store(chain("a"))
     assert cache.changes() == [IndexUpdate(UpdateKind.STORED, (b"a",))]
-    cache.let_go(chain("a"))
+    cache.release(chain("a"))
     assert cache.room == 3
-    cache.let_go(chain("a"))
+    cache.release(chain("a"))
     assert cache.room == 4
 
 
@@ -129,7 +129,7 @@ def test_block_cache_is_bounded_and_events_match_its_content(prompts, capacity):
         cache.hold(blocks[:matched])
         cache.take(len(blocks) - matched)
         cache.store(blocks, matched)
-        cache.let_go(blocks)
+        cache.release(blocks)
         assert cache.cached <= capacity
         assert cache.match(blocks) == len(blocks)
     index: set[bytes] = set()

@@ -16,11 +16,11 @@ TIMES = ServiceTimes(
 
 
 class Bench:
-    """One worker and what its jobs have told."""
+    """One worker and the events of its jobs."""
 
     def __init__(self, *, capacity: int = 100, max_sequences: int = 8, role: Role = Role.BOTH) -> None:
         self.events = EventQueue()
-        self.told: list[tuple[str, float]] = []
+        self.reported: list[tuple[str, float]] = []
         self.cache_changes = 0
         self.worker = ModelledWorker(
             name="w",
@@ -47,14 +47,14 @@ class Bench:
         )
 
     def _tell(self, what: str):
-        return lambda: self.told.append((what, round(self.events.now(), 6)))
+        return lambda: self.reported.append((what, round(self.events.now(), 6)))
 
     def submit_at(self, time: float, job: Job) -> None:
         self.events.at(time, lambda: self.worker.submit(job))
 
     async def run(self) -> list[tuple[str, float]]:
         await self.events.run()
-        return self.told
+        return self.reported
 
 
 async def test_prompt_takes_its_tokens_and_each_further_token_a_step():
@@ -77,10 +77,10 @@ async def test_cached_prompt_computes_its_last_block():
     bench.submit_at(0.0, bench.job("a", prompt=300, output=1, chain="abc"))
     bench.submit_at(1.0, bench.job("b", prompt=300, output=1, chain="abx"))
     bench.submit_at(2.0, bench.job("c", prompt=300, output=1, chain="abc"))
-    told = dict(await bench.run())
-    assert told["b prompt"] == pytest.approx(1.1)
+    times = dict(await bench.run())
+    assert times["b prompt"] == pytest.approx(1.1)
     # A token at least is computed, and the cache has whole blocks.
-    assert told["c prompt"] == pytest.approx(2.1)
+    assert times["c prompt"] == pytest.approx(2.1)
     assert (bench.worker.done.hit_blocks, bench.worker.done.prompt_blocks) == (4, 9)
     assert bench.worker.done.computed_tokens == 500
 
@@ -108,10 +108,10 @@ async def test_modelled_step_time_grows_with_sequences():
     bench.submit_at(0.0, bench.job("a", prompt=100, output=11, chain="a"))
     bench.submit_at(0.105, bench.job("b", prompt=100, output=3, chain="b"))
     # a: a step to 0.11, a mixed one to 0.22, two of 20 ms with b to 0.26, and the six that are left alone.
-    told = dict(await bench.run())
-    assert told["b prompt"] == pytest.approx(0.22)
-    assert told["b end"] == pytest.approx(0.26)
-    assert told["a end"] == pytest.approx(0.26 + 6 * 0.01)
+    times = dict(await bench.run())
+    assert times["b prompt"] == pytest.approx(0.22)
+    assert times["b end"] == pytest.approx(0.26)
+    assert times["a end"] == pytest.approx(0.26 + 6 * 0.01)
 
 
 async def test_request_waits_until_its_pages_and_its_row_are_free():
@@ -120,18 +120,18 @@ async def test_request_waits_until_its_pages_and_its_row_are_free():
     for bench in (by_pages, by_rows):
         bench.submit_at(0.0, bench.job("a", prompt=100, output=100, chain="a"))
         bench.submit_at(0.0, bench.job("b", prompt=100, output=100, chain="b"))
-        told = dict(await bench.run())
-        assert told["b prompt"] == pytest.approx(told["a end"] + 0.1)
+        times = dict(await bench.run())
+        assert times["b prompt"] == pytest.approx(times["a end"] + 0.1)
 
 
 async def test_newest_sequence_is_retracted_when_pool_is_full():
     bench = Bench(capacity=7)
     for name in "ab":
         bench.submit_at(0.0, bench.job(name, prompt=100, output=390, chain=name))
-    told = dict(await bench.run())
-    # b is admitted while a is expected to need 4 blocks and b 3; each needs 5, and b gives way.
+    times = dict(await bench.run())
+    # b is admitted while a is expected to need 4 blocks and b 3; each needs 5, and b is retracted.
     assert bench.worker.done.retractions == 1
-    assert told["a end"] < told["b end"]
+    assert times["a end"] < times["b end"]
     assert bench.worker.done.output_tokens == 2 * 390
     assert max(bench.worker.done.gaps) > 0.1, "what it waited is a gap between two of its tokens"
     assert bench.worker.cache.room == bench.worker.cache.capacity
@@ -143,10 +143,10 @@ async def test_remote_prompt_reserves_pages_and_decodes_on_kv_arrival():
     bench.submit_at(0.0, bench.job("l", prompt=400, output=2, chain="abcd"))
     bench.submit_at(0.1, remote)
     bench.events.at(0.25, lambda: bench.worker.begin_decode(remote))
-    told = dict(await bench.run())
+    times = dict(await bench.run())
     # Admitted between two chunks; the first token comes with the KV, the next after the chunk that runs then.
-    assert told["r prompt"] == pytest.approx(0.25)
-    assert told["l prompt"] == pytest.approx(0.4)
+    assert times["r prompt"] == pytest.approx(0.25)
+    assert times["l prompt"] == pytest.approx(0.4)
     assert bench.worker.cache.match([b"r", b"s"]) == 2
 
 
@@ -155,7 +155,7 @@ async def test_prefill_worker_keeps_its_pages_until_they_have_moved():
     first = bench.job("a", prompt=200, output=0, chain="ab")
     bench.submit_at(0.0, first)
     bench.submit_at(0.0, bench.job("b", prompt=200, output=0, chain="cd"))
-    bench.events.at(1.0, lambda: bench.worker.let_go(first))
+    bench.events.at(1.0, lambda: bench.worker.release(first))
     assert await bench.run() == [("a prompt", 0.2), ("b prompt", 1.2)]
 
 

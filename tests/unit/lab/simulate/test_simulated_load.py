@@ -1,4 +1,4 @@
-"""What the autoscaler of a simulation is told: of workers, and of what gateways hold back."""
+"""Inputs of the autoscaler of a simulation: load of workers, and requests that gateways hold back."""
 
 from dataclasses import replace
 
@@ -11,7 +11,7 @@ from tandem_lab.simulate.gateway import Held
 from tandem_services.common.redis_client import RedisAddress
 
 SHAPE = FleetShape(prefill=1, decode=1, cache_blocks=10, block_tokens=512)
-NOBODY = Held(requests=0, prompt_tokens=0, oldest_wait_s=0.0, without_worker=0)
+NONE_HELD = Held(requests=0, prompt_tokens=0, oldest_wait_s=0.0, without_worker=0)
 
 
 def seen_load(held: Held) -> SeenLoad:
@@ -51,7 +51,7 @@ def test_arrivals_count_at_arrival_not_admission():
 
 
 def test_idle_fleet_load_has_worker_sizes():
-    load = seen_load(NOBODY).load(5.0)
+    load = seen_load(NONE_HELD).load(5.0)
     assert load.idle
     assert (load.prefill.worker_tokens_per_s, load.decode.worker_places, load.decode.worker_pages) == (10_000.0, 4, 10)
 

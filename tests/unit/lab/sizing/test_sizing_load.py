@@ -50,7 +50,7 @@ def wanted(ttft: float = 1.0, itl: float = 0.03, percentile: float = 0.9) -> Obj
 
 
 @pytest.mark.parametrize(
-    ("trace", "said"),
+    ("trace", "error_message"),
     [
         ([], "0 requests; at least 40"),
         (rows(1), "1 requests; at least 40"),
@@ -58,8 +58,8 @@ def wanted(ttft: float = 1.0, itl: float = 0.03, percentile: float = 0.9) -> Obj
         ([*rows(30, gap=0.0), *rows(31)], "first half arrive at one time"),
     ],
 )
-def test_trace_without_a_rate_is_refused(trace, said):
-    with pytest.raises(ConfigError, match=said):
+def test_trace_without_a_rate_is_refused(trace, error_message):
+    with pytest.raises(ConfigError, match=error_message):
         halves(trace)
 
 

@@ -10,7 +10,7 @@ from tandem_engine.messages.grammar import GrammarKind, GrammarSpec
 from tandem_engine.messages.outputs import Finish, FinishReason, TokenLogprob
 from tandem_engine.messages.requests import GenerateRequest
 from tandem_engine.messages.sampling import SamplingParams
-from tandem_lab.verify.compare import MOST_ROUNDING, Comparison
+from tandem_lab.verify.compare import MAX_ROUNDING, Comparison
 from tandem_lab.verify.reference import ReferenceOutput, Scored
 from tandem_lab.verify.rounding import Rounding
 
@@ -64,7 +64,7 @@ def test_difference_beyond_error_of_transformers_is_found():
 def test_bound_of_hopeless_model_is_limited():
     rounding = rounding_of(-1.0, -3.0)
     assert compared(rounding, -1.0, -2.1) == "r: logprob -2.1000 at output 1, reference -2.0000"
-    assert rounding.measured == MOST_ROUNDING
+    assert rounding.measured == MAX_ROUNDING
 
 
 def edited(request: GenerateRequest, reference: ReferenceOutput):

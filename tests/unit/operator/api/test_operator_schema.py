@@ -163,7 +163,7 @@ def missing(part: dict[str, Any], given: Any, path: str) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error_message"),
     [
         ({"replica": 2}, "unknown field `replica`"),
         ({"prefill": {"replicas": -1}}, "prefill.replicas"),
@@ -182,11 +182,11 @@ def missing(part: dict[str, Any], given: Any, path: str) -> set[str]:
         ({"security": {"runAsUser": 0}}, "runAsUser"),
     ],
 )
-def test_bad_specs_are_refused_by_name(change, said):  # [specs-refused] [spec-grants-nothing]
+def test_bad_specs_are_refused_by_name(change, error_message):  # [specs-refused] [spec-grants-nothing]
     spec = {"model": {"path": "/m"}, **change}
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.convert({"spec": spec}, ModelService)
-    assert said in str(error.value)
+    assert error_message in str(error.value)
 
 
 def test_page_sizes_are_those_of_the_engine():

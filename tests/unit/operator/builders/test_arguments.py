@@ -1,4 +1,4 @@
-"""`args` of a ModelService: which flags they may have, what becomes of them, and who checks them."""
+"""`args` of a ModelService: allowed flags, what becomes of them, and where they are checked."""
 
 import argparse
 import contextlib

@@ -118,7 +118,7 @@ def test_known_removals_are_found():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error_message"),
     [
         ({"spec": {"replica": 1}}, "'replica' was unexpected"),
         ({"apiVersion": "apps/v1beta1"}, "has no Deployment of apps/v1beta1"),
@@ -126,11 +126,11 @@ def test_known_removals_are_found():
     ],
 )
 @each_release
-def test_wrong_manifests_are_refused(change, said, release):
+def test_wrong_manifests_are_refused(change, error_message, release):
     """The check itself can fail."""
     manifest = next(one for one in operator_objects() if one["kind"] == "Deployment")
     broken = {**manifest, **change, "spec": {**manifest["spec"], **change.get("spec", {})}}
-    assert any(said in error for error in errors(broken, release))
+    assert any(error_message in error for error in errors(broken, release))
 
 
 @pytest.mark.parametrize("kind", sorted(neighbour_schemas()), ids=lambda kind: kind[1])

@@ -1,4 +1,4 @@
-"""Who reaches the pods of a ModelService, port by port."""
+"""Access to the pods of a ModelService, port by port."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ OPERATOR = {
 
 
 def reach(**spec: Any) -> dict[str, list[tuple[list[int], Any]]]:
-    """Ports (none: all) and who, by part."""
+    """Ports (none: all) and peers, by part."""
     policies = network_policies(service_of(**spec), OperatorSettings(operator_namespace="llm"))
     return {
         one["metadata"]["name"]: [
@@ -28,8 +28,8 @@ def reach(**spec: Any) -> dict[str, list[tuple[list[int], Any]]]:
 
 def test_clients_reach_the_gateway_alone():
     assert reach()["chat-gateway"] == [([8000], SOLE_TENANT), ([8000], [OPERATOR]), ([8001], [OPERATOR])]
-    everybody = [part for part, rules in reach().items() for _, who in rules if who == SOLE_TENANT]
-    assert everybody == ["chat-gateway"]
+    open_parts = [part for part, rules in reach().items() for _, peer in rules if peer == SOLE_TENANT]
+    assert open_parts == ["chat-gateway"]
 
 
 def test_client_namespaces_narrow_it():
@@ -44,7 +44,7 @@ def test_policy_admits_own_service_and_operator_to_workers():
 def test_prometheus_reads_metrics_where_its_namespaces_are_named():
     prometheus = {"namespaceSelector": {"matchLabels": {"name": "monitoring"}}}
     rules = reach(observability={"metricsNamespaces": {"name": "monitoring"}})
-    assert [(ports, part) for part, those in rules.items() for ports, who in those if prometheus in who] == [
+    assert [(ports, part) for part, those in rules.items() for ports, peer in those if prometheus in peer] == [
         ([8001], "chat-gateway"),
         ([9090], "chat-worker"),
     ]

@@ -117,7 +117,7 @@ def test_selectors_find_their_own_pods_alone(path):
 
 
 def test_services_with_similar_names_share_no_object_or_pod():
-    """Nobody can claim what another one has, though its name is as names of its objects are [owner-only]."""
+    """No service can claim an object of another one, though it has a name of its own objects [owner-only]."""
     spec = yaml.safe_load((ROOT / "examples/full.yaml").read_text())["spec"] | {"redis": {"managed": {}}}
     apis = ClusterApis(http_routes=True, inference_pools=True, pod_monitors=True)
     made: dict[str, list[Manifest]] = {}
@@ -315,7 +315,7 @@ def test_group_is_one_worker_with_pods_numbered_by_controller():
         "worker",
         "follower",
     )
-    # Nobody takes a follower for a worker; it is protected all the same.
+    # A follower does not count as a worker; it is protected all the same.
     for name in (f"{group['metadata']['name']}-followers", "large-follower"):
         selector = made[name]["spec"].get("podSelector", made[name]["spec"].get("selector"))["matchLabels"]
         assert selector.items() <= follower["metadata"]["labels"].items()

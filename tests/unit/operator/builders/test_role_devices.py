@@ -102,7 +102,7 @@ def test_device_that_cannot_run_is_rejected_with_a_fix(spec, sentence):
     assert sentence in text
 
 
-def test_devices_of_two_kinds_are_served_where_the_type_is_said():
+def test_devices_of_two_kinds_are_served_with_their_type_set():
     assert problems_of(service_of(engine={"dtype": "bfloat16"}, prefill=ONE), ClusterApis()) == []
 
 

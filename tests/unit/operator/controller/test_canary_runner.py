@@ -32,7 +32,7 @@ NEW = tuple(
 
 
 class Fleet:
-    """Workers over HTTP: what `/ready` says of each, by address, and who was offered."""
+    """Workers over HTTP: the response of `/ready`, by address, and the workers that were offered."""
 
     def __init__(self) -> None:
         self.standing_by = {one.ip for one in NEW}
@@ -192,7 +192,7 @@ async def test_worker_is_not_offered_before_its_canary_passes(make, fleet, now):
 
 
 async def test_standby_revision_gets_a_canary_before_the_gateway(make, fleet):
-    """A first revision: nobody can be chosen by the router, and none of its pods is Ready."""
+    """A first revision: the router has no worker to choose, and none of its pods is Ready."""
     send = answering(r2=GOOD)
     assert await turn(make(send), *NEW) == {"r2": GOOD}
     assert len(fleet.offered) == 2

@@ -202,7 +202,7 @@ def test_service_gets_the_newest_whole_commit():
     assert cache_of(a_store(a_service()), a_service()) is None
 
 
-def test_gateways_of_a_model_gateway_use_the_commit_of_their_models_file():
+def test_model_gateway_pods_use_the_commit_of_their_models_file():
     """They mount the whole claim, so that no template names the directory."""
     one = behind(model={"cacheRef": {"name": "qwen"}}, gateway={"tokenizer": "model"})
     front = gateway_of({"claims": ["qwen", "qwen-2"]})
@@ -278,8 +278,8 @@ class Server:
     async def existing(self, namespace, names):
         return self.secrets & frozenset(names)
 
-    async def post(self, about, told):
-        self.events.append((told.kind, told.reason))
+    async def post(self, about, event):
+        self.events.append((event.kind, event.reason))
 
 
 def reconciler(server, store, progress=ProgressReading):

@@ -58,7 +58,7 @@ def test_ready_pods_are_counted_from_pods_not_from_deployment():
 
 
 def test_scheduler_is_quoted():
-    """A node selector that matches nothing is told in the scheduler's own words [waiting-pods-named]."""
+    """A node selector that matches nothing is reported in the scheduler's own words [waiting-pods-named]."""
     sentence = "0/3 nodes are available: 3 node(s) didn't match Pod's node affinity/selector."
     conditions = [{"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": sentence}]
     assert only_deployment(a_pod("a", status={"conditions": conditions})).failure == sentence
@@ -71,7 +71,7 @@ def test_image_pull_failure_is_reported_with_its_container(place):
     assert seen.failure == "worker: ImagePullBackOff: not found"
 
 
-def test_container_that_is_being_made_is_no_trouble():
+def test_container_being_created_is_no_failure():
     waiting = {"waiting": {"reason": "ContainerCreating"}}
     assert only_deployment(a_pod("a", status={"containerStatuses": [{"name": "w", "state": waiting}]})).failure == ""
 

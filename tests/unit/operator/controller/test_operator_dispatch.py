@@ -1,4 +1,4 @@
-"""Workers and pollers: who is looked at when, and that what goes wrong with one service stays with it."""
+"""Workers and pollers: when each service is reconciled, and that the error of one does not affect others."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""Leader election on a clock of the test's own: who leads when, whatever becomes of the API server."""
+"""Leader election on a clock of the test's own: which operator leads when, also while the API server fails."""
 
 import pytest
 
@@ -52,17 +52,17 @@ class OneLease:
 
 
 class Candidate:
-    """An operator that takes part, and what it was told."""
+    """An operator that takes part, and the calls that it got."""
 
     def __init__(self, name: str, leases: OneLease, clock: Clock) -> None:
-        self.told: list[str] = []
+        self.calls: list[str] = []
         self.clock = clock
         config = ElectionConfig(identity=name, namespace="tandem-system")
         self.leadership = Leadership(
             Election(config, clock, lambda: "2026-01-01T00:00:00.000000Z"),
             leases,
-            began=lambda: self.told.append("began"),
-            ended=lambda: self.told.append("ended"),
+            began=lambda: self.calls.append("began"),
+            ended=lambda: self.calls.append("ended"),
             clock=clock,
             pause=clock.pause,
         )
@@ -101,7 +101,7 @@ async def test_first_operator_leads_and_second_waits(first, second, leases):
         assert not await second.turn()
     assert leases.lease["spec"]["holderIdentity"] == "first"
     assert leases.lease["spec"]["leaseTransitions"] == 0
-    assert (first.told, second.told) == (["began"], [])
+    assert (first.calls, second.calls) == (["began"], [])
 
 
 async def test_silent_leader_stops_before_it_is_replaced(first, second, leases):
@@ -116,7 +116,7 @@ async def test_silent_leader_stops_before_it_is_replaced(first, second, leases):
     assert await second.turn(after_s=0.2)
     assert leases.lease["spec"]["leaseTransitions"] == 1
     assert not await first.turn()
-    assert (first.told, second.told) == (["began", "ended"], ["began"])
+    assert (first.calls, second.calls) == (["began", "ended"], ["began"])
 
 
 async def test_leader_without_renewal_stops_acting(first, leases):
@@ -124,22 +124,22 @@ async def test_leader_without_renewal_stops_acting(first, leases):
     leases.away = True
     assert await first.turn(after_s=2.0)
     assert not await first.turn(after_s=8.0)
-    assert first.told == ["began", "ended"]
+    assert first.calls == ["began", "ended"]
     leases.away = False
     assert await first.turn(after_s=1.0)
-    assert first.told == ["began", "ended", "began"]
+    assert first.calls == ["began", "ended", "began"]
 
 
 async def test_leader_that_goes_lets_the_other_begin_at_once(first, second):
     await first.turn()
     await second.turn()
     await first.leadership.resign()
-    assert first.told == ["began", "ended"]
+    assert first.calls == ["began", "ended"]
     assert await second.turn(after_s=0.1)
 
 
 async def test_free_lease_goes_to_one_of_two_candidates(first, second, leases):
-    """Both read the same record; the slower write is refused and it goes on standing by."""
+    """Both read the same record; the slower write is refused and it continues standing by."""
     await first.turn()
     await first.leadership.resign()
     lease = leases.lease
@@ -156,7 +156,7 @@ async def test_free_lease_goes_to_one_of_two_candidates(first, second, leases):
 
 
 async def test_times_in_the_lease_are_never_compared(first, second, leases):
-    """A clock that jumps ends no leadership [one-clock]; only silence does, measured by whoever waits."""
+    """A clock that jumps ends no leadership [one-clock]; only silence does, measured by the waiting operator."""
     await first.turn()
     leases.lease["spec"]["renewTime"] = "1999-01-01T00:00:00.000000Z"
     assert not await second.turn()

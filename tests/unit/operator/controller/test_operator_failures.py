@@ -77,8 +77,8 @@ class World:
         self.reconciler = Reconciler(self.store, observations, applier, self.server, self, settings)
         self.store.put(a_service(metadata={"generation": 3}, version=1))
 
-    async def post(self, about, told):
-        self.events.append(told.reason)
+    async def post(self, about, event):
+        self.events.append(event.reason)
 
     async def reconcile(self):
         """The reason of `Degraded` after one reconciliation; None if it wrote no status."""

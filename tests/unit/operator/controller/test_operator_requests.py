@@ -1,4 +1,4 @@
-"""Requests to an API server that is busy, asks for patience, or must not be written to any more."""
+"""Requests to an API server that is busy, answers 429, or must not be written to any more."""
 
 import pytest
 from aiohttp import web

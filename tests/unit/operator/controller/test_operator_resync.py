@@ -76,7 +76,7 @@ async def test_server_that_does_not_answer_is_an_error(resync, lists):
 
 
 async def test_namespace_that_was_listed_once_stays_known(resync, lists):
-    """Its Role goes with it: what its watches have told is acted on until then."""
+    """Its Role goes with it: events of its watches are handled until then."""
     await resync.once()
     lists.refused = {("gone", ""): forbidden()}
     await resync.once()

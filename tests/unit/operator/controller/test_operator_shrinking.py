@@ -1,4 +1,4 @@
-"""Pods get their costs before a number shrinks, whoever made it smaller: the emptiest go first."""
+"""Pods get their deletion costs before replicas decrease, for any reason: the emptiest go first."""
 
 from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.controller.reconcile import costs_before

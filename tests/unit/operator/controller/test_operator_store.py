@@ -38,7 +38,8 @@ def test_late_event_does_not_revive_a_deleted_object():
 
 
 def test_object_that_regains_the_label_is_stored_again():
-    """Regression: a watch by label calls the first a deletion, and the object was applied anew at each look."""
+    """Regression: a watch by label calls the first a deletion, and the object was applied again at each
+    reconciliation."""
     store = Store()
     store.put(a_part(7))
     store.drop(a_part(8))

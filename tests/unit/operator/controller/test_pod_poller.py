@@ -169,7 +169,7 @@ async def test_pools_changed_by_hand_are_restored_once_and_then_left(make, recor
     wanted = scaled_by(mode="internal", flipRoles=False)
     found = await poller.poll(wanted, Observations())
     recorder.calls.clear()
-    # The subject still has one worker, whatever is written: somebody sets it back.
+    # The subject still has one worker, whatever is written: a user sets it back.
     for now[0] in (60.0, 66.0, 72.0):
         found = await poller.poll(wanted, found)
     assert recorder.calls == [("event", "ReplicasRestored"), ("scale", "chat-prefill", 4), ("event", "ScalingHeld")]

@@ -1,4 +1,4 @@
-"""Plans of ModelCaches: from the first Job to the removal of commits that nobody uses."""
+"""Plans of ModelCaches: from the first Job to the removal of unused commits."""
 
 from dataclasses import replace
 

@@ -15,7 +15,7 @@ BOUND = drain_bound_s(GRACE_S)
 
 
 class World:
-    """Remembers what was deleted and told."""
+    """Records deletions and events."""
 
     def __init__(self):
         self.now, self.deleted, self.events = 0.0, [], []
@@ -24,8 +24,8 @@ class World:
     async def delete(self, seen):
         self.deleted.append(seen.ref.name)
 
-    async def post(self, about, told):
-        self.events.append((about.ref.name, told.reason))
+    async def post(self, about, event):
+        self.events.append((about.ref.name, event.reason))
 
 
 def gateway(name="chat-gateway-1", *, ends=True):

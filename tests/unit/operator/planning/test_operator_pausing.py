@@ -1,4 +1,4 @@
-"""`rollout.paused`: what is held while it is set, and what goes on."""
+"""`rollout.paused`: what is held while it is set, and what continues."""
 
 from dataclasses import replace
 

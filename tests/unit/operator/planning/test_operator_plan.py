@@ -1,4 +1,4 @@
-"""Plans: what is made of a spec, that a plan carried out changes nothing more, and what a status says meanwhile."""
+"""Plans: what is made of a spec, that a plan carried out changes nothing more, and the status until then."""
 
 from dataclasses import replace
 from typing import Any
@@ -228,8 +228,8 @@ def test_owner_of_the_number_of_workers():
 def test_autoscalers_number_stays_within_the_bounds_of_the_role():
     service = service_of(autoscaling={"mode": "internal"}, decode={"scaling": {"minReplicas": 2, "maxReplicas": 3}})
     cluster = KubeCluster()
-    for wish, given in ((1, 2), (9, 3), (3, 3)):
-        cluster.pools = {"prefill": 1, "decode": wish}
+    for wanted, given in ((1, 2), (9, 3), (3, 3)):
+        cluster.pools = {"prefill": 1, "decode": wanted}
         cluster.settle(service)
         assert replicas(cluster)[f"chat-decode-{cluster.status.revision}"] == given
 

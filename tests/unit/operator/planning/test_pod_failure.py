@@ -1,4 +1,4 @@
-"""Why a pod does not come up: in the words of whoever knows, and the same words at every restart."""
+"""Why a pod does not start: in the words of the component that knows, and the same words at every restart."""
 
 import json
 
@@ -30,7 +30,7 @@ NESTED = '{"a": ' + 2000 * "["
 FAILED = {"terminated": {"exitCode": 3, "reason": "Error", "message": LOG}}
 
 
-def troubles(**container):
+def failures(**container):
     return list(pod_failure({"containerStatuses": [{"name": "worker", **container}]}))
 
 
@@ -44,7 +44,7 @@ def troubles(**container):
     ids=["terminated", "waiting", "running"],
 )
 def test_failing_container_reports_one_stable_reason(container):
-    assert troubles(**container) == [f"worker: ended with status 3: {REFUSED}"]
+    assert failures(**container) == [f"worker: ended with status 3: {REFUSED}"]
 
 
 @pytest.mark.parametrize(
@@ -61,12 +61,12 @@ def test_failing_container_reports_one_stable_reason(container):
     ids=["came up since", "ready", "being made", "init first", "drained", "drained before", "nothing known"],
 )
 def test_running_pod_reports_no_failure(container):
-    assert troubles(**container) == []
+    assert failures(**container) == []
 
 
 def test_pod_without_exit_message_shows_the_kubelets_reason():
     waiting = {"waiting": {"reason": "CrashLoopBackOff", "message": "back-off 10s restarting failed container"}}
-    assert troubles(state=waiting) == ["worker: CrashLoopBackOff: back-off 10s restarting failed container"]
+    assert failures(state=waiting) == ["worker: CrashLoopBackOff: back-off 10s restarting failed container"]
 
 
 @pytest.mark.parametrize(
@@ -82,12 +82,12 @@ def test_pod_without_exit_message_shows_the_kubelets_reason():
 )
 def test_container_creation_error_is_reported_verbatim(reason):
     waiting = {"waiting": {"reason": reason, "message": "why not"}}
-    assert troubles(state=waiting) == [f"worker: {reason}: why not"]
-    assert troubles(state=waiting, lastState=FAILED) == [f"worker: {reason}: why not"]
+    assert failures(state=waiting) == [f"worker: {reason}: why not"]
+    assert failures(state=waiting, lastState=FAILED) == [f"worker: {reason}: why not"]
 
 
 @pytest.mark.parametrize(
-    ("ended", "said"),
+    ("ended", "error_message"),
     [
         ({"exitCode": 137, "reason": "OOMKilled"}, "OOMKilled: memory use exceeded resources.limits.memory"),
         ({"exitCode": 139, "reason": "Error"}, "ended with SIGSEGV"),
@@ -95,12 +95,12 @@ def test_container_creation_error_is_reported_verbatim(reason):
         ({"exitCode": 128, "message": 'exec: "tandem": not found'}, 'ended with status 128: exec: "tandem": not found'),
     ],
 )
-def test_container_exit_is_reported_by_signal_or_status(ended, said):
-    assert troubles(state={"terminated": ended}) == [f"worker: {said}"]
+def test_container_exit_is_reported_by_signal_or_status(ended, error_message):
+    assert failures(state={"terminated": ended}) == [f"worker: {error_message}"]
 
 
 @pytest.mark.parametrize(
-    ("log", "said"),
+    ("log", "error_message"),
     [
         (
             "usage: tandem gateway\ntandem: error: --port must be at most 65535\n",
@@ -120,18 +120,18 @@ def test_container_exit_is_reported_by_signal_or_status(ended, said):
         ("\n \n", ""),
     ],
 )
-def test_termination_message_extracts_last_error(log, said):
-    assert termination_message(log) == said
+def test_termination_message_extracts_last_error(log, error_message):
+    assert termination_message(log) == error_message
 
 
 def test_failure_message_is_one_line_without_control_characters():
     """Records escape what a client has sent; `kubectl describe` writes a condition to the terminal as it is."""
     log = json.dumps({"level": "ERROR", "message": "no model 'a\x1b[2J'\nat\u2028all"})
-    assert troubles(state={"terminated": {"exitCode": 1, "message": log}}) == [
+    assert failures(state={"terminated": {"exitCode": 1, "message": log}}) == [
         "worker: ended with status 1: no model 'a [2J' at all"
     ]
     waiting = {"waiting": {"reason": "ErrImagePull", "message": "rpc error:\n\tnot found\n"}}
-    assert troubles(state=waiting) == ["worker: ErrImagePull: rpc error: not found"]
+    assert failures(state=waiting) == ["worker: ErrImagePull: rpc error: not found"]
 
 
 def test_conditions_quote_the_engine_that_refuses_its_model():
@@ -146,7 +146,7 @@ def test_conditions_quote_the_engine_that_refuses_its_model():
         assert REFUSED in conditions[kind].message
 
 
-def test_every_container_of_ours_leaves_its_last_words():
+def test_every_container_of_ours_has_a_termination_message():
     service = service_of(model={"huggingFace": {"id": "Qwen/Qwen3-8B"}})
     seen = Observed(now="2026-01-01T00:00:00Z")
     plan = make_plan(service, seen, ModelServiceStatus(), 1, OperatorSettings())

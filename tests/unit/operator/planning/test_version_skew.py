@@ -98,7 +98,7 @@ def test_pinned_gateway_image_without_tokenizers_names_the_fix():
         assert "set spec.gateway.tokenizer to model" in conditions[kind].message
     assert (conditions["RouterReady"].status, conditions["Degraded"].status) == ("False", "True")
     assert status.error.startswith("PodsFailing: chat-gateway")
-    # Another failure is told as it is.
+    # Another failure is reported as it is.
     conditions, _ = conditions_of(service, deployments=(replace(failing, failure="gateway: ErrImagePull"),))
     assert "tokenizer" not in conditions["RouterReady"].message
 

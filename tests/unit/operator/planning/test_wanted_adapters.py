@@ -65,7 +65,7 @@ def refusal(**spec: Any) -> str:
 
 
 @pytest.mark.parametrize(
-    ("spec", "said"),
+    ("spec", "error_message"),
     [
         ({"adapters": [adapter("chat")]}, "spec.adapters[0].name: 'chat' is the name of the model"),
         (
@@ -103,8 +103,8 @@ def refusal(**spec: Any) -> str:
         ),
     ],
 )
-def test_wrong_adapter_is_refused_by_its_field(spec, said):
-    assert said in refusal(**spec)
+def test_wrong_adapter_is_refused_by_its_field(spec, error_message):
+    assert error_message in refusal(**spec)
 
 
 def test_flags_for_adapters_in_args_work_without_the_fields():

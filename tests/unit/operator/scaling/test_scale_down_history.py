@@ -54,7 +54,7 @@ class ClosedLoop:
             running=running,
             waiting=waiting,
             oldest_wait_s=0.0,
-            # No more than prefill lets through, whoever decodes.
+            # No more than prefill lets through, with any decode workers.
             arrived_per_s=self.clients / 7.0 * (1 + self.dice.uniform(-self.noise, self.noise)),
             seconds_each=running / self.clients * 7.0,
             worker_places=PLACES,

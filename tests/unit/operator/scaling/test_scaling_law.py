@@ -13,7 +13,7 @@ TARGETS = Targets(queue_seconds=1.0, kv_usage=0.85)
 
 
 def busy(service: FluidService) -> None:
-    """Twenty periods of a load that one prefill and one decode worker can just about bear."""
+    """Twenty periods of a load that one prefill and one decode worker can just sustain."""
     for _ in range(20):
         service.step(800.0, 2.0)
 
@@ -87,7 +87,7 @@ def test_scale_down_without_reserve_is_rejected():
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "error_message"),
     [
         ({"age_s": 60.0}, "60 s old"),
         ({"prefill": {"queued_tokens": math.nan}}, "prefill queued_tokens is nan"),
@@ -95,7 +95,7 @@ def test_scale_down_without_reserve_is_rejected():
         ({"decode": {"running": -1.0}}, "decode running is -1"),
     ],
 )
-def test_unreliable_metrics_change_nothing(change, said):  # [figures-or-hold]
+def test_unreliable_metrics_change_nothing(change, error_message):  # [figures-or-hold]
     load = FluidService(config_of(), queued_tokens=1e6).load()
     for name, value in change.items():
         load = replace(load, **{name: replace(getattr(load, name), **value) if isinstance(value, dict) else value})
@@ -103,7 +103,7 @@ def test_unreliable_metrics_change_nothing(change, said):  # [figures-or-hold]
     assert outcome.wanted == {"prefill": 3, "decode": 5}
     (decision,) = outcome.decisions
     assert decision.action == "hold"
-    assert said in decision.reason
+    assert error_message in decision.reason
 
 
 def test_live_worker_changes_its_role_before_a_pod_comes():

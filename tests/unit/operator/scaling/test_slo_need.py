@@ -82,7 +82,7 @@ def test_need_says_what_it_expects():
     assert "wait at most" in reason
 
 
-def test_prompts_too_long_alone_are_said_and_not_scaled_for():
+def test_prompts_too_long_alone_are_reported_not_scaled_for():
     load = prefill(3000.0, lengths=[5000.0] * 100)
     need = prefill_need(load, TARGETS)
     assert need.workers == by_load.prefill_need(load, TARGETS).workers == 3.0
@@ -160,7 +160,7 @@ def test_decode_workers_keep_their_batch_at_the_percentile(workers):
     assert 0.005 < above / total < 0.08
 
 
-def test_step_too_long_for_one_sequence_is_said():
+def test_step_too_long_for_one_sequence_is_reported():
     load = decode(80.0)
     need = decode_need(load, replace(TARGETS, latency_s=0.001))
     assert need.workers == by_load.decode_need(load, TARGETS).workers
@@ -235,7 +235,7 @@ def test_missed_objective_adds_no_worker_during_another_start():
     assert late_run(300, objective_config(), serving=float)[-1] > 4
 
 
-def test_number_that_missed_its_objective_is_not_tried_for_ever():
+def test_number_that_missed_its_objective_is_retried_rarely():
     """The model says one worker; fewer than three are late."""
     memory, there, changes, late_for = ScalingState(), {"prefill": 3, "decode": 1}, [], 0
     for at in range(0, 3600, 5):

@@ -91,7 +91,7 @@ async def test_exposition_of_another_service_lacks_metrics(responder):
 
 
 @pytest.mark.parametrize(
-    ("status", "body", "said"),
+    ("status", "body", "error_message"),
     [
         (503, b"", "status 503"),
         (302, b"", "status 302"),
@@ -100,9 +100,9 @@ async def test_exposition_of_another_service_lacks_metrics(responder):
         (200, b"x" * (fetching.MAX_BYTES + 1), "more than 4 MiB"),
     ],
 )
-async def test_malformed_exposition_is_reported(responder, status, body, said):
+async def test_malformed_exposition_is_reported(responder, status, body, error_message):
     responder.status, responder.body = status, body
-    assert said in await fetched(responder)
+    assert error_message in await fetched(responder)
 
 
 async def test_pod_that_hangs_is_given_up_and_the_others_are_read(responder, monkeypatch):

@@ -46,7 +46,7 @@ async def test_order_brings_token_and_body():
 
 
 @pytest.mark.parametrize(
-    ("response", "said"),
+    ("response", "error_message"),
     [
         (httpx.Response(409, json={"message": "d0 is draining"}), "409.*d0 is draining"),
         (httpx.Response(200, text="<html>"), "200: <html>"),
@@ -54,9 +54,9 @@ async def test_order_brings_token_and_body():
         (httpx.Response(302, headers={"location": "http://elsewhere/"}), "302"),
     ],
 )
-async def test_rejection_of_a_pod_is_reported(response, said):
+async def test_rejection_of_a_pod_is_reported(response, error_message):
     async with client_of(lambda _: response) as client:
-        with pytest.raises(OrderFailedError, match=said):
+        with pytest.raises(OrderFailedError, match=error_message):
             await order(client)
 
 

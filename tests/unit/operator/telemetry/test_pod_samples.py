@@ -131,7 +131,7 @@ def test_ready_pod_without_metrics_makes_the_load_old():  # [figures-or-hold]
     assert "16 s old" in seen.load.error()
 
 
-def test_ready_pod_that_never_said_anything_is_named():  # [figures-or-hold]
+def test_ready_pod_that_never_replied_is_named():  # [figures-or-hold]
     answers = {**IDLE, "d0": "it has no metric tandem_worker_kv_pages"}
     seen = looked(answers, answers)
     assert seen.load is None

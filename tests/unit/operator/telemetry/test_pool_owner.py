@@ -1,4 +1,4 @@
-"""Replicas that somebody else writes while the autoscaler owns the pools."""
+"""Replicas that another client writes while the autoscaler owns the pools."""
 
 import pytest
 

@@ -37,7 +37,7 @@ async def test_through_the_router():
 
 
 @pytest.mark.parametrize(
-    ("answer", "said"),
+    ("answer", "error_message"),
     [
         (httpx.Response(200, json={"passed": False, "message": "worker d0 is not registered"}), "not registered"),
         (httpx.Response(200, json={"passed": "yes"}), ""),
@@ -47,10 +47,10 @@ async def test_through_the_router():
         (httpx.Response(500, text="x" * 10_000), "500"),
     ],
 )
-async def test_everything_but_a_clear_yes_is_a_no(answer, said):
+async def test_everything_but_a_clear_yes_is_a_no(answer, error_message):
     canary, _ = await asked(answer)
     assert not canary.passed
-    assert said in canary.message
+    assert error_message in canary.message
     assert len(canary.message) <= 512
 
 

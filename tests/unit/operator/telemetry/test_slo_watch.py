@@ -53,7 +53,7 @@ def test_share_of_few_requests_varies_without_an_event():
     assert watched(reading(0.96, judged=25), reading(0.88, judged=25)).is_met is False
 
 
-def test_figures_of_an_idle_service_are_not_written_for_ever():
+def test_figures_of_an_idle_service_are_written_until_zero():
     seen, written, goodput = None, 0, 4.0
     for _ in range(5000):
         goodput *= 0.977
@@ -87,7 +87,7 @@ def test_prompts_that_are_too_long_are_named():
     assert calibrated.status == "True"
 
 
-def test_model_out_of_bounds_is_said():
+def test_model_out_of_bounds_is_reported():
     [_, feasible, calibrated] = slo_conditions(SLO, watched(reading(load=replace(LOAD, is_calibrated=False))))
     assert (feasible.type, feasible.status) == ("SloFeasible", "Unknown"), "without a model nobody knows"
     assert (calibrated.type, calibrated.status) == ("LatencyModelCalibrated", "False")

@@ -1,4 +1,4 @@
-"""The key that `tandem chat` and `tandem bench serve` send, and who gets to see it."""
+"""The key that `tandem chat` and `tandem bench serve` send, and where it is visible."""
 
 import subprocess
 import sys

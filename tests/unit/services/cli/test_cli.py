@@ -289,7 +289,7 @@ def test_greeting_names_reachable_address_of_listen_host(host, url, tmp_path, mo
 
 
 def test_readiness_of_own_processes_bypasses_proxy(monkeypatch) -> None:
-    """With HTTP_PROXY set and no NO_PROXY, `tandem up` waited in vain."""
+    """With HTTP_PROXY set and no NO_PROXY, `tandem up` waited until its timeout."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
         monkeypatch.setenv(name, f"http://127.0.0.1:{free_port()}")
     for name in ("NO_PROXY", "no_proxy"):

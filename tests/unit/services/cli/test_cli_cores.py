@@ -99,12 +99,12 @@ def test_cpu_affinity_flag_is_passed_to_the_worker():
 
 
 @pytest.mark.parametrize(
-    ("affinity", "said"),
+    ("affinity", "error_message"),
     [("0", "this process may use 4,5,6,7"), ("4-", "must be auto, none or a list"), ("x", "must be auto, none or")],
 )
-def test_cores_that_are_not_this_process_s_are_refused(affinity, said):
+def test_cores_that_are_not_this_process_s_are_refused(affinity, error_message):
     args = build_parser().parse_args(["worker", "--redis-url", "redis://h", "--model", "m", "--cpu-affinity", affinity])
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=error_message):
         engine_config(args)
 
 

@@ -14,7 +14,7 @@ PROGRESS = {"done": 0, "total": 2, "what": "prompt of 64 tokens"}
 
 
 class Worker(HTTPServer):
-    """Answers as told."""
+    """Gives scripted answers."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
@@ -75,13 +75,13 @@ def test_refusal_of_a_busy_worker_names_the_flag(worker, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("lines", "said"),
+    ("lines", "error_message"),
     [([PROGRESS, {"error": "the engine was silent"}], "the engine was silent"), ([PROGRESS], "without figures")],
 )
-def test_measurement_that_ends_early_writes_nothing(worker, tmp_path, capsys, lines, said):
+def test_measurement_that_ends_early_writes_nothing(worker, tmp_path, capsys, lines, error_message):
     worker.lines = lines
     assert ctl(worker, "--out", str(tmp_path / "r.json")) == 1
-    assert said in capsys.readouterr().err
+    assert error_message in capsys.readouterr().err
     assert not (tmp_path / "r.json").exists()
 
 

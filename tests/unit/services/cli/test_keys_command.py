@@ -21,7 +21,7 @@ def create(*argv: str) -> int:
 
 
 def test_keys_are_added_to_a_file_that_a_gateway_takes(tmp_path, capsys) -> None:
-    """The bare entry, sent to a file as install.md once said, was one that no gateway takes."""
+    """The bare entry, sent to a file as in a former install.md, was one that no gateway takes."""
     path = tmp_path / "keys.json"
     assert create("search", "--requests-per-minute", "600", "--file", str(path)) == 0
     assert create("ops", "--admin", "--file", str(path)) == 0
@@ -48,8 +48,8 @@ def test_key_file_keeps_mode_and_entries_on_duplicate_name(tmp_path, capsys) -> 
 
 
 @pytest.fixture
-def of_somebody_else(monkeypatch):
-    """Makes the command see the file that is there as another user's, whoever runs the test."""
+def of_another_user(monkeypatch):
+    """Makes the command see the file that is there as another user's, for any user of the test."""
     replace = keys_command._replace
 
     def seen(path: Path, content: bytes, former: os.stat_result) -> None:
@@ -59,7 +59,7 @@ def of_somebody_else(monkeypatch):
     return lambda: monkeypatch.setattr(keys_command, "_replace", seen)
 
 
-def test_rewritten_key_file_keeps_owner_set_before_mode(tmp_path, monkeypatch, of_somebody_else) -> None:
+def test_rewritten_key_file_keeps_owner_set_before_mode(tmp_path, monkeypatch, of_another_user) -> None:
     """`sudo tandem keys create` made the file root's, and the gateway could not read it any more."""
     path = tmp_path / "keys.json"
     assert create("search", "--file", str(path)) == 0
@@ -74,7 +74,7 @@ def test_rewritten_key_file_keeps_owner_set_before_mode(tmp_path, monkeypatch, o
         assert given
         change_mode(descriptor, mode)
 
-    of_somebody_else()
+    of_another_user()
     monkeypatch.setattr(os, "fchown", give)
     monkeypatch.setattr(os, "fchmod", fchmod)
     assert create("ops", "--file", str(path)) == 0
@@ -92,7 +92,7 @@ def test_root_adds_a_key_to_the_file_of_another_user(tmp_path) -> None:
     assert (after.st_uid, after.st_gid, stat.S_IMODE(after.st_mode)) == (65534, 65534, 0o600)
 
 
-def test_key_file_is_unchanged_if_owner_cannot_be_kept(tmp_path, monkeypatch, capsys, of_somebody_else) -> None:
+def test_key_file_is_unchanged_if_owner_cannot_be_kept(tmp_path, monkeypatch, capsys, of_another_user) -> None:
     path = tmp_path / "keys.json"
     assert create("search", "--file", str(path)) == 0
     before = path.read_bytes()
@@ -100,7 +100,7 @@ def test_key_file_is_unchanged_if_owner_cannot_be_kept(tmp_path, monkeypatch, ca
     def refused(descriptor: int, uid: int, gid: int) -> None:
         raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
 
-    of_somebody_else()
+    of_another_user()
     monkeypatch.setattr(os, "fchown", refused)
     capsys.readouterr()
     assert create("ops", "--file", str(path)) == 2

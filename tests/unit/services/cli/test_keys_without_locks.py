@@ -20,10 +20,10 @@ def without_locks(monkeypatch) -> None:
 
 
 def test_second_of_two_concurrent_creates_is_rejected(tmp_path, monkeypatch, capsys) -> None:
-    """Both were told that theirs was in the file, and one of them was not."""
+    """Both reported success, and one of the keys was not in the file."""
     path, replace = tmp_path / "keys.json", keys_command._replace
 
-    def meanwhile(*args: object) -> None:
+    def create_second(*args: object) -> None:
         monkeypatch.setattr(keys_command, "_replace", replace)
         assert main(["keys", "create", "ops", "--file", str(path)]) == 2
         reported = capsys.readouterr().err
@@ -31,7 +31,7 @@ def test_second_of_two_concurrent_creates_is_rejected(tmp_path, monkeypatch, cap
         assert "shown only now" not in reported
         replace(*args)
 
-    monkeypatch.setattr(keys_command, "_replace", meanwhile)
+    monkeypatch.setattr(keys_command, "_replace", create_second)
     assert main(["keys", "create", "search", "--file", str(path)]) == 0
     assert [tenant.name for tenant in read_keys(path).tenants] == ["search"]
     assert main(["keys", "create", "ops", "--file", str(path)]) == 0

@@ -123,7 +123,7 @@ def test_disk_that_hangs_does_not_make_the_child_wait(tmp_path, monkeypatch):
     line = b"x" * 999 + b"\n"
     lines = 4 * module.MAX_QUEUE_BYTES // len(line)
     for _ in range(lines):
-        os.write(descriptor, line)  # would block for ever once pipe and queue are full
+        os.write(descriptor, line)  # would block forever once pipe and queue are full
     os.close(descriptor)
     wait_for(lambda: output.received == lines * len(line), WAIT_S)
     go.set()

@@ -135,7 +135,7 @@ def test_command_of_the_lab_where_it_is_missing_names_it(monkeypatch, capsys):
 
 
 def test_install_hints_name_extras_of_pyproject():
-    """The distribution's own name, and nothing of a stranger's."""
+    """The distribution's own name, and nothing of another distribution's."""
     root = Path(__file__).parents[4]
     project = tomllib.loads((root / "pyproject.toml").read_text("utf-8"))["project"]
     assert project["name"] == DISTRIBUTION

@@ -124,7 +124,7 @@ def test_every_worker_has_the_adapter_of_a_repository_in_one_folder(started, tmp
         started("--lora-dir", str(tmp_path), "--lora-modules", "sql=hf://org/sql")
 
 
-def test_adapter_that_is_not_there_ends_a_start_before_the_model_arrives(started, tmp_path, monkeypatch):
+def test_missing_adapter_ends_a_start_before_the_model_arrives(started, tmp_path, monkeypatch):
     with hub_server() as server:
         server.add("org/mini", bundled_model())
         hub = Hub(endpoint=server.url, cache=tmp_path / "cache", wait_s=60.0)

@@ -1,4 +1,4 @@
-"""The processes of `tandem up`: what is said of their ends, when they start again, and in which order they stop."""
+"""The processes of `tandem up`: reports of their ends, when they restart, and in which order they stop."""
 
 import errno
 import os

@@ -1,4 +1,4 @@
-"""Work beside the requests: nothing is let go of, and one failure does not end what is done again and again."""
+"""Background tasks: none is lost, and one failure does not end a periodic task."""
 
 import asyncio
 import logging

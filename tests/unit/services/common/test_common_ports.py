@@ -15,7 +15,7 @@ def test_port_is_found_below_those_of_outgoing_connections():
 
 
 def test_free_port_is_not_returned_twice(monkeypatch):
-    """Two processes of a fleet were told to listen on the same port, and one of them did not start."""
+    """Two processes of a fleet got the same port to listen on, and one of them did not start."""
     first = sockets.free_port()
     monkeypatch.setattr(sockets.random, "sample", lambda *_: [first])
     with pytest.raises(StartupError, match="no free port"):

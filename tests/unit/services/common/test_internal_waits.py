@@ -63,7 +63,7 @@ LONGER = {
     "worker.standby.UNTRIED_S": "an operator tries it; others of its revision serve",
     "worker.standby.HOLD_S": "the next canary of an operator that said so; others of its revision serve",
     "worker.main.END_GRACE_S": "the engine that it belongs to drains and ends; added to the drain's bound",
-    # Between two of something, or how long something is remembered: nobody waits for its end.
+    # Between two of something, or how long something is remembered: no request waits for its end.
     "ipc.private_tmpdir.UNMARKED_S": "an empty folder may be about to be marked",
     "disaggregation.links.REPEAT_S": "a link's self-test is repeated",
     "disaggregation.nixl.thread.STUCK_S": "a WRITE ends; longer than a receiver that stands still lives",
@@ -107,7 +107,7 @@ def modules() -> Iterator[ModuleType]:
             try:
                 yield importlib.import_module(found.name)
             except ModuleNotFoundError as missing:
-                # Kernels for devices wait for nobody, and cannot be imported everywhere.
+                # Kernels for devices do not wait, and cannot be imported everywhere.
                 if missing.name != "triton":
                     raise
 
@@ -154,7 +154,7 @@ def test_grants_and_leases_expire_before_fencing():  # [late-write] [grant-expir
 
 
 def test_silent_worker_is_removed_within_12_seconds():  # [dead-peer-released]
-    """Silence is noticed by a sweep, which somebody's heartbeat sets off, and told with the next heartbeat."""
+    """Silence is noticed by a sweep, which any worker's heartbeat starts, and reported with the next heartbeat."""
     assert (FENCE_AFTER_MS + SWEEP_EVERY_MS) / 1000 + HEARTBEAT_S <= 12.0
     # A write is given up, and its receiver may use the pages again, when one that stands still has been fenced
     # [late-write].

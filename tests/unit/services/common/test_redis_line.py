@@ -1,4 +1,4 @@
-"""One connection for all commands: who gets which reply, and what happens to those in line when it breaks."""
+"""One connection for all commands: order of replies, and what happens to queued commands when it breaks."""
 
 import asyncio
 
@@ -24,7 +24,7 @@ PATIENT_S = 60.0
 
 
 class ScriptedWire:
-    """Answers when it is told to."""
+    """Answers when the test calls for it."""
 
     def __init__(self) -> None:
         self.sent: list[bytes] = []
@@ -338,7 +338,7 @@ async def test_command_after_a_timeout_uses_a_new_connection(line, wires):
         await line.command("GET", "hasty", within_s=0.01)
     assert await answered(line, wires.next, "later") == "later"
     with pytest.raises(ConnectionError):
-        await patient  # the old one is given up as well, once nobody who was hasty can be waiting for it
+        await patient  # the old one is given up as well, once no command with the shorter timeout waits for it
     assert len(wires.all) == 2
 
 

@@ -1,4 +1,4 @@
-"""Flags and variables of tracing, and what is said when they cannot work."""
+"""Flags and variables of tracing, and the errors when they cannot work."""
 
 import builtins
 

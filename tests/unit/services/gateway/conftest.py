@@ -6,7 +6,7 @@ import pytest
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import EngineRack, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
 
@@ -24,6 +24,6 @@ def rack() -> Iterator[EngineRack]:
 @pytest.fixture
 async def gateway(rack, tokenizer):
     """One engine that computes alone and answers tokens hashed from the prompt."""
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         yield live

@@ -16,7 +16,7 @@ from tandem_services.worker.engine_process import OrderRefusedError
 from tandem_testing.adapter_ports import CONTENT, AdapterPort, adapter_ports
 from tandem_testing.gateway_builders import FakeChooser, live_gateway
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.mock_engine import MockBehavior
 from tandem_testing.tokenizer_builders import EOS
 
 LOAD = {"lora_name": "sql", "lora_path": "one"}
@@ -50,7 +50,7 @@ def serve(rack, tokenizer, monkeypatch):
     @asynccontextmanager
     async def start(**config):
         for name, role in (("p", Role.PREFILL), ("d0", Role.DECODE), ("d1", Role.DECODE)):
-            rack.add(name, MockBehaviour(token=lambda *_: EOS, eos=EOS), role)
+            rack.add(name, MockBehavior(token=lambda *_: EOS, eos=EOS), role)
         async with (
             live_gateway(rack.context, tokenizer, rack.engines, **config) as live,
             adapter_ports(live.chooser) as ports,

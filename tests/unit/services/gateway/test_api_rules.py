@@ -9,7 +9,7 @@ import pytest
 
 from tandem_engine.config import Role
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
@@ -98,7 +98,7 @@ async def test_output_may_end_with_its_first_token(tokenizer, disaggregated, str
     token = scripted_tokens([*script(tokenizer, text, eos=EOS), *[EOS] * 9])
     with EngineRack() as rack:
         for role in (Role.PREFILL, Role.DECODE) if disaggregated else (Role.BOTH,):
-            rack.add(role.value, MockBehaviour(token=token, eos=EOS), role)
+            rack.add(role.value, MockBehavior(token=token, eos=EOS), role)
         async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
             options = {"stream_options": {"include_usage": True}} if stream else {}
             answer = await gateway.complete(max_tokens=9, stream=stream, **fields, **options)
@@ -150,18 +150,18 @@ async def test_bad_logit_bias_names_what_is_bad(gateway, rack, tokenizer, endpoi
 
 
 @pytest.mark.parametrize(
-    ("model", "status", "kind", "said"),
+    ("model", "status", "kind", "error_message"),
     [
         ("other", 404, "NotFoundError", "'other'"),
         ("../../etc/passwd", 404, "NotFoundError", "'../../etc/passwd'"),
     ],
 )
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
-async def test_unknown_model_is_a_404(gateway, path, model, status, kind, said):
+async def test_unknown_model_is_a_404(gateway, path, model, status, kind, error_message):
     answer = await gateway.http.post(path, json={**POSTS[path], "model": model})
     error = answer.json()["error"]
     assert (answer.status_code, error["type"], error["param"]) == (status, kind, "model")
-    assert said in error["message"]
+    assert error_message in error["message"]
 
 
 # [unknown-fields]
@@ -209,7 +209,7 @@ OF_RESPONSES = {"stream_options": {"include_obfuscation": False}, "text": {"verb
     ids=lambda value: value if isinstance(value, str) else "",
 )
 async def test_neutral_fields_of_official_clients_are_accepted(rack, tokenizer, path, fields):
-    rack.add("solo", MockBehaviour(token=scripted_tokens([5, 6, EOS]), eos=EOS))
+    rack.add("solo", MockBehavior(token=scripted_tokens([5, 6, EOS]), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines, strict_fields=True) as strict:
         for name, value in fields.items():
             answer = await strict.http.post(path, json={**POSTS[path], name: value})
@@ -293,7 +293,7 @@ async def test_negative_output_limit_is_refused(gateway, rack, endpoint, fields,
 async def test_json_that_max_tokens_cuts_off_says_so(tokenizer, stream):
     token = scripted_tokens(script(tokenizer, '{"a": [1, 2, 3]}', eos=EOS))
     with EngineRack() as rack:
-        rack.add("solo", MockBehaviour(token=token, eos=EOS))
+        rack.add("solo", MockBehavior(token=token, eos=EOS))
         async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
             fields = {"response_format": {"type": "json_object"}, "stream": stream}
             answers = [await gateway.complete(max_tokens=limit, **fields) for limit in (4, 99)]

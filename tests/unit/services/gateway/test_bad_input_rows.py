@@ -16,7 +16,7 @@ import pytest_asyncio
 
 from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRequest
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -33,7 +33,7 @@ BOTH = pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.fixture(scope="module")
 def engines():
     with EngineRack() as engines:
-        engines.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+        engines.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
         yield engines
 
 
@@ -291,7 +291,7 @@ STOPS = [  # [stop-strings]
 async def test_stop_string_cuts_where_it_begins(tokenizer, text, stop, shown, stream, tokens_per_output):
     token = scripted_tokens(script(tokenizer, text, eos=EOS))
     with EngineRack() as rack:
-        rack.add("solo", MockBehaviour(token=token, eos=EOS, tokens_per_output=tokens_per_output))
+        rack.add("solo", MockBehavior(token=token, eos=EOS, tokens_per_output=tokens_per_output))
         async with live_gateway(rack.context, tokenizer, rack.engines) as live:
             answer = await live.complete(max_tokens=99, stop=stop, stream=stream)
     chunks = events(answer) if stream else [answer.json()]
@@ -304,7 +304,7 @@ async def test_marks_by_the_thousand_are_whole_in_a_stream(tokenizer):  # [whole
     text = "e" + "\u0301\u0316" * 1000
     token = scripted_tokens(script(tokenizer, text, eos=EOS))
     with EngineRack() as rack:
-        rack.add("solo", MockBehaviour(token=token, eos=EOS)).context_length = 1 << 20
+        rack.add("solo", MockBehavior(token=token, eos=EOS)).context_length = 1 << 20
         async with live_gateway(rack.context, tokenizer, rack.engines) as live:
             chunks = events(await live.complete(max_tokens=1 << 16, stream=True))
     pieces = [choice["text"] for chunk in chunks for choice in chunk["choices"]]
@@ -351,7 +351,7 @@ async def test_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # [cli
 async def test_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # [client-leaves-aborts]
     """Two hundred long requests are asked for and left; the next one is answered, and nothing runs on."""
     body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "min_tokens": 400, "stream": stream}
-    engine.behaviour.mute = True
+    engine.behavior.mute = True
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=gateway.url, limits=limits, timeout=60.0) as crowd:
         asking = [asyncio.create_task(crowd.post(COMPLETIONS, json=body)) for _ in range(200)]
@@ -360,21 +360,21 @@ async def test_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # [
             request.cancel()
         await asyncio.gather(*asking, return_exceptions=True)
     assert await asyncio.to_thread(engine.wait_until, lambda: engine.running == 0)
-    engine.behaviour.mute = False
+    engine.behavior.mute = False
     assert (await gateway.complete(max_tokens=1)).status_code == 200
     await until(lambda: gateway.chooser.open == 0, 20.0, "every reservation is given back")
     assert len(engine.received) == 201
 
 
 async def test_unattainable_deadlines_leak_no_reservation_or_task(gateway, engine):  # [deadlines-hold]
-    engine.behaviour.mute = True
+    engine.behavior.mute = True
     tasks = len(asyncio.all_tasks())
     for number in range(10):
         body = {**SOUND[COMPLETIONS], "timeout": 0.001, "stream": number % 2 == 0, "n": 1 + number % 3}
         answers = await asyncio.gather(*[gateway.http.post(COMPLETIONS, json=body) for _ in range(30)])
         assert {answer.status_code for answer in answers} == {504}
     assert await asyncio.to_thread(engine.wait_until, lambda: engine.running == 0)
-    engine.behaviour.mute = False
+    engine.behavior.mute = False
     assert (await gateway.complete(max_tokens=1)).status_code == 200
     await until(lambda: gateway.chooser.open == 0, 20.0, "every reservation is given back")
     await until(lambda: len(asyncio.all_tasks()) <= tasks + 1, 20.0, "no task is left")

@@ -15,7 +15,7 @@ from tandem_services.gateway.http.body import BodyDecoder, check_json_shape
 from tandem_services.gateway.limits import BodyBudget, BodyCharge
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.key_files import bearer, key_of, write_keys
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.waiting import until
 
 KIB = 1 << 10
@@ -25,7 +25,7 @@ READ = ("/v1/messages/count_tokens", "/tokenize", "/detokenize", "/v1/sessions",
 
 @pytest.fixture
 async def bounded(rack, tokenizer):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     small = {"bodies_bytes": 100 * KIB, "bodies_bytes_per_client": 100 * KIB}
     async with live_gateway(rack.context, tokenizer, rack.engines, **small) as live:
         yield live
@@ -96,7 +96,7 @@ async def test_body_longer_than_the_budget_is_a_413(bounded):
 
 
 async def test_body_budget_of_one_tenant_leaves_others_theirs(rack, tokenizer, tmp_path):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     keys = write_keys(tmp_path, ann={}, bob={}, root={"admin": True})
     small = {"bodies_bytes": 100 * KIB, "bodies_bytes_per_client": 40 * KIB, "api_keys": keys}
     async with live_gateway(rack.context, tokenizer, rack.engines, **small) as live, AsyncExitStack() as stack:
@@ -117,7 +117,7 @@ async def test_body_is_given_back_once_its_request_is_read(rack, tokenizer):
         gate.wait(60)
         return 5
 
-    rack.add("solo", MockBehaviour(token=held_up))
+    rack.add("solo", MockBehavior(token=held_up))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         try:
             running = asyncio.create_task(live.complete("hi", max_tokens=2))

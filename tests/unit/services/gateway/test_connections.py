@@ -22,7 +22,7 @@ from tandem_services.gateway.http.connection import GatewayConnection
 from tandem_services.gateway.serve import http_server
 from tandem_testing.gateway_builders import config_of, live_gateway
 from tandem_testing.loop_time import set_forward
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -45,7 +45,7 @@ async def connection(gateway):
         writer.close()
 
 
-async def said(gateway, *parts: bytes) -> bytes:
+async def response_to(gateway, *parts: bytes) -> bytes:
     """Everything that is answered until the gateway closes the connection."""
     async with connection(gateway) as (reader, writer):
         for part in parts:
@@ -84,7 +84,7 @@ NO_HTTP = {
 
 @pytest.mark.parametrize("sent", NO_HTTP.values(), ids=NO_HTTP.keys())
 async def test_non_http_bytes_get_a_400_and_close(gateway, rack, caplog, sent):  # [one-reading] [heads-bounded]
-    check_refusal(await said(gateway, sent), 400)
+    check_refusal(await response_to(gateway, sent), 400)
     assert not rack.engines[0].received
     assert not [record for record in caplog.records if record.exc_info]
     assert (await gateway.http.get("/live")).status_code == 200
@@ -103,25 +103,25 @@ HOSTS = {
 @pytest.mark.parametrize("host", HOSTS.values(), ids=HOSTS.keys())
 @pytest.mark.parametrize("path", [b"/live", b"/nope"])
 async def test_request_has_one_host_that_is_a_host(gateway, host, path):  # [one-host], Starlette CVE-2026-48710
-    answer = await said(gateway, b"GET " + path + b" HTTP/1.1\r\n" + host + b"Connection: close\r\n\r\n")
+    answer = await response_to(gateway, b"GET " + path + b" HTTP/1.1\r\n" + host + b"Connection: close\r\n\r\n")
     assert "Host" in check_refusal(answer, 400)
 
 
 @pytest.mark.parametrize("host", [b"gateway", b"a-b.c_d:8000", b"[::1]:80", b"127.0.0.1"])
 async def test_names_and_addresses_are_hosts(gateway, host):  # [one-host]
-    answer = await said(gateway, b"GET /live HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
+    answer = await response_to(gateway, b"GET /live HTTP/1.1\r\nHost: " + host + b"\r\nConnection: close\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 200 ")
 
 
 async def test_old_clients_need_no_host_and_older_ones_are_refused(gateway):  # [one-reading]
-    assert (await said(gateway, b"GET /live HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
-    check_refusal(await said(gateway, b"GET /live\r\n\r\n"), 505)
+    assert (await response_to(gateway, b"GET /live HTTP/1.0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    check_refusal(await response_to(gateway, b"GET /live\r\n\r\n"), 505)
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET", b"GET /live HTTP/1.1\r\nHo"])
 async def test_head_that_never_ends_is_given_up(gateway, monkeypatch, sent):  # [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.http.connection.HEAD_TIMEOUT_S", 0.05)
-    assert "did not arrive" in check_refusal(await said(gateway, sent), 408)
+    assert "did not arrive" in check_refusal(await response_to(gateway, sent), 408)
 
 
 async def test_nor_is_one_behind_a_request_waited_for(gateway, monkeypatch):  # [slow-request-ends]
@@ -157,7 +157,9 @@ async def test_head_without_end_is_not_kept(gateway, monkeypatch):  # [heads-bou
 
 @pytest.mark.parametrize("size", [9_000, 30_000])
 async def test_url_that_is_too_long_is_a_414(gateway, size):  # [heads-bounded]
-    answer = await said(gateway, b"GET /live?%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (b"x" * size))
+    answer = await response_to(
+        gateway, b"GET /live?%b HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n" % (b"x" * size)
+    )
     assert "URL is limited to" in check_refusal(answer, 414)
 
 
@@ -172,7 +174,7 @@ async def test_url_without_end_is_a_414_as_well(gateway):  # [heads-bounded]
 
 
 async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # [slow-request-ends]
-    answer = await said(gateway, LIVE * 50 + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE * 48 + LAST)
+    answer = await response_to(gateway, LIVE * 50 + b"GET /version HTTP/1.1\r\nHost: x\r\n\r\n" + LIVE * 48 + LAST)
     bodies = [part.partition(b"\r\n\r\n")[2] for part in answer.split(b"HTTP/1.1 200 OK")[1:]]
     assert len(bodies) == 100
     assert [i for i, body in enumerate(bodies) if b'"version"' in body] == [50]
@@ -181,15 +183,15 @@ async def test_pipelined_requests_are_answered_in_order(gateway, rack):  # [slow
 @pytest.mark.parametrize("head", [b"Expect: 100-continue\r\nContent-Length: 2\r\n", b"Content-Length: 5000\r\n"])
 async def test_body_that_was_promised_and_never_sent_is_a_408(gateway, rack, monkeypatch, head):  # [one-reading]
     monkeypatch.setattr("tandem_services.gateway.http.body.BODY_TIMEOUT_S", 0.05)
-    answer = await said(gateway, POST + b"Connection: close\r\n" + head + b"\r\n")
+    answer = await response_to(gateway, POST + b"Connection: close\r\n" + head + b"\r\n")
     check_refusal(answer.removeprefix(b"HTTP/1.1 100 Continue\r\n\r\n"), 408)
     assert not rack.engines[0].received
 
 
 async def test_body_longer_than_it_says_is_no_request(gateway, rack):  # [one-reading]
-    check_refusal(await said(gateway, POST + b"Connection: close\r\nContent-Length: 5\r\n\r\n" + BODY), 400)
+    check_refusal(await response_to(gateway, POST + b"Connection: close\r\nContent-Length: 5\r\n\r\n" + BODY), 400)
     # What follows is the next request, which is none: it must not be the answer of the one that runs.
-    answer = await said(gateway, POST + b"Content-Length: 5\r\n\r\n" + BODY)
+    answer = await response_to(gateway, POST + b"Content-Length: 5\r\n\r\n" + BODY)
     first, last = answer.split(b"HTTP/1.1 ")[1:]
     assert b"not valid JSON" in first
     assert "not a valid HTTP request" in check_refusal(b"HTTP/1.1 " + last, 400)
@@ -199,7 +201,7 @@ async def test_body_longer_than_it_says_is_no_request(gateway, rack):  # [one-re
 @pytest.mark.parametrize("before", [1, 3])
 async def test_running_request_is_answered_before_invalid_bytes(gateway, rack, before):  # [one-reading]
     request = POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY
-    answers = (await said(gateway, request * before + b"rubbish\r\n\r\n", b"more of it")).split(b"HTTP/1.1 ")[1:]
+    answers = (await response_to(gateway, request * before + b"rubbish\r\n\r\n", b"more of it")).split(b"HTTP/1.1 ")[1:]
     assert [answer[:3] for answer in answers] == [b"200"] * before + [b"400"]
     assert len(rack.engines[0].received) == before
     assert not rack.engines[0].aborted
@@ -208,12 +210,12 @@ async def test_running_request_is_answered_before_invalid_bytes(gateway, rack, b
 async def test_body_of_one_byte_chunks_is_a_body(gateway, rack):  # [body-bounded]
     chunks = b"".join(b"1\r\n" + bytes([byte]) + b"\r\n" for byte in BODY)
     head = POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
-    assert (await said(gateway, head + chunks + b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
+    assert (await response_to(gateway, head + chunks + b"0\r\n\r\n")).startswith(b"HTTP/1.1 200 ")
 
 
 async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # [body-bounded]
     monkeypatch.setattr("tandem_services.gateway.limits.MAX_BODY_BYTES", 1000)
-    answer = await said(
+    answer = await response_to(
         gateway, POST + b"Connection: close\r\nTransfer-Encoding: chunked\r\n\r\n" + b"1\r\n \r\n" * 2000
     )
     check_refusal(answer, 413)
@@ -222,10 +224,10 @@ async def test_one_byte_chunks_count_as_bytes(gateway, rack, monkeypatch):  # [b
 async def test_body_in_very_many_very_small_pieces_is_refused(gateway, rack, monkeypatch):  # [body-bounded]
     monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_BODY_PIECES", 1000)
     head = POST + b"Transfer-Encoding: chunked\r\n\r\n"
-    assert "pieces" in check_refusal(await said(gateway, head + b"1\r\n \r\n" * 1001), 400)
+    assert "pieces" in check_refusal(await response_to(gateway, head + b"1\r\n \r\n" * 1001), 400)
     large = b"20\r\n" + b" " * 32 + b"\r\n"
     end = b"%x\r\n" % len(BODY) + BODY + b"\r\n0\r\n\r\n"
-    assert (await said(gateway, head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1) + large * 1001 + end))[
+    assert (await response_to(gateway, head.replace(b"\r\n", b"\r\nConnection: close\r\n", 1) + large * 1001 + end))[
         :12
     ] == b"HTTP/1.1 200"
     assert len(rack.engines[0].received) == 1
@@ -241,7 +243,7 @@ async def test_disconnect_within_a_body_affects_no_other_client(gateway, rack, c
 
 
 async def test_half_closed_connection_counts_as_disconnected(gateway, rack):  # [client-leaves-aborts]
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         assert await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
@@ -254,7 +256,7 @@ async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypa
     monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_CONNECTIONS", 3)
     async with AsyncExitStack() as stack:
         idle = [await stack.enter_async_context(connection(gateway)) for _ in range(6)]
-        assert (await said(gateway, LAST)).startswith(b"HTTP/1.1 200 ")
+        assert (await response_to(gateway, LAST)).startswith(b"HTTP/1.1 200 ")
         reads = [asyncio.ensure_future(reader.read()) for reader, _ in idle]
         ended, others = await asyncio.wait(reads, return_when=asyncio.FIRST_COMPLETED)
         assert {read.result() for read in ended} == {b""}
@@ -264,25 +266,25 @@ async def test_connections_are_bounded_and_idle_ones_make_room(gateway, monkeypa
 
 
 async def test_connection_beyond_busy_limit_gets_a_503(gateway, rack, monkeypatch):  # [connections-bounded]
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     busy = asyncio.ensure_future(gateway.complete(max_tokens=1))
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
     monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_CONNECTIONS", 1)
-    answer = await said(gateway, LAST)
+    answer = await response_to(gateway, LAST)
     assert "at most 1 connections" in check_refusal(answer, 503)
     assert b"retry-after: 1" in answer
     busy.cancel()
 
 
 async def test_refusal_is_never_written_into_anothers_answer(gateway, rack):  # [one-reading]: smuggling
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
         await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
         writer.write(b"\x00\x01 no request\r\n\r\n")
         # It has been read by the time another connection is answered.
         assert (await gateway.http.get("/live")).status_code == 200
-        rack.engines[0].behaviour.mute = False
+        rack.engines[0].behavior.mute = False
         own, refusal = (await reader.read()).split(b"HTTP/1.1 ")[1:]
     assert own.startswith(b"200 ")
     check_refusal(b"HTTP/1.1 " + refusal, 400)
@@ -307,7 +309,7 @@ def fail_at(monkeypatch, name: str, *, call: int) -> None:
 @pytest.mark.parametrize("name", ["on_message_begin", "on_url", "on_headers_complete", "on_body"])
 async def test_exception_of_a_parser_callback_is_a_500(gateway, monkeypatch, caplog, name):
     fail_at(monkeypatch, name, call=1)
-    answer = await said(gateway, POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
+    answer = await response_to(gateway, POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
     assert "The gateway failed" in check_refusal(answer, 500)
     assert "planted" in caplog.text
     assert (await gateway.http.get("/live")).status_code == 200
@@ -315,7 +317,7 @@ async def test_exception_of_a_parser_callback_is_a_500(gateway, monkeypatch, cap
 
 @pytest.mark.parametrize("name", ["on_url", "on_headers_complete"])
 async def test_exception_is_not_written_into_anothers_answer(gateway, rack, monkeypatch, name):
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     fail_at(monkeypatch, name, call=2)
     async with connection(gateway) as (reader, writer):
         writer.write(POST + b"Content-Length: %d\r\n\r\n" % len(BODY) + BODY)
@@ -323,7 +325,7 @@ async def test_exception_is_not_written_into_anothers_answer(gateway, rack, monk
         writer.write(LIVE)
         # It has been read by the time another connection is answered.
         assert (await gateway.http.get("/live")).status_code == 200
-        rack.engines[0].behaviour.mute = False
+        rack.engines[0].behavior.mute = False
         own, refusal = (await reader.read()).split(b"HTTP/1.1 ")[1:]
     assert own.startswith(b"200 ")
     check_refusal(b"HTTP/1.1 " + refusal, 500)
@@ -367,7 +369,7 @@ def small_buffers(host: str, port: int) -> socket.socket:
 async def test_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatch):  # [slow-reader-bounded]
     monkeypatch.setattr("tandem_testing.gateway_builders.listen", small_buffers)
     monkeypatch.setattr("tandem_services.gateway.http.connection.SEND_STALL_S", 0.2)
-    engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, step_s=0.0005))
+    engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, step_s=0.0005))
     engine.context_length = 1 << 17
     body = {"model": "mock", "prompt": "a", "max_tokens": 100_000, "logprobs": 5, "ignore_eos": True, "stream": True}
     content = json.dumps(body).encode()
@@ -380,7 +382,7 @@ async def test_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatc
             client.sendall(POST + head + content)
 
             assert await asyncio.to_thread(engine.wait_until, lambda: bool(engine.aborted))
-            # Who asks for metrics has small buffers, too, and may have to wait for a processor.
+            # The client that reads metrics has small buffers, too, and may have to wait for a processor.
             monkeypatch.setattr("tandem_services.gateway.http.connection.SEND_STALL_S", 60.0)
 
             async def has_left() -> bool:
@@ -395,7 +397,7 @@ async def test_client_that_reads_nothing_is_given_up(rack, tokenizer, monkeypatc
 
 
 class Wire(asyncio.Transport):
-    """Keeps what it is told to."""
+    """Records calls."""
 
     unsent = 0
     aborted = False

@@ -11,7 +11,7 @@ from tandem_services.gateway.dispatch import engine_pool
 from tandem_services.gateway.dispatch.engine_client import PROOF_S, LivenessTiming, Revival
 from tandem_services.gateway.dispatch.engine_pool import IDLE_S, EnginePool
 from tandem_services.router.membership import PROOF_WAIT_S
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.waiting import until
 
@@ -40,7 +40,7 @@ async def pool(rack, clock, dead, monkeypatch):
 
 @pytest.fixture
 def views(rack):
-    return [rack.add(f"w{n}", MockBehaviour(token=hash_tokens(3, 250))).view for n in range(6)]
+    return [rack.add(f"w{n}", MockBehavior(token=hash_tokens(3, 250))).view for n in range(6)]
 
 
 def names(views) -> set[str]:
@@ -61,9 +61,9 @@ def block_until_answered(engine, pings: int) -> None:
 
 
 async def proven(pool, count: int) -> set[str]:
-    everybody = {f"w{n}@1" for n in range(6)}
-    await until(lambda: sum(map(pool.proven, everybody)) >= count, PATIENCE_S, f"{count} have answered")
-    return {name for name in everybody if pool.proven(name)}
+    all_workers = {f"w{n}@1" for n in range(6)}
+    await until(lambda: sum(map(pool.proven, all_workers)) >= count, PATIENCE_S, f"{count} have answered")
+    return {name for name in all_workers if pool.proven(name)}
 
 
 async def test_few_workers_of_a_large_fleet_are_connected_ahead(pool, rack, views):
@@ -127,10 +127,10 @@ async def test_engine_that_hangs_is_silent_until_it_answers(pool, rack, views, c
     name = views[0].incarnation
     assert await pool.prove(views[0], within_s=PATIENCE_S)
     await outlive_proofs(clock)
-    rack.engines[0].behaviour.deaf = True
+    rack.engines[0].behavior.deaf = True
     assert not await pool.prove(views[0], within_s=0.2)
     assert pool.silent == {name}
-    rack.engines[0].behaviour.deaf = False
+    rack.engines[0].behavior.deaf = False
     await until(lambda: pool.proven(name), PATIENCE_S, "it has answered")
     assert pool.silent == frozenset()
 

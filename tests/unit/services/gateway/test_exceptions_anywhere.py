@@ -238,7 +238,7 @@ def unlogged() -> Iterator[None]:
 async def test_exception_in_any_function_has_a_shape(
     gateway: LiveGateway, rack: EngineRack, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rack.engines[0].behaviour.step_s = STEP_S
+    rack.engines[0].behavior.step_s = STEP_S
     functions = await functions_of(gateway)
     always, names = ONCE_BROKEN | WRITTEN_AT_ONCE, {name_of(code) for code in functions}
     assert names >= always, f"not called any more: {sorted(always - names)}"

@@ -91,7 +91,7 @@ async def test_tenant_with_fewer_places_displaces_the_last_of_another(waits: Wai
     assert waits.lengths[-1] == 0
 
 
-async def test_tenant_with_most_places_displaces_nobody(waits: Waits) -> None:
+async def test_tenant_with_most_places_displaces_no_request(waits: Waits) -> None:
     tasks = await waits.asked(ANN, ANN, ANN, BOB)
     (refused,) = await waits.asked(ANN)
     assert await refusals([*tasks, refused]) == [None, None, None, None, 503]

@@ -24,7 +24,7 @@ from tandem_services.gateway.models.fleet_tokenizer import (
 )
 from tandem_services.gateway.models.tokenizer_loads import TokenizerLoadError, TokenizerLoads
 from tandem_testing.gateway_builders import EngineRack
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.router_builders import make_view
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.tokenizer_builders import write_tokenizer
@@ -65,7 +65,7 @@ def bundle(tmp_path) -> TokenizerBundle:
 @pytest.fixture
 def engine(bundle):
     with EngineRack() as rack:
-        engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 250)))
+        engine = rack.add("w", MockBehavior(token=hash_tokens(3, 250)))
         engine.tokenizer = bundle
         engine.rack = rack
         yield engine
@@ -102,7 +102,7 @@ async def test_workers_that_do_not_answer_delay_no_gateway_for_long(engine, bund
     monkeypatch.setattr(fleet_tokenizer, "PART_S", 0.05)
     with EngineRack() as rack:
         for name in ("a", "b"):
-            deaf = rack.add(name, MockBehaviour(token=hash_tokens(3, 250), deaf=True))
+            deaf = rack.add(name, MockBehavior(token=hash_tokens(3, 250), deaf=True))
             deaf.tokenizer = bundle
         silent = [deaf.view for deaf in rack.engines]
         attempts = 0
@@ -141,7 +141,7 @@ async def test_worker_without_what_it_reports_is_refused(engine, bundle, tmp_pat
 
 async def test_silent_worker_is_given_up(engine, monkeypatch):
     monkeypatch.setattr(fleet_tokenizer, "PART_S", 0.05)
-    engine.behaviour.deaf = True
+    engine.behavior.deaf = True
     with pytest.raises(TimeoutError):
         await received(engine.view, engine.rack.context)
 

@@ -11,7 +11,7 @@ from tandem_services.router.decision import Latency, ScoreTerm
 from tandem_services.router.starting import StartingWorker
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.metric_text import metric_sum
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 
 LATENCY = Latency(
@@ -39,7 +39,7 @@ async def test_requests_at_zero_wait_for_the_first_worker(rack, tokenizer, tmp_p
             await asyncio.sleep(0.01)
         assert await held()
         assert not any(answer.done() for answer in answers)
-        engine = rack.add("late", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+        engine = rack.add("late", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
         gateway.chooser.fleet.append(engine.view)
         assert [answer.status_code for answer in await asyncio.gather(*answers)] == [200, 200]
 
@@ -51,7 +51,7 @@ async def test_wait_for_a_start_teaches_no_latency(rack, tokenizer, tmp_path):
         gateway.chooser.latency = LATENCY
         answers = [asyncio.create_task(gateway.complete("hi", max_tokens=3)) for _ in range(3)]
         await asyncio.sleep(0.1)
-        gateway.chooser.fleet.append(rack.add("late", MockBehaviour(token=hash_tokens(3, 250), eos=EOS)).view)
+        gateway.chooser.fleet.append(rack.add("late", MockBehavior(token=hash_tokens(3, 250), eos=EOS)).view)
         assert {answer.status_code for answer in await asyncio.gather(*answers)} == {200}
 
         async def learned_from() -> float:
@@ -76,7 +76,7 @@ async def test_gateway_without_workers_or_scale_to_zero_returns_503(rack, tokeni
 
 
 async def test_gateway_that_has_served_stays_ready_while_workers_start(rack, tokenizer):
-    engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    engine = rack.add("w", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, tokenizer, [engine]) as gateway:
         assert (await gateway.complete("hi", max_tokens=3)).status_code == 200
         gateway.chooser.fleet.clear()

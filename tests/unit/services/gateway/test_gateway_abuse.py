@@ -49,7 +49,7 @@ ROUTES = {
     "metrics": {("GET", "/metrics")},
     "admin": {("POST", path) for path in ADAPTER_PATHS},
 }
-"""Every route of a gateway with who it is for. A route that is not here fails the test below."""
+"""Every route of a gateway with its users. A route that is not here fails the test below."""
 
 INTERNAL = re.compile(r"Traceback|0x[0-9a-f]{6}|tcp://|redis://|\d+\.\d+\.\d+\.\d+|\.py\b|/work|/usr|site-packages")
 """What no answer may contain [errors-reveal-nothing], Triton CVE-2025-23319."""

@@ -22,7 +22,7 @@ from tandem_services.router.registered_adapters import MAX_ANNOUNCED, Registered
 from tandem_testing.gateway_builders import FULL, FakeChooser, SessionShelf, serving_fleets
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.metric_text import metric_sum
-from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.mock_engine import MockBehavior
 from tandem_testing.router_builders import make_view
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
@@ -58,7 +58,7 @@ def fleets(rack, tokenizer):
         ]
         engines, parts = {}, []
         for model in models:
-            engine = engines[model.name] = rack.add(model.name, MockBehaviour(token=lambda *_: EOS, eos=EOS))
+            engine = engines[model.name] = rack.add(model.name, MockBehavior(token=lambda *_: EOS, eos=EOS))
             engine.model = model.name
             view = replace(engine.view, adapters={each.name: each for each in adapters[model.name]})
             chooser = FakeChooser([view])
@@ -163,7 +163,7 @@ async def test_key_needs_adapters_in_its_models(fleets, tmp_path):
 async def test_missing_adapter_is_tried_elsewhere_then_503(fleets):
     gone = Finish(reason=FinishReason.ERROR, error="not here", code="adapter_missing", retryable=True)
     async with fleets() as (http, engines, _):
-        engines["llama"].behaviour.refuse = gone
+        engines["llama"].behavior.refuse = gone
         answer = await http.post("/v1/chat/completions", json={"model": "sql", **CHAT})
     assert answer.status_code == 503
     assert "has the adapter" in answer.json()["error"]["message"]
@@ -210,7 +210,7 @@ async def test_name_of_flags_wakes_a_fleet_at_zero(rack, tokenizer, tmp_path):
         await until(is_held, 30.0, "it is held, which starts a worker")
         unknown = await http.post("/v1/chat/completions", json={"model": "law", **CHAT})
         assert (unknown.status_code, waiting.done()) == (404, False)
-        engine = rack.add("late", MockBehaviour(token=lambda *_: EOS, eos=EOS))
+        engine = rack.add("late", MockBehavior(token=lambda *_: EOS, eos=EOS))
         chooser.fleet.append(replace(engine.view, adapters={"sql": adapter("sql")}))
         assert (await waiting).status_code == 200
     [received] = engine.received
@@ -236,7 +236,7 @@ def test_names_of_a_large_fleet_cost_little():
 
 
 def test_list_of_held_adapters_reads_each_memory_once():
-    """The operator asks for it often, and meanwhile no other request is served."""
+    """The operator asks for it often, and no other request is served at that time."""
     reads = 0
 
     class Counted(tuple[Any, ...]):
@@ -305,7 +305,7 @@ class PartlyFull(FakeChooser):
 
 
 async def test_request_of_the_model_passes_a_full_adapter(rack, tokenizer):
-    engines = [rack.add(name, MockBehaviour(token=lambda *_: EOS, eos=EOS)) for name in ("w0", "w1")]
+    engines = [rack.add(name, MockBehavior(token=lambda *_: EOS, eos=EOS)) for name in ("w0", "w1")]
     views = [engine.view for engine in engines]
     views[0] = replace(views[0], adapters={"sql": adapter("sql")})
     chooser = PartlyFull(views)
@@ -338,7 +338,7 @@ def announcing(rack, tokenizer):
     @asynccontextmanager
     async def start(registered: RegisteredAdapters, **config):
         model = ModelConfig(path=Path(), names=("mock",), cluster="mock", recovery_s=0.5, max_attempts=2, **config)
-        engine = rack.add("mock", MockBehaviour(token=lambda *_: EOS, eos=EOS))
+        engine = rack.add("mock", MockBehavior(token=lambda *_: EOS, eos=EOS))
         view = replace(engine.view, adapters={}, adapter_memory=AdapterMemory(limit=2, loads=True))
         fleet = Fleet(
             config=model,

@@ -1,4 +1,4 @@
-"""The administrators' port: what is there, who may use it, and what is no longer on the API's."""
+"""The administrators' port: what is there, which users may use it, and what is no longer on the API's."""
 
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -111,7 +111,7 @@ async def test_metrics_and_adapters_are_not_on_the_apis_port(ports):
     assert "tandem_gateway_requests_total" in (await ports.admin.get("/metrics")).text
 
 
-async def test_administrator_sees_anybodys_request(ports):
+async def test_administrator_sees_requests_of_all_tenants(ports):
     journal = ports.gateway.answering.journal
     journal.open(record("r1", "ann"))
     for known in ("r1", "chatcmpl-r1", "mine"):

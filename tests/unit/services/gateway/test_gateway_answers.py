@@ -8,7 +8,7 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import events, live_gateway, script
 from tandem_testing.loop_time import set_forward
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import CHATML, EOS, write_tokenizer
 
 USAGE = {"include_usage": True}
@@ -20,9 +20,9 @@ async def says(rack, tokenizer):
     async with asyncio.timeout(60):
         contexts = []
 
-        async def start(text: str, **behaviour):
+        async def start(text: str, **behavior):
             ids = script(tokenizer, text, eos=EOS)
-            rack.add("solo", MockBehaviour(token=scripted_tokens(ids), eos=EOS, **behaviour))
+            rack.add("solo", MockBehavior(token=scripted_tokens(ids), eos=EOS, **behavior))
             contexts.append(live_gateway(rack.context, tokenizer, rack.engines))
             return await contexts[-1].__aenter__()
 
@@ -308,7 +308,7 @@ async def test_continue_final_message_extends_the_assistant_message(gateway, rac
 async def test_chat_template_receives_documents_and_reasoning_effort(rack, tmp_path):  # [known-fields]
     template = "{{ reasoning_effort }}:{% for d in documents %}{{ d.text }};{% endfor %}" + CHATML
     knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=template))
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, knowing, rack.engines) as live:
         reported = {"documents": [{"text": "a<|im_end|>"}, {"text": "b"}], "reasoning_effort": "high"}
         assert (await live.chat("hi", max_tokens=1, **reported)).status_code == 200
@@ -385,8 +385,8 @@ async def test_insane_request_id_is_replaced(gateway, bad):
 async def test_error_after_the_first_chunk_is_one_event_before_done(rack, tokenizer):
     failure = Finish(reason=FinishReason.ERROR, code="engine_error", error="/secret/path exploded")
     ids = script(tokenizer, "hello there", eos=EOS)
-    behaviour = MockBehaviour(token=scripted_tokens(ids), eos=EOS, fail_after=(3, failure))
-    rack.add("solo", behaviour)
+    behavior = MockBehavior(token=scripted_tokens(ids), eos=EOS, fail_after=(3, failure))
+    rack.add("solo", behavior)
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         answer = await gateway.chat(max_tokens=9, stream=True)
         chunks = events(answer)
@@ -399,7 +399,7 @@ async def test_error_after_the_first_chunk_is_one_event_before_done(rack, tokeni
 
 async def test_error_before_the_first_chunk_is_a_status(rack, tokenizer):
     refuse = Finish(reason=FinishReason.ERROR, code="invalid_request", error="top_k is odd", param="top_k")
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 200), refuse=refuse))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 200), refuse=refuse))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         answer = await gateway.chat(max_tokens=9, stream=True)
         assert answer.status_code == 400
@@ -412,7 +412,7 @@ async def test_error_before_the_first_chunk_is_a_status(rack, tokenizer):
 
 
 async def test_request_that_outlives_its_deadline_is_a_504(rack, tokenizer):
-    engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 200), mute=True))
+    engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 200), mute=True))
     async with live_gateway(rack.context, tokenizer, rack.engines, request_timeout_s=30.0) as gateway:
         answering = asyncio.ensure_future(gateway.chat(max_tokens=9))
         assert await asyncio.to_thread(engine.wait_until, lambda: bool(engine.received))

@@ -1,4 +1,4 @@
-"""Every bad request has a clear answer, reaches no engine, and harms nobody."""
+"""Every bad request has a clear answer, reaches no engine, and harms no other request."""
 
 import asyncio
 import json
@@ -8,7 +8,7 @@ import pytest
 import pytest_asyncio
 
 from tandem_testing.gateway_builders import EngineRack, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 
 # One gateway takes all the abuse: whatever one request breaks, the next ones would show.
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -21,7 +21,7 @@ LONE_SURROGATE = b'"\\ud800"'
 @pytest.fixture(scope="module")
 def abused():
     with EngineRack() as engines:
-        engines.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+        engines.add("solo", MockBehavior(token=hash_tokens(3, 250)))
         yield engines
 
 

@@ -1,4 +1,4 @@
-"""Canaries of the operator: through a named pair, through whom the router chooses, and what they say when they fail."""
+"""Canaries of the operator: through a named pair, through the router's choice, and their errors."""
 
 from contextlib import asynccontextmanager
 from dataclasses import replace

@@ -11,7 +11,7 @@ from tandem_engine.config import Role
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import Pooling, PoolingParams
 from tandem_testing.gateway_builders import live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens, mock_vector
+from tandem_testing.mock_engine import MockBehavior, hash_tokens, mock_vector
 
 PATH = "/v1/embeddings"
 
@@ -110,7 +110,7 @@ async def test_oversized_embedding_dimensions_return_400(gateway, rack):
 
 
 async def test_refusal_of_the_engine_is_the_clients_fault(gateway, rack):
-    rack.engines[0].behaviour.refuse = Finish(
+    rack.engines[0].behavior.refuse = Finish(
         reason=FinishReason.ERROR,
         error="dimensions are up to 64",
         code="invalid_request",
@@ -126,9 +126,9 @@ async def test_unknown_model_is_not_found(gateway):
 
 
 async def test_prefill_worker_computes_it_alone(rack, tokenizer):
-    behaviour = MockBehaviour(token=hash_tokens(3, 250))
-    rack.add("p", behaviour, Role.PREFILL)
-    rack.add("d", behaviour, Role.DECODE)
+    behavior = MockBehavior(token=hash_tokens(3, 250))
+    rack.add("p", behavior, Role.PREFILL)
+    rack.add("d", behavior, Role.DECODE)
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         assert vectors(await embed(live, [5, 6])) == [mock_vector([5, 6])]
         assert live.chooser.open == 0
@@ -138,15 +138,15 @@ async def test_prefill_worker_computes_it_alone(rack, tokenizer):
 
 
 async def test_lost_worker_is_replaced(rack, tokenizer):
-    rack.add("dying", MockBehaviour(token=hash_tokens(3, 250), die_after=0))
-    rack.add("well", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("dying", MockBehavior(token=hash_tokens(3, 250), die_after=0))
+    rack.add("well", MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         assert vectors(await embed(live, [[5], [6], [7]])) == [mock_vector([i]) for i in (5, 6, 7)]
         assert live.chooser.open == 0
 
 
 async def test_client_that_leaves_aborts_what_is_under_way(rack, tokenizer):
-    engine = rack.add("slow", MockBehaviour(token=hash_tokens(3, 250), mute=True))
+    engine = rack.add("slow", MockBehavior(token=hash_tokens(3, 250), mute=True))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         task = asyncio.create_task(embed(live, [[5], [6]]))
         assert await asyncio.to_thread(engine.wait_until, lambda: len(engine.received) == 2)

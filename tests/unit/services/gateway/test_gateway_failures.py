@@ -151,7 +151,7 @@ async def test_next_attempt_resumes_after_the_tokens_received(rack, faulty, refe
     assert resumed.sampling == original.sampling
     assert gateway.chooser.open == 0
     assert gateway.chooser.queries[-1].token_ids == resumed.input_ids + resumed.resume_ids
-    # Nobody with other weights may go on [same-kind-paired].
+    # No worker with other weights may continue [same-kind-paired].
     assert [query.compat_hash for query in gateway.chooser.queries] == [None, first.view.compat_hash]
 
 
@@ -197,11 +197,11 @@ async def test_prefill_worker_exit_before_first_token_is_retried(rack, faulty, r
     rack.add("p1", healthy(die_after=0), Role.PREFILL)
     rack.add("p2", healthy(), Role.PREFILL)
     decode = rack.add("d", healthy(first_token_gate=None), Role.DECODE)
-    decode.behaviour.mute = True
+    decode.behavior.mute = True
     async with faulty() as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
         assert await seen(decode, lambda: len(decode.received) == 2)
-        decode.behaviour.mute = False
+        decode.behavior.mute = False
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert [request.handoff.peer.incarnation for request in decode.received] == ["p1@1", "p2@1"]
@@ -222,7 +222,7 @@ async def test_prefill_worker_exit_after_handoff_keeps_stream(rack, faulty, refe
         body = b""
         async for chunk in response.aiter_bytes():
             body += chunk
-            # The first token is the prefill worker's; whoever sends the next one has taken over.
+            # The first token is the prefill worker's; the sender of the next one has taken over.
             if body.count(b'"text"') >= 2:
                 prefill.stop()
         assert body.endswith(b"data: [DONE]\n\n")
@@ -246,7 +246,7 @@ async def test_failed_transfer_is_blamed_on_its_sender(rack, faulty):
     async with faulty() as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
         assert await seen(broken, lambda: broken.aborted)
-        decode.behaviour.refuse = None
+        decode.behavior.refuse = None
         await answering
     assert gateway.chooser.queries[1].exclude == {"p1@1"}
 
@@ -335,7 +335,7 @@ async def test_silence_timeout_is_shared_across_attempts(rack, faulty, stream):
         assert 'outcome="silence"} 1.0' in (await gateway.http.get("/metrics")).text
 
 
-async def test_silence_counts_from_the_last_word_of_a_worker(rack, faulty, reference):
+async def test_silence_counts_from_the_last_message_of_a_worker(rack, faulty, reference):
     rack.add("dead", healthy(die_after=2))
     busy = rack.add("busy", healthy(mute=True))
     async with faulty(ping_interval_s=0.25, unanswered_pings=50, silence_s=10.0) as gateway:
@@ -343,7 +343,7 @@ async def test_silence_counts_from_the_last_word_of_a_worker(rack, faulty, refer
         assert await seen(busy, lambda: busy.received)
         # Together longer than the silence that is allowed.
         await answer_pings(busy, 60, interval_s=0.25)
-        busy.behaviour.mute = False
+        busy.behavior.mute = False
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
 
@@ -359,7 +359,7 @@ async def test_worker_with_an_impossible_endpoint_is_passed_over(rack, faulty, r
 
 
 async def test_cut_idle_connection_does_not_mark_worker_dead(rack, faulty, reference):
-    """Every worker's connection at once: nobody else could take the next request."""
+    """Every worker's connection at once: no other worker could take the next request."""
     worker = rack.add("only", healthy())
     address = worker.view.request_endpoint.removeprefix("tcp://").split(":")
     proxy = await TcpProxy.open(lambda: (address[0], int(address[1])))
@@ -394,7 +394,7 @@ async def test_long_queue_is_not_death(rack, faulty):
         answering = asyncio.ensure_future(gateway.complete(max_tokens=3))
         assert await seen(busy, lambda: busy.received)
         await answer_pings(busy, 60, interval_s=0.25)
-        busy.behaviour.mute = False
+        busy.behavior.mute = False
         assert (await answering).status_code == 200
     assert len(busy.received) == 1
 
@@ -444,7 +444,7 @@ async def test_unreadable_reply_condemns_the_worker(rack, faulty, reference):  #
     async with faulty(ping_interval_s=0.1, unanswered_pings=50) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=9, seed=1))
         assert await seen(liar, lambda: liar.received)
-        liar.send_rubbish = True
+        liar.send_malformed = True
         answer = (await answering).json()
     assert [choice["text"] for choice in answer["choices"]] == (await reference(9))[0]
     assert "liar@1" in gateway.chooser.dead
@@ -490,9 +490,9 @@ def test_taken_port_is_named():  # [config-refused]
 
 
 async def test_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retry-storm]
-    """Clients that ask again at once, whatever they are told: what workers compute is what is answered."""
+    """Clients retry at once after any error: workers compute only what is answered."""
     engine = rack.add("solo", healthy())
-    engine.behaviour.mute = True
+    engine.behavior.mute = True
     clients, refused = 24, 0
     async with live_gateway(rack.context, tokenizer, rack.engines, max_waiting=4, silence_s=60.0) as gateway:
         gateway.chooser.room = 2
@@ -506,8 +506,8 @@ async def test_storm_of_retries_costs_workers_nothing(rack, tokenizer):  # [retr
                 assert answer.status_code in (429, 503)
                 assert int(answer.headers["retry-after"]) >= 1
                 refused += 1
-                # Until five times as many have been refused as there are clients nobody is served.
-                engine.behaviour.mute = refused < 5 * clients
+                # No client is served until five times as many requests as clients have been refused.
+                engine.behavior.mute = refused < 5 * clients
 
         answers = await asyncio.gather(*[insist(number) for number in range(clients)])
         assert gateway.chooser.open == 0

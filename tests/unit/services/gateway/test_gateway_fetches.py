@@ -1,4 +1,4 @@
-"""Who computes a prompt is told where a prefix of it is cached; nobody else is."""
+"""The worker that computes a prompt gets the source of its cached prefix; no other worker does."""
 
 import pytest
 

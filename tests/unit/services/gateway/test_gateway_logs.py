@@ -4,7 +4,7 @@ import pytest
 
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_testing.gateway_builders import live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 
 TRACE = "c" * 32
 HEADERS = {"traceparent": f"00-{TRACE}-{'d' * 16}-01"}
@@ -19,7 +19,7 @@ def fields_of(caplog, message: str) -> dict:
 @pytest.mark.parametrize("headers", [{}, HEADERS])
 async def test_last_line_of_a_request(rack, tokenizer, caplog, headers):
     caplog.set_level("INFO")
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         gateway.http.headers.update(headers)
         answer = await gateway.complete(max_tokens=2)
@@ -29,8 +29,8 @@ async def test_last_line_of_a_request(rack, tokenizer, caplog, headers):
 
 
 async def test_attempt_that_fails_and_an_answer_that_breaks(rack, tokenizer, caplog, monkeypatch):
-    rack.add("first", MockBehaviour(token=hash_tokens(3, 250), fail_after=(2, FAULT)))
-    rack.add("second", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("first", MockBehavior(token=hash_tokens(3, 250), fail_after=(2, FAULT)))
+    rack.add("second", MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         gateway.http.headers.update(HEADERS)
         answer = await gateway.complete(max_tokens=4, ignore_eos=True)

@@ -9,7 +9,7 @@ from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.output.tool_parsers.gemma4 import MARKERS
 from tandem_testing.gateway_builders import events, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
 TEMPLATE = Path(__file__).parents[2] / "engine/tokenizer/chat_templates/half_bracket_marks_typed_values.jinja"
@@ -34,7 +34,7 @@ def says(tokenizer, rack):
     """A gateway in front of an engine that always writes the same text."""
 
     def start(text: str, **config):
-        behavior = MockBehaviour(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
+        behavior = MockBehavior(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
         rack.add("solo", behavior).context_length = 4096
         return live_gateway(rack.context, tokenizer, rack.engines, **config)
 

@@ -7,7 +7,7 @@ from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import live_gateway, script
 from tandem_testing.key_files import bearer, key_of, write_keys
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 WEATHER = {"name": "weather", "input_schema": {"type": "object", "properties": {}}}
@@ -24,9 +24,9 @@ def thinking(tmp_path_factory) -> TextTokenizer:
 def says(thinking, rack):
     """A gateway in front of an engine that always writes the same text."""
 
-    def start(text: str, *, config: dict | None = None, **behaviour):
+    def start(text: str, *, config: dict | None = None, **behavior):
         ids = script(thinking, text, eos=EOS)
-        rack.add("solo", MockBehaviour(token=scripted_tokens(ids), eos=EOS, **behaviour)).context_length = 4096
+        rack.add("solo", MockBehavior(token=scripted_tokens(ids), eos=EOS, **behavior)).context_length = 4096
         return live_gateway(rack.context, thinking, rack.engines, recovery_s=0.1, **(config or {}))
 
     return start

@@ -1,4 +1,4 @@
-"""Workers that ask to be left: their requests go on elsewhere with their KV, and the client sees one stream."""
+"""Draining workers: their requests migrate with their KV, and the client sees one stream."""
 
 import pytest
 
@@ -7,13 +7,13 @@ from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.healthy_engines import healthy
-from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.mock_engine import MockBehavior
 
 TRANSFER_FAILED = Finish(reason=FinishReason.ERROR, code="transfer_error", retryable=True)
 
 
-def leaving(after: int, **knobs) -> MockBehaviour:
-    """Asks to be left, and says no more two tokens later: whoever stays has no answer."""
+def leaving(after: int, **knobs) -> MockBehavior:
+    """Requests migration, and sends nothing more two tokens later: a request that stays has no answer."""
     return healthy(leave_after=after, hold_at=after + 2, **knobs)
 
 
@@ -53,7 +53,7 @@ async def test_moved_stream_is_the_stream_of_one_worker(rack, gateway, stream, f
     rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:
         whole = (await live.complete(max_tokens=20, seed=1, **fields)).json()
-        leaver.behaviour = leaving(5)
+        leaver.behavior = leaving(5)
         answer = await live.complete(max_tokens=20, seed=1, stream=stream, **fields)
         chunks = events(answer) if stream else [answer.json()]
     choices = [choice for chunk in chunks for choice in chunk["choices"]]
@@ -79,8 +79,8 @@ async def test_move_that_fails_costs_a_recomputation_and_no_token(rack, gateway)
     taker = rack.add("d2", healthy(), Role.DECODE)
     async with gateway() as live:
         whole = (await live.complete(max_tokens=20, seed=1)).json()
-        leaver.behaviour = leaving(6)
-        taker.behaviour.fail_after = (10, TRANSFER_FAILED)
+        leaver.behavior = leaving(6)
+        taker.behavior.fail_after = (10, TRANSFER_FAILED)
         spare = rack.add("d3", healthy(), Role.DECODE)
         live.chooser.fleet.append(spare.view)
         answer = (await live.complete(max_tokens=20, seed=1)).json()

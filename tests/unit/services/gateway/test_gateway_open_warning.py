@@ -1,4 +1,4 @@
-"""A gateway without API keys says who can use it."""
+"""A gateway without API keys warns about its open access."""
 
 import logging
 from pathlib import Path

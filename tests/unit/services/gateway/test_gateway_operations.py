@@ -22,7 +22,7 @@ from tandem_services.gateway.observe.metrics import GatewayMetrics
 from tandem_testing.exported_metrics import gateway_metrics, resumed_record
 from tandem_testing.gateway_builders import live_gateway, priced_options_of
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
 
@@ -30,7 +30,7 @@ from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 async def pair(rack, tokenizer):
     """A prefill and a decode worker behind one gateway."""
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        rack.add(name, MockBehaviour(token=hash_tokens(3, 250), eos=EOS), role)
+        rack.add(name, MockBehavior(token=hash_tokens(3, 250), eos=EOS), role)
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         yield live
 
@@ -90,7 +90,7 @@ async def test_partial_characters_are_replaced(gateway, tokenizer):  # [whole-ch
 
 async def test_model_without_a_chat_template_says_so(rack, tmp_path):  # [template-sandboxed]
     bare = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=None))
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, bare, rack.engines) as gateway:
         answer = await gateway.chat(max_tokens=1)
         assert answer.status_code == 400
@@ -103,7 +103,7 @@ async def test_model_without_a_chat_template_says_so(rack, tmp_path):  # [templa
 
 async def test_explain_tells_where_cached_tokens_were(rack, tokenizer):
     hits = CacheHits(host=16, disk=8, fetched=32, unusable=48)
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=hits))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=hits))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         answer = (await gateway.complete(max_tokens=1)).json()
         record = (await gateway.http.get(f"/v1/requests/{answer['id']}/explain")).json()

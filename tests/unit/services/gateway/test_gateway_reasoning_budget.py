@@ -1,4 +1,4 @@
-"""`thinking_token_budget`: what engines are asked for, what is refused, and who else says it how."""
+"""`thinking_token_budget`: what engines are asked for, what is refused, and other names of the field."""
 
 import json
 
@@ -8,7 +8,7 @@ from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.messages.sampling import SamplingParams
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import EngineRack, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 FIELD = "thinking_token_budget"
@@ -25,7 +25,7 @@ def says(thinking, rack):
     """A gateway whose engine writes a text."""
 
     def start(text: str, **config):
-        behavior = MockBehaviour(token=scripted_tokens(script(thinking, text, eos=EOS)), eos=EOS)
+        behavior = MockBehavior(token=scripted_tokens(script(thinking, text, eos=EOS)), eos=EOS)
         rack.add("solo", behavior).context_length = 4096
         return live_gateway(rack.context, thinking, rack.engines, recovery_s=0.1, **config)
 
@@ -152,8 +152,8 @@ async def test_max_tokens_of_a_response_s_reasoning_are_the_budget(says, rack):
 
 async def test_output_that_moves_keeps_its_budget(thinking):  # [resume-from-tokens]
     with EngineRack() as rack:
-        rack.add("a", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, die_after=4))
-        rack.add("b", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+        rack.add("a", MockBehavior(token=hash_tokens(3, 250), eos=EOS, die_after=4))
+        rack.add("b", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
         async with live_gateway(rack.context, thinking, rack.engines, ping_interval_s=2.0) as gateway:
             answer = await gateway.chat(max_tokens=12, **{FIELD: 7})
     assert answer.status_code == 200

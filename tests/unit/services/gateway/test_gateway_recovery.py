@@ -1,4 +1,4 @@
-"""When workers are few: who waits, who is refused, who is not sent to another one."""
+"""When workers are few: which requests wait, are refused, or get no other worker."""
 
 import asyncio
 import json
@@ -42,27 +42,27 @@ async def test_request_that_crashed_two_workers_is_quarantined(rack, serving, st
     async with serving() as gateway:
         answer = await gateway.complete(list(POISON), max_tokens=9, stream=stream)
         again = await gateway.complete(list(POISON), max_tokens=9)
-        innocent = await gateway.complete([1, 2], max_tokens=9)
+        harmless = await gateway.complete([1, 2], max_tokens=9)
         assert await metric(gateway, "tandem_gateway_requests_quarantined_total") == 1
         assert await metric(gateway, "tandem_gateway_quarantine_refusals_total") == 1
     for refused in (answer, again):
         assert refused.status_code == 500
         error = refused.json()["error"]
         assert (error["type"], error["code"]) == ("InternalServerError", "request_quarantined")
-    assert innocent.status_code == 200
+    assert harmless.status_code == 200
     assert [POISON in [r.input_ids for r in engine.received] for engine in rack.engines] == [True, True, False]
 
 
 async def test_requests_lost_with_poison_request_resume(rack, serving):
-    """Nobody knows at first who it was; only the one that dies again at the same place is refused."""
+    """The poison request is not known at first; only the one that crashes a worker again is refused."""
     first = rack.add("a", healthy(dies_of=POISON, hold_at=10))
     for name in ("b", "c"):
         rack.add(name, healthy(dies_of=POISON))
     async with serving() as gateway:
-        innocents = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=60, seed=n)) for n in range(3)]
+        harmless_requests = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=60, seed=n)) for n in range(3)]
         assert await asyncio.to_thread(first.wait_until, lambda: first.emitted == 30)
         poison = await gateway.complete(list(POISON), max_tokens=9)
-        answers = [await innocent for innocent in innocents]
+        answers = [await harmless for harmless in harmless_requests]
     assert poison.status_code == 500
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [60] * 3
 
@@ -72,10 +72,10 @@ async def test_requests_lost_early_with_poison_request_get_a_retry(rack, serving
     for name in ("b", "c", "d"):
         rack.add(name, healthy(dies_of=POISON, step_s=0.05))
     async with serving() as gateway:
-        innocents = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=9, seed=n)) for n in range(3)]
+        harmless_requests = [asyncio.ensure_future(gateway.complete([5, n], max_tokens=9, seed=n)) for n in range(3)]
         assert await asyncio.to_thread(first.wait_until, lambda: len(first.received) == 3)
         poison = await gateway.complete(list(POISON), max_tokens=9)
-        answers = [await innocent for innocent in innocents]
+        answers = [await harmless for harmless in harmless_requests]
     assert (poison.status_code, poison.json()["error"]["code"]) == (500, "request_quarantined")
     assert [answer.json()["usage"]["completion_tokens"] for answer in answers] == [9] * 3
 
@@ -146,7 +146,7 @@ async def test_workers_that_were_dead_before_cost_no_attempt(rack, serving):  # 
 # Budget
 
 
-async def test_fleet_in_trouble_is_asked_less_and_less(rack, serving):
+async def test_retries_on_a_failing_fleet_are_limited_by_budget(rack, serving):
     rack.add("broken", healthy(refuse=BROKEN))
     async with serving() as gateway:
         answers = await asyncio.gather(*[gateway.complete(max_tokens=3) for _ in range(200)])
@@ -240,7 +240,7 @@ async def test_paused_workers_are_retried_after_an_interval(rack, serving):
         answering = asyncio.ensure_future(gateway.complete([1, 2], max_tokens=9))
         await until(lambda: all(worker.received for worker in workers), PATIENCE_S, "both have sent it away")
         for worker in workers:
-            worker.behaviour.fail_after = None
+            worker.behavior.fail_after = None
         assert (await answering).status_code == 200
         assert set(gateway.chooser.refusals) == {(worker.view.incarnation, WorkerState.PAUSED) for worker in workers}
     assert max(len(worker.received) for worker in workers) <= 3

@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import EngineRack, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import CHATML, EOS, THINKING_CHATML, write_tokenizer
 
 WEATHER = {"type": "function", "name": "weather", "parameters": {"type": "object", "properties": {}}}
@@ -25,9 +25,9 @@ def thinking(tmp_path_factory) -> TextTokenizer:
 def says(thinking, rack):
     """A gateway in front of an engine that always writes the same text."""
 
-    def start(text: str, **behaviour):
+    def start(text: str, **behavior):
         ids = script(thinking, text, eos=EOS)
-        rack.add("solo", MockBehaviour(token=scripted_tokens(ids), eos=EOS, **behaviour)).context_length = 4096
+        rack.add("solo", MockBehavior(token=scripted_tokens(ids), eos=EOS, **behavior)).context_length = 4096
         return live_gateway(rack.context, thinking, rack.engines, ping_interval_s=2.0, recovery_s=0.1)
 
     return start
@@ -208,7 +208,7 @@ async def test_call_can_be_required(says, choice):
 
 async def test_template_with_a_place_for_it_gets_the_effort(rack, tmp_path):  # [known-fields]
     knowing = TextTokenizer.load(write_tokenizer(tmp_path, chat_template="{{ reasoning_effort }}:" + CHATML))
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, knowing, rack.engines) as gateway:
         answer = (await respond(gateway, max_output_tokens=1, reasoning={"effort": "low", "summary": "auto"})).json()
     assert answer["reasoning"] == {"effort": "low", "summary": None}
@@ -282,8 +282,8 @@ async def test_neutral_values_are_accepted(says, fields):
 async def test_response_with_tool_call_resumes_on_another_worker(thinking):  # [resume-from-tokens]
     ids = script(thinking, f"<think>\nRain?\n</think>\n{CALL}", eos=EOS)
     with EngineRack() as rack:
-        rack.add("a", MockBehaviour(token=scripted_tokens(ids), eos=EOS, die_after=len(ids) - 12))
-        rack.add("b", MockBehaviour(token=scripted_tokens(ids), eos=EOS))
+        rack.add("a", MockBehavior(token=scripted_tokens(ids), eos=EOS, die_after=len(ids) - 12))
+        rack.add("b", MockBehavior(token=scripted_tokens(ids), eos=EOS))
         for engine in rack.engines:
             engine.context_length = 4096
         async with live_gateway(rack.context, thinking, rack.engines, ping_interval_s=2.0) as gateway:

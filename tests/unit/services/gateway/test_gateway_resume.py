@@ -1,4 +1,4 @@
-"""A worker may die after any token of any request: the client is told what it would have been [resume-from-tokens]."""
+"""A worker may die after any token of any request: the client gets the same output [resume-from-tokens]."""
 
 import asyncio
 import json
@@ -11,14 +11,14 @@ from tandem_engine.config import Role
 from tandem_testing.gateway_builders import EngineRack, LiveGateway, live_gateway
 from tandem_testing.healthy_engines import TOKEN, healthy
 from tandem_testing.loop_time import set_forward_until
-from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.mock_engine import MockBehavior
 from tandem_testing.tokenizer_builders import EOS
 
 LENGTH = 10
 PROMPT = [7, 8, 9, 40]
 
 
-def told(response) -> dict[str, Any]:
+def received_by_client(response) -> dict[str, Any]:
     """What a client knows in the end: per choice all text, all logprobs and every finish; usage."""
     lines = response.text.split("\n\n") if "event-stream" in response.headers["content-type"] else [response.text]
     documents = [json.loads(text) for line in lines if (text := line.removeprefix("data: ")) not in ("", "[DONE]")]
@@ -86,7 +86,7 @@ class Reaper:
         assert answer.status_code == 200, answer.text
         if die_after is not None:
             assert victim.received
-        return told(answer)
+        return received_by_client(answer)
 
 
 @pytest.fixture(params=[False, True], ids=["alone", "pair"])
@@ -138,13 +138,13 @@ async def test_without_a_seed_the_one_that_was_drawn_is_kept(rack, tokenizer):
 
 async def test_members_of_a_group_that_have_ended_are_not_sent_again(rack, tokenizer):
     """Only what the dead worker still owed goes elsewhere."""
-    dying = rack.add("dying", MockBehaviour(token=_first_ends_early, eos=EOS, mute=True))
-    survivor = rack.add("survivor", MockBehaviour(token=_first_ends_early, eos=EOS))
+    dying = rack.add("dying", MockBehavior(token=_first_ends_early, eos=EOS, mute=True))
+    survivor = rack.add("survivor", MockBehavior(token=_first_ends_early, eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=8, n=3, seed=0))
         assert await asyncio.to_thread(dying.wait_until, lambda: len(dying.received) == 3)
-        dying.behaviour.die_after = 9
-        dying.behaviour.mute = False
+        dying.behavior.die_after = 9
+        dying.behavior.mute = False
         answer = (await answering).json()
     assert [choice["finish_reason"] for choice in answer["choices"]] == ["stop", "length", "length"]
     assert {request.sampling.seed for request in survivor.received} == {1, 2}
@@ -157,15 +157,15 @@ def _first_ends_early(request, position: int) -> int:
 async def test_tokens_of_an_older_attempt_are_ignored(rack, tokenizer):  # [position-once] [zombie-fenced]
     """A worker that was taken for dead wakes up and says what it had left to say."""
     zombie = rack.add("zombie", healthy(mute=True))
-    heir = rack.add("heir", healthy(step_s=0.01))
+    replacement = rack.add("replacement", healthy(step_s=0.01))
     async with live_gateway(rack.context, tokenizer, rack.engines, ping_interval_s=2.0) as gateway:
         answering = asyncio.ensure_future(gateway.complete(max_tokens=40, seed=1))
         assert await asyncio.to_thread(zombie.wait_until, lambda: bool(zombie.received))
-        zombie.behaviour.deaf = True
+        zombie.behavior.deaf = True
         await set_forward_until(lambda: gateway.chooser.dead == {"zombie@1"}, step_s=2.0, steps=6)
-        assert await asyncio.to_thread(heir.wait_until, lambda: bool(heir.received))
-        zombie.behaviour.deaf = zombie.behaviour.mute = False
+        assert await asyncio.to_thread(replacement.wait_until, lambda: bool(replacement.received))
+        zombie.behavior.deaf = zombie.behavior.mute = False
         answer = (await answering).json()
-    ids = [TOKEN(heir.received[0], position) for position in range(40)]
+    ids = [TOKEN(replacement.received[0], position) for position in range(40)]
     assert answer["usage"]["completion_tokens"] == 40
     assert answer["choices"][0]["text"] == tokenizer.decode(ids)

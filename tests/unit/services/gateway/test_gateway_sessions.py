@@ -13,7 +13,7 @@ from tandem_services.gateway.dispatch.dispatcher import pair_of_requests
 from tandem_services.router.shared_state import SessionBinding, SessionName
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.healthy_engines import healthy
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.tokenizer_builders import CHATML, EOS, write_tokenizer
 
@@ -44,7 +44,7 @@ async def two(rack, tokenizer):
 async def test_later_turns_go_to_the_worker_that_has_the_first(two):
     gateway, (a, b) = two
     assert (await turn(gateway, [5, 6], number=0)).status_code == 200
-    gateway.chooser.fleet.reverse()  # from here on everybody else goes to b
+    gateway.chooser.fleet.reverse()  # from here on all others go to b
     assert (await turn(gateway, [7])).status_code == 200
     last = (await turn(gateway, [8, 9], number=2)).json()
     await gateway.complete([1])
@@ -107,7 +107,7 @@ async def test_sessions_belong_to_a_cache_salt(two):
 async def test_session_is_lost_with_its_worker_and_no_other_is_asked(two):
     gateway, (a, b) = two
     await turn(gateway, number=0)
-    a.behaviour.die_after = a.emitted + 2
+    a.behavior.die_after = a.emitted + 2
     assert_lost(await turn(gateway))
     assert_lost(await turn(gateway))
     assert not b.received
@@ -119,14 +119,14 @@ async def test_session_is_lost_with_its_worker_and_no_other_is_asked(two):
 async def test_stream_learns_that_its_session_is_lost(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)
-    a.behaviour.step_s, a.behaviour.die_after = 0.01, a.emitted + 20
+    a.behavior.step_s, a.behavior.die_after = 0.01, a.emitted + 20
     *_, last = events(await turn(gateway, stream=True, max_tokens=100))
     assert last["error"]["code"] == "session_lost"
 
 
 async def test_first_turn_resumes_and_session_binds_to_new_worker(two):
     gateway, (a, b) = two
-    a.behaviour.die_after = 2
+    a.behavior.die_after = 2
     assert (await turn(gateway, number=0)).status_code == 200
     [resumed] = b.received
     assert (resumed.session.turn, len(resumed.resume_ids)) == (0, 2)
@@ -148,7 +148,7 @@ async def test_session_error_of_worker_reaches_the_client(two, refusal, status, 
     gateway, (a, b) = two
     await turn(gateway, number=0)
     before = gateway.sessions.bindings[NAME]
-    a.behaviour.refuse = refusal
+    a.behavior.refuse = refusal
     response = await turn(gateway)
     assert (response.status_code, response.json()["error"]["code"]) == (status, code)
     assert not b.received
@@ -160,7 +160,7 @@ async def test_first_turn_that_failed_may_be_sent_again(rack, tokenizer):
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         await gateway.http.post("/v1/sessions", json={"session_id": "s"})
         assert (await turn(gateway)).status_code == 400
-        engine.behaviour.refuse = None
+        engine.behavior.refuse = None
         assert (await turn(gateway)).status_code == 200
         assert [request.session.turn for request in engine.received] == [0, 0]
 
@@ -220,7 +220,7 @@ def test_prompt_of_a_session_gets_an_end_that_fits(prompt, received, asked, sent
 async def test_stop_token_that_begins_a_first_turn_is_no_text(rack, tokenizer, number):
     """The prefill worker does not know that it ends the output."""
     prefill, decode = (
-        rack.add(name, MockBehaviour(token=scripted_tokens([number, 5]), eos=EOS), role)
+        rack.add(name, MockBehavior(token=scripted_tokens([number, 5]), eos=EOS), role)
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE))
     )
     fields = {"ignore_eos": False, "stop_token_ids": [7], "skip_special_tokens": False, "return_token_ids": True}
@@ -247,7 +247,7 @@ async def test_nothing_is_sent_while_bindings_cannot_be_read(two):
 
 async def test_session_chat_sends_only_new_messages(rack, tokenizer):
     answer = [*tokenizer.encode("fox", add_special_tokens=False), EOS]
-    engine = rack.add("a", MockBehaviour(token=scripted_tokens(answer), eos=EOS))
+    engine = rack.add("a", MockBehavior(token=scripted_tokens(answer), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         await gateway.chat("the dog", session_params={"id": "s", "turn": 0})
         await gateway.chat("hello", session_params={"id": "s"}, max_tokens=1)
@@ -305,7 +305,7 @@ async def test_client_that_leaves_leaves_the_session_as_it_was(two):
     gateway, (a, _) = two
     await turn(gateway, number=0)
     before = gateway.sessions.bindings[NAME]
-    a.behaviour.hold_at = 9
+    a.behavior.hold_at = 9
     leaving = asyncio.ensure_future(turn(gateway, max_tokens=200))
     assert await asyncio.to_thread(a.wait_until, lambda: a.emitted == 4 + 9)
     leaving.cancel()

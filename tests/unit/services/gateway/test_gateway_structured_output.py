@@ -14,7 +14,7 @@ from tandem_services.gateway.output.choice_text import ChoiceFinish, ChoiceText
 from tandem_services.gateway.output.structured_output import requested_grammar
 from tandem_services.gateway.output.token_sequence import Accepted
 from tandem_testing.gateway_builders import EngineRack, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 
 SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "string"}}}
 SCHEMA_TEXT = json.dumps(SCHEMA, separators=(",", ":"))
@@ -126,7 +126,7 @@ def test_malformed_constraint_is_rejected_by_name(fields, field):  # [structured
 @pytest.fixture
 def rack():
     with EngineRack() as engines:
-        engines.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+        engines.add("solo", MockBehavior(token=hash_tokens(3, 250)))
         yield engines
 
 
@@ -162,7 +162,7 @@ async def test_grammar_reaches_every_worker_of_every_choice(rack, tokenizer):
 )
 async def test_engine_rejection_is_a_400_with_the_client_field(tokenizer, fields, param, stream):
     refusal = Finish(reason=FinishReason.ERROR, error="this grammar is wrong", code="invalid_request", param="grammar")
-    behavior = MockBehaviour(token=hash_tokens(3, 250), refuse=refusal)
+    behavior = MockBehavior(token=hash_tokens(3, 250), refuse=refusal)
     with EngineRack() as engines:
         engines.add("solo", behavior)
         async with live_gateway(engines.context, tokenizer, engines.engines) as gateway:

@@ -10,7 +10,7 @@ from tandem_services.common.errors import ApiError
 from tandem_services.gateway.api.chat import template_messages
 from tandem_services.gateway.api.openai_schemas import ChatMessage
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, TOOL_CHATML, write_tokenizer
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
@@ -29,9 +29,9 @@ def tool_tokenizer(tmp_path_factory) -> TextTokenizer:
 def says(tool_tokenizer, rack):
     """A gateway in front of an engine that always writes the same text."""
 
-    def start(text: str, tokenizer: TextTokenizer = tool_tokenizer, config=None, **behaviour):
+    def start(text: str, tokenizer: TextTokenizer = tool_tokenizer, config=None, **behavior):
         ids = script(tokenizer, text, eos=EOS)
-        rack.add("solo", MockBehaviour(token=scripted_tokens(ids), eos=EOS, **behaviour)).context_length = 4096
+        rack.add("solo", MockBehavior(token=scripted_tokens(ids), eos=EOS, **behavior)).context_length = 4096
         return live_gateway(rack.context, tokenizer, rack.engines, **{"ping_interval_s": 2.0, **(config or {})})
 
     return start
@@ -259,8 +259,8 @@ async def test_tools_that_are_not_strict_cost_no_grammar(says, rack):
 async def test_tool_call_resumes_on_another_worker_unchanged(tool_tokenizer, die_after):
     ids = script(tool_tokenizer, TWO_CALLS, eos=EOS)
     with EngineRack() as rack:
-        rack.add("a", MockBehaviour(token=scripted_tokens(ids), eos=EOS, die_after=die_after))
-        rack.add("b", MockBehaviour(token=scripted_tokens(ids), eos=EOS))
+        rack.add("a", MockBehavior(token=scripted_tokens(ids), eos=EOS, die_after=die_after))
+        rack.add("b", MockBehavior(token=scripted_tokens(ids), eos=EOS))
         for engine in rack.engines:
             engine.context_length = 4096
         async with live_gateway(rack.context, tool_tokenizer, rack.engines, ping_interval_s=2.0) as gateway:

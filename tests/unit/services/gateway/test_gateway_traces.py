@@ -16,7 +16,7 @@ from tandem_services.common.span_export import SpanExport
 from tandem_services.common.tracing import TracingConfig
 from tandem_services.gateway.observe import spans as request_spans
 from tandem_testing.gateway_builders import live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.otlp_receiver import OtlpReceiver, ReceivedSpan, children, only, otlp_receiver
 from tandem_testing.tokenizer_builders import EOS
 
@@ -37,8 +37,8 @@ def spans(collector) -> Iterator[SpanExport]:
     export.close()
 
 
-def solo(rack, **behaviour) -> None:
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, **behaviour))
+def solo(rack, **behavior) -> None:
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, **behavior))
 
 
 async def received(collector: OtlpReceiver, spans: SpanExport) -> list[ReceivedSpan]:
@@ -116,8 +116,8 @@ async def test_client_trace_context_is_continued_to_the_engine(rack, tokenizer, 
 
 
 async def test_both_workers_of_a_handoff_get_the_attempt_span(rack, tokenizer, collector, spans):
-    rack.add("p", MockBehaviour(token=hash_tokens(3, 250)), Role.PREFILL)
-    rack.add("d", MockBehaviour(token=hash_tokens(3, 250)), Role.DECODE)
+    rack.add("p", MockBehavior(token=hash_tokens(3, 250)), Role.PREFILL)
+    rack.add("d", MockBehavior(token=hash_tokens(3, 250)), Role.DECODE)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         await gateway.complete(max_tokens=4, ignore_eos=True)
     got = await received(collector, spans)
@@ -130,8 +130,8 @@ async def test_both_workers_of_a_handoff_get_the_attempt_span(rack, tokenizer, c
 
 async def test_resumed_request_is_two_attempts_and_a_link(rack, tokenizer, collector, spans):
     fault = Finish(reason=FinishReason.ERROR, error="step raised", code="engine_error", retryable=True)
-    rack.add("first", MockBehaviour(token=hash_tokens(3, 250), fail_after=(3, fault), tokens_per_output=1))
-    rack.add("second", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("first", MockBehavior(token=hash_tokens(3, 250), fail_after=(3, fault), tokens_per_output=1))
+    rack.add("second", MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         answer = await gateway.complete(max_tokens=8, ignore_eos=True)
         assert answer.status_code == 200
@@ -148,8 +148,8 @@ async def test_resumed_request_is_two_attempts_and_a_link(rack, tokenizer, colle
 
 
 async def test_move_is_linked_as_one(rack, tokenizer, collector, spans):
-    rack.add("left", MockBehaviour(token=hash_tokens(3, 250), leave_after=2, step_s=0.02), Role.DECODE)
-    rack.add("taker", MockBehaviour(token=hash_tokens(3, 250)), Role.DECODE)
+    rack.add("left", MockBehavior(token=hash_tokens(3, 250), leave_after=2, step_s=0.02), Role.DECODE)
+    rack.add("taker", MockBehavior(token=hash_tokens(3, 250)), Role.DECODE)
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         await gateway.complete(max_tokens=300, ignore_eos=True)
     got = await received(collector, spans)
@@ -160,8 +160,8 @@ async def test_move_is_linked_as_one(rack, tokenizer, collector, spans):
 
 async def test_retry_before_any_token_is_linked_as_one(rack, tokenizer, collector, spans):
     full = Finish(reason=FinishReason.ERROR, error="full", code="queue_full", retryable=True)
-    rack.add("first", MockBehaviour(token=hash_tokens(3, 250), refuse=full))
-    rack.add("second", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("first", MockBehavior(token=hash_tokens(3, 250), refuse=full))
+    rack.add("second", MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines, spans=spans) as gateway:
         await gateway.complete(max_tokens=2, ignore_eos=True)
     attempts = [span for span in await received(collector, spans) if span.name == "attempt"]

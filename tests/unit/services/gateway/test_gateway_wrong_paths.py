@@ -1,4 +1,4 @@
-"""A path or method that is not served is answered with what was asked, and with the usual slip put right."""
+"""A path or method that is not served is answered with what was asked, and with the usual mistake corrected."""
 
 import pytest
 

@@ -197,7 +197,7 @@ async def test_model_that_cannot_be_opened_is_tried_less_often(front, refusal, a
         assert one.door.refused == attempts
 
 
-async def test_broken_tokenizer_is_logged_once_and_told_to_clients(front, caplog):
+async def test_broken_tokenizer_is_logged_once_and_sent_to_clients(front, caplog):
     """An attempt costs little: `TokenizerLoads` does not parse the same files again. Another digest is noticed."""
     async with front() as one:
         one.door.refusal = TokenizerLoadError("tokenizer.json is not a usable tokenizer")

@@ -10,7 +10,7 @@ from tandem_services.common.errors import ApiError
 from tandem_services.gateway.http.interruption import Client, ClientGoneError, Closing, Limit
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.loop_time import set_forward
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -127,7 +127,7 @@ async def test_cleanup_after_a_deadline_is_not_cut_short():
 
 
 async def test_swallowed_cancel_leaves_the_end_to_the_worker(rack, tokenizer, monkeypatch):
-    engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         choose = gateway.chooser.choose
 
@@ -172,7 +172,7 @@ async def test_client_that_leaves_behind_the_block_cancels_nothing():
 
 async def test_disconnect_ends_every_pipelined_request(rack, tokenizer):
     """The first is being answered; the second has come whole and waits for it."""
-    engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, mute=True))
+    engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS, mute=True))
     body = json.dumps({"model": "mock", "prompt": "a", "max_tokens": 4}).encode()
     head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
     request = head + b"Content-Length: %d\r\n\r\n" % len(body) + body

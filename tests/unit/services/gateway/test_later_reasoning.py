@@ -12,7 +12,7 @@ from tandem_services.gateway.output.reader import OutputReading
 from tandem_services.gateway.output.reasoning import STYLES
 from tandem_services.gateway.output.tool_parsers import gemma4, harmony
 from tandem_testing.gateway_builders import events, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 
 TEMPLATES = Path(__file__).parents[2] / "engine/tokenizer/chat_templates"
@@ -62,7 +62,7 @@ def written(request, tmp_path_factory) -> tuple[Format, TextTokenizer]:
 def gateway(written, rack):
     """In front of an engine that always writes the text of the family, then the call."""
     each, tokenizer = written
-    behavior = MockBehaviour(token=scripted_tokens(script(tokenizer, each.text + each.call, eos=EOS)), eos=EOS)
+    behavior = MockBehavior(token=scripted_tokens(script(tokenizer, each.text + each.call, eos=EOS)), eos=EOS)
     rack.add("solo", behavior).context_length = 4096
     return live_gateway(rack.context, tokenizer, rack.engines)
 
@@ -89,7 +89,7 @@ async def test_chat_joins_later_reasoning_and_content(gateway):
 async def test_reasoning_tokens_leave_out_content_between(written, rack):
     each, tokenizer = written
     text, fields = each.text.replace("Wait.", "Wait. " * 40), {"max_tokens": 2000}
-    behavior = MockBehaviour(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
+    behavior = MockBehavior(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
     rack.add("solo", behavior).context_length = 4096
     async with live_gateway(rack.context, tokenizer, rack.engines) as door:
         usage = (await door.chat(**fields)).json()["usage"]

@@ -1,4 +1,4 @@
-"""Models that come, go and change while a gateway serves: nobody who is being answered notices."""
+"""Models that are added, removed and changed while a gateway serves: running requests are not affected."""
 
 import asyncio
 import json
@@ -62,7 +62,7 @@ async def closed(live: Live, *names: str) -> None:
     await until(lambda: live.door.closed == [*names], timeout_s=60, what=f"the end of {names}")
 
 
-def visits(live: Live, name: str) -> int:
+def open_requests(live: Live, name: str) -> int:
     return next(service.open_requests.open for service in live.models.catalog if service.model.name == name)
 
 
@@ -105,13 +105,13 @@ async def test_models_file_reload_adds_and_removes_models(serve):
 async def test_removed_model_closes_after_its_streams_finish(serve, rack):
     async with serve("a", "b") as live:
         [engine] = [each for each in rack.engines if each.model == "b"]
-        engine.behaviour.hold_at = 1
+        engine.behavior.hold_at = 1
         streaming = asyncio.create_task(live.ask("b", stream=True))
-        await until(lambda: visits(live, "b") == 1, timeout_s=60, what="the request")
+        await until(lambda: open_requests(live, "b") == 1, timeout_s=60, what="the request")
         await live.say("a")
         assert (await live.ask("b")).status_code == 404
         assert (live.door.closed, live.models.retiring) == ([], 1)
-        engine.behaviour.hold_at = None
+        engine.behavior.hold_at = None
         text = "".join(event["choices"][0]["delta"].get("content") or "" for event in events(await streaming))
         assert text == "I am b."
         await closed(live, "b")
@@ -142,7 +142,7 @@ async def test_other_words_for_a_model_leave_the_others_alone(serve):
 
 
 @pytest.mark.parametrize(
-    ("text", "complaint"),
+    ("text", "error_message"),
     [
         ("{", "not valid JSON"),
         ('{"models": []}', "models is empty"),
@@ -153,7 +153,7 @@ async def test_other_words_for_a_model_leave_the_others_alone(serve):
         (None, "cannot read"),
     ],
 )
-async def test_invalid_models_file_is_logged_once_and_ignored(serve, caplog, text, complaint):
+async def test_invalid_models_file_is_logged_once_and_ignored(serve, caplog, text, error_message):
     async with serve("a", "b") as live:
         live.door.refusal = RedisUnavailableError("Redis cannot be reached")
         before = live.models.fleets
@@ -165,11 +165,11 @@ async def test_invalid_models_file_is_logged_once_and_ignored(serve, caplog, tex
             await live.follower.poll()
         # Not what threads of earlier tests log, such as an exporter of traces that gives up.
         errors = [record for record in caplog.records if (record.name, record.levelno) == (WATCH, logging.ERROR)]
-        assert [complaint in error.getMessage() for error in errors] == [True]
+        assert [error_message in error.getMessage() for error in errors] == [True]
         assert (live.models.fleets, await live.served()) == (before, ["a", "b"])
         assert await live.metric("tandem_gateway_models_file_stale") == 1
         assert await live.metric('tandem_gateway_models_file_reloads_total{outcome="refused"}') == 1
-        # What it said before is no change, and ends the complaint.
+        # The contents of before are no change, and end the error.
         await live.say("a", "b")
         assert await live.metric("tandem_gateway_models_file_stale") == 0
         assert live.models.fleets == before

@@ -10,7 +10,7 @@ from tandem_engine.messages.grammar import GrammarKind
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.output.tool_parsers.registry import FAMILIES
 from tandem_testing.gateway_builders import events, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, TOOL_CHATML, write_tokenizer
 from tandem_testing.waiting import until
 
@@ -34,7 +34,7 @@ def start(rack, tmp_path):
     def start(text: str = "hello", template: str = THINKING_CHATML, **config):
         tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=template))
         ids = script(tokenizer, text, eos=EOS)
-        rack.add("solo", MockBehaviour(token=scripted_tokens(ids), eos=EOS)).context_length = 4096
+        rack.add("solo", MockBehavior(token=scripted_tokens(ids), eos=EOS)).context_length = 4096
         return live_gateway(rack.context, tokenizer, rack.engines, **config)
 
     return start
@@ -386,7 +386,7 @@ async def test_load_counts_requests_being_answered(start, rack):
 
         assert await load() == 0
         [engine] = rack.engines
-        engine.behaviour.hold_at = 1
+        engine.behavior.hold_at = 1
         bodies = {CHAT: {"messages": HI}, COMPLETIONS: {"prompt": ["a", "b"]}, RESPONSES: {"input": "hi"}}
         asked = []
         for number, (path, body) in enumerate(bodies.items(), 1):
@@ -395,7 +395,7 @@ async def test_load_counts_requests_being_answered(start, rack):
         asked[0].cancel()
         await asyncio.wait(asked[:1])
         await until(lambda: _is(load, 2), PATIENCE_S, "a client that left is not counted")
-        engine.behaviour.hold_at = None
+        engine.behavior.hold_at = None
         await asyncio.gather(*asked[1:])
         assert await load() == 0
         assert (await gateway.http.post(CHAT, json={"model": "other", "messages": HI})).status_code == 404

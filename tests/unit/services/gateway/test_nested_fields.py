@@ -23,7 +23,7 @@ from tandem_services.gateway.api.sessions import CloseRequest, OpenRequest
 from tandem_services.gateway.http.body import BodyDecoder
 from tandem_services.gateway.http.known_fields import NESTED_WITHOUT_EFFECT, is_refused, nested_objects, shape_fields
 from tandem_testing.gateway_builders import live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 BODIES = (ChatRequest, CompletionRequest, ResponsesRequest, MessagesRequest, EmbeddingRequest, TokenizeRequest)
@@ -263,7 +263,7 @@ async def test_answers_can_be_sent_back(rack, tmp_path):
     """All of a message, as programs do that keep what they got."""
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=THINKING_CHATML))
     ids = script(tokenizer, CALLING, eos=EOS)
-    rack.add("solo", MockBehaviour(token=scripted_tokens(ids), eos=EOS)).context_length = 4096
+    rack.add("solo", MockBehavior(token=scripted_tokens(ids), eos=EOS)).context_length = 4096
     async with live_gateway(rack.context, tokenizer, rack.engines, tool_call_parser="hermes") as live:
         function = {"name": "weather", "parameters": TOOL}
         asked = [{"role": "user", "content": "hi"}]

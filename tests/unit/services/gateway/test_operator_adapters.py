@@ -21,7 +21,7 @@ from tandem_services.gateway.models.adapters import HeldAdapter as HeldThere
 from tandem_testing.adapter_ports import CONTENT, AdapterPort, adapter_ports
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour
+from tandem_testing.mock_engine import MockBehavior
 from tandem_testing.pod_builders import pod
 from tandem_testing.tokenizer_builders import EOS
 
@@ -62,7 +62,7 @@ async def served(rack, tokenizer, monkeypatch, tmp_path):
 @asynccontextmanager
 async def serving(rack, tokenizer, keys):
     for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-        rack.add(name, MockBehaviour(token=lambda *_: EOS, eos=EOS), role)
+        rack.add(name, MockBehavior(token=lambda *_: EOS, eos=EOS), role)
     config = config_of(admin_port=1, api_keys=keys)
     chooser = FakeChooser([engine.view for engine in rack.engines])
     fleet = fleet_of(config, chooser, SessionShelf(), rack.context, tokenizer)

@@ -17,7 +17,7 @@ from tandem_services.router.calibration import MAX_HANDLING_S, MIN_SAMPLES, Cali
 from tandem_services.router.decision import Latency, Placement, ScoreTerm
 from tandem_testing.gateway_builders import events, live_gateway
 from tandem_testing.metric_text import metric_sum
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.tokenizer_builders import EOS
@@ -326,7 +326,7 @@ def test_objectives_come_from_body_then_header_then_flags():
 
 @pytest.fixture
 async def strict(rack, tokenizer):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines, slo_admission=SloMode.STRICT) as gateway:
         gateway.chooser.latency = LATENCY
         yield gateway

@@ -1,4 +1,4 @@
-"""truncate_prompt_tokens: prompts that are cut before anything else is said about their length."""
+"""truncate_prompt_tokens: prompts that are cut before their length is checked."""
 
 import pytest
 

@@ -11,8 +11,8 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.gateway.dispatch import reading_pace
 from tandem_services.gateway.dispatch.engine_client import LivenessTiming, Revival
 from tandem_services.gateway.dispatch.engine_pool import EnginePool
-from tandem_services.gateway.dispatch.reading_pace import CROWD, LONGEST_S, OTHERS, ReadingPace
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_services.gateway.dispatch.reading_pace import CROWD, MAX_PAUSE_S, OTHERS, ReadingPace
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.service_clock import ServiceClock
 
 PATIENCE_S = 60.0
@@ -40,11 +40,11 @@ async def test_long_outputs_wait_for_a_bounded_time():
     pace = ReadingPace(lambda: CROWD + 1)
     clock = asyncio.get_running_loop().time
     await asyncio.gather(*(pace.rest(60.0) for _ in range(4)))
-    assert pace._due - clock() <= LONGEST_S
+    assert pace._due - clock() <= MAX_PAUSE_S
 
 
 async def test_rest_ends_with_the_crowd(monkeypatch):
-    monkeypatch.setattr(reading_pace, "LONGEST_S", 10 * PATIENCE_S)
+    monkeypatch.setattr(reading_pace, "MAX_PAUSE_S", 10 * PATIENCE_S)
     waiting = CROWD + 1
     pace = ReadingPace(lambda: waiting)
     resting = asyncio.create_task(pace.rest(10 * PATIENCE_S))
@@ -119,7 +119,7 @@ def pool_of(rack, pace: ReadingPace, timing: LivenessTiming) -> EnginePool:
 
 @pytest.mark.parametrize("starting", [0, CROWD + 1])
 async def test_all_outputs_of_a_worker_arrive_once(rack, starting):
-    engine = rack.add("w", MockBehaviour(token=scripted_tokens(SCRIPT), step_s=0.001))
+    engine = rack.add("w", MockBehavior(token=scripted_tokens(SCRIPT), step_s=0.001))
     kept, pool = Kept(), pool_of(rack, ReadingPace(lambda: starting), LivenessTiming())
     try:
         assert pool.connect(engine.view).submit(REQUEST, kept)
@@ -132,10 +132,10 @@ async def test_all_outputs_of_a_worker_arrive_once(rack, starting):
 
 
 async def test_worker_that_is_not_read_for_long_is_not_dead(rack, monkeypatch):
-    monkeypatch.setattr(reading_pace, "LONGEST_S", PATIENCE_S)
+    monkeypatch.setattr(reading_pace, "MAX_PAUSE_S", PATIENCE_S)
     monkeypatch.setattr(reading_pace, "OTHERS", 1e6)
     starting, timing = CROWD + 1, LivenessTiming(ping_interval_s=0.05, unanswered_pings=30)
-    engine = rack.add("w", MockBehaviour(token=scripted_tokens(SCRIPT), step_s=0.001))
+    engine = rack.add("w", MockBehavior(token=scripted_tokens(SCRIPT), step_s=0.001))
     kept, pool = Kept(), pool_of(rack, ReadingPace(lambda: starting), timing)
     try:
         assert pool.connect(engine.view).submit(REQUEST, kept)

@@ -1,4 +1,4 @@
-"""Reasoning apart from the answer, whoever opened it."""
+"""Reasoning apart from the answer, opened by model or template."""
 
 import pytest
 

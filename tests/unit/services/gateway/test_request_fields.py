@@ -18,7 +18,7 @@ from tandem_services.gateway.api.openai_schemas import ChatRequest, CompletionRe
 from tandem_services.gateway.api.responses.schemas import ResponsesRequest
 from tandem_services.gateway.http.known_fields import KNOWN_FIELDS, WITHOUT_EFFECT, neutral_values, refused_fields
 from tandem_testing.gateway_builders import EngineRack, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 PROTOCOLS = sorted((Path(__file__).parent / "protocols").glob("*.json"))
@@ -39,7 +39,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 @pytest.fixture(scope="module")
 def engines():
     with EngineRack() as engines:
-        engines.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+        engines.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
         yield engines
 
 

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from tandem_testing.gateway_builders import live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 
 REQUESTS = 20
 OF_A_REQUEST = {"Client", "RequestIdentity", "RequestRecord", "RequestResponseCycle", "ResponseBytes"}
@@ -29,7 +29,7 @@ async def ask(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, *, str
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_ended_request_leaves_nothing_for_the_collector(rack, tokenizer, stream):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         reader, writer = await asyncio.open_connection("127.0.0.1", int(live.url.rpartition(":")[2]))
         await ask(reader, writer, stream=stream)

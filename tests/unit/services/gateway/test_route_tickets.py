@@ -6,7 +6,7 @@ from tandem_engine.base.errors import DrainingError
 from tandem_engine.messages.outputs import Finish, FinishReason
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 
 TICKET = "0123456789abcdef" * 2
@@ -18,7 +18,7 @@ HEADER = "x-tandem-reservation"
 async def two(rack, tokenizer: TextTokenizer):
     """Without a ticket the chooser takes the first of two engines."""
     for name in ("first", "second"):
-        rack.add(name, MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+        rack.add(name, MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         yield live
 
@@ -51,8 +51,8 @@ async def test_without_a_ticket_that_holds_the_gateway_chooses(two, ticket):
 
 
 async def test_ticket_is_for_the_first_attempt_alone(rack, tokenizer):
-    rack.add("good", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
-    bad = rack.add("bad", MockBehaviour(token=hash_tokens(3, 250), eos=EOS, refuse=DRAINING))
+    rack.add("good", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
+    bad = rack.add("bad", MockBehavior(token=hash_tokens(3, 250), eos=EOS, refuse=DRAINING))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         live.chooser.tickets[TICKET] = bad.view
         body = {"model": "mock", "prompt": "hi", "max_tokens": 2}

@@ -17,7 +17,7 @@ from pydantic import TypeAdapter
 
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 TEXT = '<think>\nRain?\n</think>\nHm.\n<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
@@ -44,9 +44,9 @@ def tokenizer(tmp_path_factory) -> TextTokenizer:
 def serving(rack, tokenizer):
     """A gateway in front of an engine that thinks, says something and calls a tool; it may die on the way."""
 
-    def start(**behaviour: Any):
+    def start(**behavior: Any):
         ids = script(tokenizer, TEXT, eos=EOS)
-        rack.add("solo", MockBehaviour(token=scripted_tokens(ids), eos=EOS, **behaviour)).context_length = 4096
+        rack.add("solo", MockBehavior(token=scripted_tokens(ids), eos=EOS, **behavior)).context_length = 4096
         return live_gateway(rack.context, tokenizer, rack.engines, recovery_s=0.1)
 
     return start

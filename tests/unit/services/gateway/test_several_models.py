@@ -1,4 +1,4 @@
-"""Several model services behind one gateway: who answers, who may ask, and what they have in common."""
+"""Several model services behind one gateway: routing, access, and what they have in common."""
 
 import asyncio
 from contextlib import asynccontextmanager
@@ -15,7 +15,7 @@ from tandem_services.gateway.models.service import Fleet
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, events, script, serving_fleets
 from tandem_testing.key_files import bearer, write_keys
 from tandem_testing.metric_text import metric_sum
-from tandem_testing.mock_engine import MockBehaviour, MockEngine, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, MockEngine, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 from tandem_testing.waiting import until
 
@@ -58,7 +58,7 @@ def both(rack, tokenizer, thinking):
     """llama, also called gpt, which says so in plain text; qwen, which reasons and knows tools."""
 
     def add(config: ModelConfig, tokenizer: TextTokenizer, text: str) -> tuple[Fleet, Served]:
-        says = MockBehaviour(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
+        says = MockBehavior(token=scripted_tokens(script(tokenizer, text, eos=EOS)), eos=EOS)
         engine = rack.add(config.name, says)
         engine.model, engine.context_length = config.name, 4096 if config.name == "qwen" else 512
         chooser, sessions = FakeChooser([engine.view]), SessionShelf()
@@ -79,7 +79,7 @@ def both(rack, tokenizer, thinking):
     return start
 
 
-# Who answers
+# Routing
 
 
 async def test_each_model_answers_for_itself_in_its_own_dialect(both):
@@ -174,11 +174,11 @@ async def test_full_or_absent_model_does_not_affect_other_model(both):
 async def test_quarantine_is_per_model(both, rack):
     deadly = [5, 6, 7]
     async with both() as gateway:
-        spare = rack.add("spare", MockBehaviour(token=lambda *_: EOS, eos=EOS))
+        spare = rack.add("spare", MockBehavior(token=lambda *_: EOS, eos=EOS))
         spare.model = "llama"
         gateway.llama.chooser.fleet.append(spare.view)
         for engine in (gateway.llama.engine, spare):
-            engine.behaviour.dies_of = tuple(deadly)
+            engine.behavior.dies_of = tuple(deadly)
         answers = [
             await gateway.ask(model, path="/v1/completions", prompt=deadly) for model in ("llama", "gpt", "qwen")
         ]
@@ -187,7 +187,7 @@ async def test_quarantine_is_per_model(both, rack):
     assert answers[1].json()["error"]["code"] == "request_quarantined"
 
 
-# Who may ask
+# Access
 
 
 @pytest.fixture

@@ -6,7 +6,7 @@ import pytest
 
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.waiting import until
 
 TOKENS = 5
@@ -34,7 +34,7 @@ class Running:
 
 async def test_choices_beyond_room_wait_at_the_gateway(rack, tokenizer):
     running = Running()
-    rack.add("solo", MockBehaviour(token=running.token, step_s=0.01))
+    rack.add("solo", MockBehavior(token=running.token, step_s=0.01))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         live.chooser.room = 4
         answer = await live.complete("hi", n=20, max_tokens=TOKENS)
@@ -47,7 +47,7 @@ async def test_choices_beyond_room_wait_at_the_gateway(rack, tokenizer):
 async def test_choices_of_one_tenant_leave_the_next_place_to_another(rack, tokenizer, tmp_path):
     """A tenant whose many choices wait is served in turn with one that comes later with a single one."""
     running = Running()
-    rack.add("solo", MockBehaviour(token=running.token, step_s=0.02))
+    rack.add("solo", MockBehavior(token=running.token, step_s=0.02))
     keys = write_keys(tmp_path, big={}, small={})
     async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as live:
         live.chooser.room = 2
@@ -71,7 +71,7 @@ async def test_choices_of_one_tenant_leave_the_next_place_to_another(rack, token
 
 async def test_choices_beside_each_other_while_there_is_room(rack, tokenizer):
     for name in ("one", "two"):
-        rack.add(name, MockBehaviour(token=hash_tokens(3, 250)))
+        rack.add(name, MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         await live.complete("hi", n=6, max_tokens=2)
         assert [len(engine.received) for engine in rack.engines] == [6, 0]
@@ -82,7 +82,7 @@ async def test_choices_beside_each_other_while_there_is_room(rack, tokenizer):
 
 async def test_choices_of_one_prompt_probe_no_slow_worker(rack, tokenizer):
     """All of them would be computed there."""
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         await live.complete("hi", n=2, max_tokens=1)
         await live.complete("hi", n=1, max_tokens=1)
@@ -92,7 +92,7 @@ async def test_choices_of_one_prompt_probe_no_slow_worker(rack, tokenizer):
 @SEVERAL
 async def test_choices_count_each_against_the_limits_of_their_tenant(rack, tokenizer, tmp_path, several):
     name, value = several
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     keys = write_keys(tmp_path, minute={"requests_per_minute": 5}, once={"concurrency": 5})
     async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as live:
 
@@ -109,7 +109,7 @@ async def test_choices_count_each_against_the_limits_of_their_tenant(rack, token
 async def test_choices_take_a_seat_each(rack, tokenizer, several):
     """Two places and six seats: eight choices wait for their turn, of nine one has no seat, and the request fails."""
     name, value = several
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), step_s=0.01))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), step_s=0.01))
     async with live_gateway(rack.context, tokenizer, rack.engines, max_waiting=6) as live:
         live.chooser.room = 2
 

@@ -1,4 +1,4 @@
-"""Special tokens in text prompts, who may forbid them, and `suffix`."""
+"""Special tokens in text prompts, the option that forbids them, and `suffix`."""
 
 import json
 
@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, SPECIALS, tokenizer_document, write_tokenizer
 
 TEXT = "a<|im_end|>b<think>"
@@ -44,7 +44,7 @@ async def test_tokenize_shows_what_completions_see(gateway, tokenizer):
 
 @pytest.mark.parametrize("path", TEXT_PROMPTS)
 async def test_gateway_flag_forbids_special_tokens(rack, tokenizer, path):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines, parse_special_tokens=False) as gateway:
         assert IM_END not in await ids_of(gateway, rack, path)
         assert IM_END not in await ids_of(gateway, rack, path, parse_special_tokens=False)
@@ -58,7 +58,7 @@ async def test_gateway_flag_forbids_special_tokens(rack, tokenizer, path):
 
 
 async def test_key_forbids_special_tokens(rack, tokenizer, tmp_path):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     keys = write_keys(tmp_path, free={}, strict={"parse_special_tokens": False})
     async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as gateway:
         for name, controls in (("free", [IM_END]), ("strict", [])):
@@ -94,7 +94,7 @@ def with_marks(folder, *marks: str) -> TextTokenizer:
     ],
 )
 async def test_suffix_fills_in_the_middle(rack, tmp_path, marks, shape):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     fim = with_marks(tmp_path, *marks)
     texts = {"P": "def f(x):\n    return ", "S": "\n\nprint(f(2))"}
     expected = [t for sign in shape for t in (fim.encode(texts[sign]) if sign in texts else [int(sign)])]

@@ -7,7 +7,7 @@ from tandem_engine.messages.sampling import SamplingParams
 from tandem_services.gateway.output.choice_text import ChoicePiece, ChoiceText
 from tandem_services.gateway.output.token_sequence import Accepted
 from tandem_testing.gateway_builders import events, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -60,18 +60,18 @@ def test_stop_string_does_not_wait_for_its_interval(tokenizer):
 async def test_stream_in_intervals_says_what_one_without_says(gateway, ask):
     fields = {"max_tokens": 20, "seed": 1, "n": 2, "stream": True, "stream_options": {"include_usage": True}}
 
-    async def told(**more):
+    async def answered(**more):
         chunks = events(await getattr(gateway, ask)(**fields, **more))
         texts = ["", ""]
         for choice in (choice for chunk in chunks for choice in chunk["choices"]):
             texts[choice["index"]] += (choice.get("delta") or {}).get("content") or choice.get("text") or ""
         return texts, chunks[-1]["usage"]["completion_tokens"]
 
-    assert await told(stream_interval=7) == await told()
+    assert await answered(stream_interval=7) == await answered()
 
 
 async def test_unwritten_tokens_count_before_client_disconnects(rack, tokenizer):
-    rack.add("solo", MockBehaviour(token=TOKEN, eos=EOS, step_s=0.05))
+    rack.add("solo", MockBehavior(token=TOKEN, eos=EOS, step_s=0.05))
     async with live_gateway(rack.context, tokenizer, rack.engines) as gateway:
         body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "stream": True, "stream_interval": 399}
         async with gateway.http.stream("POST", "/v1/completions", json=body) as answer:

@@ -1,4 +1,4 @@
-"""Who is blamed for a lost worker, and who is not [poison-quarantined]."""
+"""Which requests count as the cause of a lost worker [poison-quarantined]."""
 
 import asyncio
 
@@ -8,13 +8,13 @@ from tandem_services.gateway.dispatch.quarantine import MAX_WORKERS, PROOF_TOKEN
 
 
 def lost(*workers: str, alone: bool = True) -> Suspicion:
-    suspicion = Suspicion()
+    history = Suspicion()
     for worker in workers:
-        suspicion.note_loss(worker, gained=0, alone=alone)
-    return suspicion
+        history.note_loss(worker, gained=0, alone=alone)
+    return history
 
 
-def test_two_workers_convict_and_one_does_not():
+def test_loss_of_two_workers_quarantines_and_of_one_does_not():
     assert not lost("a@1").is_poison
     assert lost("a@1", "b@1").is_poison
 
@@ -25,37 +25,37 @@ def test_losing_the_connection_to_one_worker_twice_is_one_worker():
 
 
 def test_one_that_had_proved_itself_was_not_the_cause():
-    suspicion = lost("a@1")
+    history = lost("a@1")
     for nth in range(9):
-        suspicion.note_loss(f"w{nth}@1", gained=PROOF_TOKENS, alone=True)
-        suspicion.note_loss(f"v{nth}@1", gained=PROOF_TOKENS - 1, alone=True)
-        assert not suspicion.is_poison
+        history.note_loss(f"w{nth}@1", gained=PROOF_TOKENS, alone=True)
+        history.note_loss(f"v{nth}@1", gained=PROOF_TOKENS - 1, alone=True)
+        assert not history.is_poison
 
 
 def test_among_other_suspects_it_takes_a_third_worker():
-    suspicion = lost("a@1", "b@1", alone=False)
-    assert (suspicion.is_poison, suspicion.needs_trial) == (False, True)
-    suspicion.note_loss("c@1", gained=0, alone=False)
-    assert suspicion.is_poison
+    history = lost("a@1", "b@1", alone=False)
+    assert (history.is_poison, history.needs_trial) == (False, True)
+    history.note_loss("c@1", gained=0, alone=False)
+    assert history.is_poison
 
 
 def test_worker_that_lives_after_all_was_not_killed():
-    suspicion = lost("a@1", alone=False)
-    suspicion.clear_losses(["a@1", "c@1"])
-    suspicion.note_loss("b@1", gained=0, alone=True)
-    assert not suspicion.is_poison
-    suspicion.note_loss("c@1", gained=0, alone=True)
-    assert suspicion.is_poison
+    history = lost("a@1", alone=False)
+    history.clear_losses(["a@1", "c@1"])
+    history.note_loss("b@1", gained=0, alone=True)
+    assert not history.is_poison
+    history.note_loss("c@1", gained=0, alone=True)
+    assert history.is_poison
 
 
 def test_first_loss_that_counts_decides_if_others_were_there():
-    suspicion = lost("a@1")
-    suspicion.note_loss("b@1", gained=0, alone=False)
-    suspicion.clear_losses(["a@1"])
-    suspicion.note_loss("c@1", gained=0, alone=False)
-    assert not suspicion.is_poison
-    suspicion.note_loss("d@1", gained=0, alone=True)
-    assert suspicion.is_poison
+    history = lost("a@1")
+    history.note_loss("b@1", gained=0, alone=False)
+    history.clear_losses(["a@1"])
+    history.note_loss("c@1", gained=0, alone=False)
+    assert not history.is_poison
+    history.note_loss("d@1", gained=0, alone=True)
+    assert history.is_poison
 
 
 async def test_concurrent_suspects_on_one_worker_are_not_alone():
@@ -84,14 +84,14 @@ async def test_other_worker_of_a_lost_pair_has_one_suspect_less():
 
 
 async def test_shared_first_loss_delays_quarantine_of_request():
-    """Two workers that die of something else within a moment convict nobody [streams-wait]."""
-    suspicion = lost("a@1", alone=False)
-    suspicion.note_loss("b@1", gained=0, alone=True)
-    assert not suspicion.is_poison
-    suspicion.proved()
-    suspicion.note_loss("c@1", gained=0, alone=True)
-    suspicion.note_loss("d@1", gained=0, alone=True)
-    assert suspicion.is_poison
+    """Two workers that die of something else within a moment quarantine no request [streams-wait]."""
+    history = lost("a@1", alone=False)
+    history.note_loss("b@1", gained=0, alone=True)
+    assert not history.is_poison
+    history.proved()
+    history.note_loss("c@1", gained=0, alone=True)
+    history.note_loss("d@1", gained=0, alone=True)
+    assert history.is_poison
 
 
 @pytest.mark.parametrize("end", ["cleared", "lost"])

@@ -6,7 +6,7 @@ from itertools import chain
 import pytest
 
 from tandem_testing.gateway_builders import events, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 
 TOKEN = hash_tokens(3, 250)
@@ -75,7 +75,7 @@ async def test_echo_alone_has_no_output_ids(gateway, stream):
 @pytest.mark.parametrize("stream", [False, True])
 async def test_token_ids_include_stop_id_and_end_at_stop_string(rack, tokenizer, stream):
     ids = tokenizer.encode("the quick STOP and more", add_special_tokens=False)
-    rack.add("solo", MockBehaviour(token=lambda _, position: [*ids, EOS][position], eos=EOS))
+    rack.add("solo", MockBehavior(token=lambda _, position: [*ids, EOS][position], eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         whole = choices_of(await live.complete(max_tokens=60, return_token_ids=True, stream=stream))
         cut = choices_of(await live.complete(max_tokens=60, return_token_ids=True, stream=stream, stop=["STOP"]))

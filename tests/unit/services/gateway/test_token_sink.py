@@ -42,7 +42,7 @@ class Engine:
 
     sides: list[Side] = field(default_factory=list)
     worker: Any = field(default_factory=lambda: SimpleNamespace(incarnation="w@1"))
-    heard_at = 0.0
+    received_at = 0.0
 
     def submit(self, request: Any, side: Side) -> bool:
         self.sides.append(side)

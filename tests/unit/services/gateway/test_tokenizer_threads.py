@@ -1,4 +1,5 @@
-"""Text becomes ids, and ids text, in threads, in bounded numbers, for those who still wait; brief text on the loop."""
+"""Text becomes ids, and ids text, in threads, in bounded numbers, for requests that still wait; brief text on the
+loop."""
 
 import asyncio
 import json
@@ -18,7 +19,7 @@ from tandem_services.gateway.limits import BRIEF_TEXT_CHARACTERS, SHORT_TEXT_CHA
 from tandem_services.gateway.models import tokenizer_threads
 from tandem_services.gateway.models.tokenizer_threads import TokenizerThreads
 from tandem_testing.gateway_builders import live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, write_tokenizer
 from tandem_testing.waiting import until
 
@@ -194,7 +195,7 @@ def test_brief_hard_text_becomes_few_tokens_or_is_told_apart(tokenizer, tmp_path
 
 @pytest.mark.parametrize(("text", "expected"), [("hello", True), ("\ufdfa", False)])
 async def test_text_that_a_normalizer_expands_is_for_the_threads(rack, tmp_path, tokenizing_in, text, expected):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     expanding = normalizing(tmp_path, normalizers.NFKC())
     async with live_gateway(rack.context, expanding, rack.engines) as gateway:
         tokenizing_in.clear()

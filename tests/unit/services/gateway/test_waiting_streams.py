@@ -12,7 +12,7 @@ from tandem_services.gateway.http.sse import WAITING_S, EventStream
 from tandem_services.gateway.queueing.queue_timeouts import AdmissionPolicy
 from tandem_testing.gateway_builders import config_of, live_gateway
 from tandem_testing.loop_time import TURNS, set_forward
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.waiting import until
 
 HI = [{"role": "user", "content": "hi"}]
@@ -48,7 +48,7 @@ async def line_of(reader) -> str:
 
 @pytest.mark.parametrize("path", STREAMS)
 async def test_stream_without_room_gets_comments_until_served(rack, tokenizer, path):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     body, end = STREAMS[path]
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         live.chooser.room = 0

@@ -1,4 +1,4 @@
-"""What the absence of an adapter costs, and who may have to load it."""
+"""What the absence of an adapter costs, and which worker may have to load it."""
 
 from dataclasses import replace
 from random import Random

@@ -7,7 +7,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.router.decision import ScoreTerm
 from tandem_services.router.membership import Membership
-from tandem_services.router.probing import LOOK_S, MOST_TOKENS, SHARE, UNUSED_S, Probing
+from tandem_services.router.probing import LOOK_S, MAX_TOKENS, SHARE, UNUSED_S, Probing
 from tandem_services.router.scoring import DECODE_ROOM, PREFILL_QUEUE
 from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_testing.router_builders import make_choice, make_load, make_query, make_record
@@ -73,7 +73,7 @@ def test_worker_that_has_measured_itself_is_no_longer_probed(clock):
 @pytest.mark.parametrize(
     "fields",
     [
-        {"token_ids": tuple(range(MOST_TOKENS + 1))},
+        {"token_ids": tuple(range(MAX_TOKENS + 1))},
         {"exclude": frozenset({"w1@1"})},
         {"only": frozenset({"w1@1"})},
         {"compat_hash": "same"},
@@ -96,7 +96,7 @@ def test_slow_prefill_worker_is_probed_with_decode_workers(clock):
 
 
 @pytest.mark.parametrize("term", [PREFILL_QUEUE, DECODE_ROOM])
-def test_suspect_is_measured_only_where_nobody_waits(clock, term):
+def test_suspect_is_measured_only_without_waiting_requests(clock, term):
     slow, other = make_record("slow", load=SLOW), OTHERS[0]
     probing = probing_of(clock, *OTHERS, slow)
 

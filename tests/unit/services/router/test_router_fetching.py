@@ -1,4 +1,4 @@
-"""When a prefix is fetched, from whom, and how long it is waited for. Prices are held to brute force elsewhere."""
+"""When a prefix is fetched, from which worker, and its timeout. Prices are held to brute force elsewhere."""
 
 from random import Random
 

@@ -154,7 +154,7 @@ def test_few_workers_of_the_wanted_kind_are_found():
 
 
 def test_role_without_workers_costs_decisions_nothing(monkeypatch):
-    """As when a model goes on with workers of both roles."""
+    """As when a model continues with workers of both roles."""
     fleet = Fleet(64)
     fleet.show([make_record(f"w{n}", Role.DECODE) for n in range(64)])
     monkeypatch.setattr(Membership, "candidates", lambda *_, **__: pytest.fail("it looks at all workers"))

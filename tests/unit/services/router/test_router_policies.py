@@ -1,4 +1,4 @@
-"""Each policy keeps whom it says, and roles have policies of their own."""
+"""Each policy keeps its candidates, and roles have policies of their own."""
 
 from collections import Counter
 from random import Random

@@ -1,4 +1,4 @@
-"""Who may compute a prompt alone. Prices are held to brute force by tests/property/test_router_index.py."""
+"""Which worker may compute a prompt alone. Prices are held to brute force by tests/property/test_router_index.py."""
 
 from random import Random
 

@@ -24,7 +24,7 @@ OLD, NEW = Contender("old@1", 0.0), Contender("new@1", 0.0)
 
 
 class First:
-    """A policy that takes the first, whoever that is."""
+    """A policy that takes the first candidate."""
 
     def narrow(self, contenders, query):
         return [contenders[0]]

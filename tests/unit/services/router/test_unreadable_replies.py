@@ -1,6 +1,6 @@
-"""Answers of Redis that nobody can read: no answers to who asked, and lines in the log that say which they were.
+"""Unreadable answers of Redis: the caller gets an error, and a log line names the command.
 
-Callers go on without Redis for whatever reason it gives none (`RedisUnavailableError`), and most say nothing of it.
+Callers continue without Redis for any reason (`RedisUnavailableError`), and most do not log it.
 """
 
 import msgspec
@@ -128,7 +128,7 @@ FUNCTIONS = {
     "answer", [None, 7, [b"a"], b"", b"\xc1", msgspec.msgpack.encode({"status": "?"}), b"\xa1\xff"]
 )
 async def test_answer_of_the_wrong_shape_is_none_and_named_in_the_log(ask, answer, client, caplog):
-    """It was told as Redis away is, by nothing; that of `apply_kv_events` ended the worker's feed of its index."""
+    """It was not logged, as when Redis is away; that of `apply_kv_events` ended the worker's feed of its index."""
     client._line = Answers(answer)
     with pytest.raises(UnreadableReplyError):
         await ask(client)
@@ -155,7 +155,7 @@ async def test_counters_that_are_no_numbers_are_no_answer(counter, client, caplo
     ],
 )
 async def test_unreadable_value_in_redis_is_named_in_log(ask, answer, named, client, caplog):
-    """Nothing told of it; a quarantine that could not be read was an empty one, and forgotten here as well."""
+    """It was not logged; a quarantine that could not be read was an empty one, and forgotten here as well."""
     client._line = Answers(answer)
     with pytest.raises(UnreadableReplyError):
         await ask(client)

@@ -1,4 +1,4 @@
-"""Virtual token counters: nobody saves up what they did not use, and nobody is punished for having been alone."""
+"""Virtual token counters: no tenant saves up what it did not use, and none is punished for having been alone."""
 
 from collections import Counter
 from random import Random

@@ -17,7 +17,7 @@ NAME = "tandem_services/router_server/protos/router.proto"
 def test_generated_code_matches_the_proto(tmp_path: Path):
     root = Path(str(files("tandem_services"))).parent
     out = tmp_path / "set"
-    # In a process of its own: the compiler and NIXL bring C++ libraries that do not bear each other in one.
+    # In a process of its own: the compiler and NIXL bring C++ libraries that are incompatible in one process.
     command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{root}", f"--descriptor_set_out={out}", NAME]
     subprocess.run(command, check=True, timeout=120)
     (compiled,) = FileDescriptorSet.FromString(out.read_bytes()).file

@@ -1,4 +1,4 @@
-"""Whom a worker gets to know."""
+"""Peers that a worker connects to."""
 
 import asyncio
 
@@ -37,13 +37,13 @@ def test_workers_of_complementary_roles_meet(own, known):
 
 def test_workers_of_another_kind_and_an_older_self_are_not_met():
     own = make_view("d", Role.DECODE, number=2)
-    strangers = [
+    others = [
         make_view("p1", Role.PREFILL, compat_hash="other"),
         make_view("p2", Role.PREFILL, model="other"),
         make_view("p3", Role.PREFILL, release=RELEASE + WINDOW + 1),
         make_view("d", Role.BOTH, number=1),
     ]
-    assert peers_to_connect(own, strangers) == ()
+    assert peers_to_connect(own, others) == ()
 
 
 def test_workers_of_a_large_fleet_connect_to_bounded_peers():

@@ -59,7 +59,7 @@ def watched(monkeypatch):
 
 @contextlib.contextmanager
 def stopped_process():
-    """Its socket, which the kernel goes on to listen with. Nobody accepts."""
+    """Its socket, on which the kernel continues to listen. No process accepts."""
     with socket.create_server(("127.0.0.1", 0)) as listener:
         yield listener
 
@@ -112,7 +112,7 @@ async def test_stopped_process_counts_as_running_until_killed(watched):
 
 @pytest.mark.asyncio
 async def test_process_that_hangs_up_and_listens_on_lives(watched):
-    """It has been woken, and its socket library knows nobody who says nothing."""
+    """It has been woken, and its socket library closes connections without a greeting."""
     with stopped_process() as listener:
         async with following(watched, peer_at(listener.getsockname()[1])) as task:
             for _ in range(3):
@@ -123,12 +123,12 @@ async def test_process_that_hangs_up_and_listens_on_lives(watched):
 
 @pytest.mark.asyncio
 async def test_machine_silent_for_the_timeout_is_ended(watched, monkeypatch):
-    async def nobody(host: str, port: int) -> None:
+    async def timed_out(host: str, port: int) -> None:
         raise TimeoutError(f"{host}:{port}")
 
-    monkeypatch.setattr(asyncio, "open_connection", nobody)
+    monkeypatch.setattr(asyncio, "open_connection", timed_out)
     async with following(watched, peer_at(1)) as task:
-        await until(lambda: watched.board.asked > 5, PATIENCE_S, "it knocks again and again")
+        await until(lambda: watched.board.asked > 5, PATIENCE_S, "it probes again and again")
         assert watched.ended == []
         watched.clock.advance(UNREACHABLE_S)
         await asyncio.wait_for(task, PATIENCE_S)

@@ -172,7 +172,7 @@ async def test_ready_gives_its_reasons(probed, client):
 
 
 async def test_worker_reports_standby_when_otherwise_ready(probed, client):
-    """An operator goes by that word: it sends a canary to nobody who could not answer."""
+    """An operator depends on it: it sends no canary to a worker that could not answer."""
     missing = ["loading the model"]
     probed.health.add_check("engine", lambda: missing[0] if missing else None)
     probed.health.stand_by_until(lambda: probed.standby)

@@ -55,14 +55,14 @@ def test_load_update_reports_state_changes(monitor):
 def test_host_load_rate_is_published_per_token(monitor):
     ready = ready_message("w1@1")
 
-    def told() -> float:
+    def published() -> float:
         return describe(config(), ready, monitor, health_endpoint="").load.host_token_s
 
-    assert told() == 0.0
+    assert published() == 0.0
     monitor.update(idle_stats())
-    assert told() == 0.0
+    assert published() == 0.0
     monitor.update(idle_stats(host_load_pages_per_s=500.0))
-    assert told() == pytest.approx(1 / (500 * ready.geometry.page_size))
+    assert published() == pytest.approx(1 / (500 * ready.geometry.page_size))
 
 
 def test_step_times_and_context_are_published(monitor):

@@ -9,7 +9,7 @@ from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_services.router.views.fleet_reader import FleetSnapshot
 from tandem_services.worker.peers import ASK_AGAIN_S, PeerChecks, PeerWatch
 from tandem_testing.gateway_builders import EngineRack
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.service_clock import ServiceClock
 
 PATIENCE_S = 60.0
@@ -75,7 +75,7 @@ def missing(watch: PeerWatch, *incarnations: str) -> None:
 
 
 async def test_peer_that_answers_is_kept(rack, watch, registry, checks, gone, clock):
-    engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9)))
+    engine = rack.add("w", MockBehavior(token=hash_tokens(3, 9)))
     checks.observe([engine.view])
     missing(watch, "w@1")
     assert checks.pending
@@ -86,7 +86,7 @@ async def test_peer_that_answers_is_kept(rack, watch, registry, checks, gone, cl
 
 
 async def test_peer_that_does_not_answer_is_fenced(rack, watch, registry, checks, gone):
-    engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9), deaf=True))
+    engine = rack.add("w", MockBehavior(token=hash_tokens(3, 9), deaf=True))
     checks.observe([engine.view])
     checks.answer_s = 0.1
     missing(watch, "w@1")
@@ -95,7 +95,7 @@ async def test_peer_that_does_not_answer_is_fenced(rack, watch, registry, checks
 
 
 async def test_another_incarnation_at_the_address_is_no_answer(rack, watch, registry, checks, gone):
-    engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9)))
+    engine = rack.add("w", MockBehavior(token=hash_tokens(3, 9)))
     checks.observe([engine.view])
     checks._endpoints["w@0"] = engine.view.request_endpoint
     checks.answer_s = 0.2
@@ -105,7 +105,7 @@ async def test_another_incarnation_at_the_address_is_no_answer(rack, watch, regi
 
 
 async def test_peer_that_left_is_removed_without_probe(rack, watch, registry, checks, gone):
-    engine = rack.add("w", MockBehaviour(token=hash_tokens(3, 9)))
+    engine = rack.add("w", MockBehavior(token=hash_tokens(3, 9)))
     checks.observe([engine.view])
     registry.fenced.add("w@1")
     missing(watch, "w@1")

@@ -84,7 +84,7 @@ def test_new_incarnation_after_wipe_proves_end_of_old_one(watch):
 
 
 def test_suspect_that_no_list_names_is_due_after_a_while(watch, clock):
-    """It lived between two heartbeats; its pages would stay in quarantine for ever [poison-quarantined]."""
+    """It lived between two heartbeats; its pages would stay in quarantine forever [poison-quarantined]."""
     watch.update("e", members("a@1"))
     watch.suspect(["short-lived@7", "a@1"])
     assert watch.due() == members()

@@ -1,4 +1,4 @@
-"""Who ends the standby of a worker, and when: an operator, its revision's other workers, or nobody else being there."""
+"""What ends the standby of a worker: an operator, its revision's other workers, or the absence of any other worker."""
 
 from dataclasses import dataclass, field
 
@@ -28,17 +28,17 @@ class FakeRegistry:
 
 
 class Sight:
-    """A worker of the new revision on standby, its registry, and how often it told the registry of its end."""
+    """A worker of the new revision on standby, its registry, and how often it reported its end there."""
 
     def __init__(self, role: Role = Role.DECODE) -> None:
         self.registry = FakeRegistry()
         self.clock = ServiceClock()
-        self.told = 0
+        self.reported = 0
         own = make_record("own", role, **STANDBY).view
         self.standby = Standby(on=True, fleet=self.registry, own=lambda: own, clock=self.clock, ended=self._tell)
 
     def _tell(self) -> None:
-        self.told += 1
+        self.reported += 1
 
     async def look(self, *others: WorkerRecord, later_s: float = 0.0) -> bool:
         """Whether it is offered after another look."""
@@ -64,7 +64,7 @@ async def test_standby_waits_for_offer_while_another_revision_serves(sight):
     sight.standby.offer("by order")
     sight.standby.offer("by order")
     assert sight.standby.check() is None
-    assert sight.told == 1
+    assert sight.reported == 1
     await sight.standby.run()
 
 
@@ -72,7 +72,7 @@ SIBLING = make_record("p2", Role.PREFILL, **NEW)
 
 
 async def test_standby_of_serving_revision_ends_without_canary(sight):
-    """Whoever tried the revision need not be there any more: a replaced pod serves without an operator."""
+    """The operator that ran the canary need not be there any more: a replaced pod serves without it."""
     assert not await sight.look(*OLD_PAIR, SIBLING)
     assert not await sight.look(*OLD_PAIR, SIBLING, later_s=UNTRIED_S - 0.1)
     assert await sight.look(*OLD_PAIR, SIBLING, later_s=0.2)
@@ -109,7 +109,7 @@ async def test_standby_serves_after_a_delay_without_other_workers(sight):
 
 
 async def test_wiped_registry_is_no_reason(sight):
-    """The workers of old register again within a heartbeat or two; with Redis away nobody knows who serves."""
+    """The workers of old register again within a heartbeat or two; with Redis away the serving workers are unknown."""
     await sight.look()
     assert not await sight.look(*OLD_PAIR, later_s=ALONE_S)
     sight.registry.away = True

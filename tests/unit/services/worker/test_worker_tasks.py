@@ -1,4 +1,4 @@
-"""The work of a worker: none of it fails unnoticed, and what is to go on is not ended."""
+"""The work of a worker: none of it fails unnoticed, and no task that is to continue is ended."""
 
 import asyncio
 import logging

@@ -22,7 +22,7 @@ class Worker:
         )
 
 
-def test_worker_is_not_ready_before_introduction():
+def test_worker_is_not_ready_before_its_peers_are_known():
     worker = Worker()
     assert worker.warm.check() == "not introduced to its peers yet"
     worker.peers = ()

@@ -192,7 +192,7 @@ class Prober:
 
 
 def _reply(process: "subprocess.Popen[bytes]", timeout: float) -> ProbeReply | None:
-    """The next reply; None when the process ended or said nothing in time."""
+    """The next reply; None when the process ended or did not reply in time."""
     assert process.stdout is not None, "the process was started with a pipe"
     poller = select.poll()
     poller.register(process.stdout, select.POLLIN | select.POLLHUP)

@@ -33,7 +33,7 @@ from tandem_engine.sampling.grammar.guidance.translate import GuidanceVocabulary
 LIMITS = LLParserLimits(
     # About 20 MiB; the states of a grammar are shared by all requests that follow it.
     max_lexer_states=10_000,
-    # What clients are told must not quote a parser's state.
+    # Errors sent to clients must not quote a parser's state.
     verbose_errors=False,
 )
 """The rest are llguidance's own: they bound one mask to some 25 ms, after which the output ends with an error."""
@@ -165,7 +165,7 @@ def _set_limits(memory_bytes: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + memory_bytes,) * 2)
     resource.setrlimit(resource.RLIMIT_STACK, (STACK_BYTES, STACK_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    # From here on what is said on stderr is up to clients.
+    # From here on clients determine the output on stderr.
     null = os.open(os.devnull, os.O_WRONLY)
     os.dup2(null, sys.stderr.fileno())
 

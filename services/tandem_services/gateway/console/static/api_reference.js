@@ -184,7 +184,7 @@ function tryForm(document, entry, model, ended) {
     button.hidden = true;
     stop.hidden = false;
     try {
-      await showAnswer(output, (patience) => send(method.toUpperCase(), target(), body ? body.value : "", patience), signal);
+      await showAnswer(output, (timeout) => send(method.toUpperCase(), target(), body ? body.value : "", timeout), signal);
     } finally {
       running = null;
       button.hidden = false;
@@ -219,7 +219,7 @@ async function showAnswer(output, request, signal) {
     const id = response.headers.get("x-request-id");
     fill(
       facts,
-      h("span", { class: "state", "data-state": response.ok ? "good" : "trouble" }, `${response.status}`),
+      h("span", { class: "state", "data-state": response.ok ? "good" : "failed" }, `${response.status}`),
       ` after ${format.seconds((performance.now() - began) / 1000)} `,
       id && h("a", { href: `#request/${encodeURIComponent(id)}` }, "Timeline"),
     );
@@ -227,7 +227,7 @@ async function showAnswer(output, request, signal) {
     await drawn(response, text);
   } catch (error) {
     if (signal.aborted) facts.append(" stopped");
-    else if (error instanceof ApiError) fill(facts, h("span", { class: "state", "data-state": "trouble" }, error.message));
+    else if (error instanceof ApiError) fill(facts, h("span", { class: "state", "data-state": "failed" }, error.message));
     else throw error;
   }
 }

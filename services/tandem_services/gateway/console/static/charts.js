@@ -58,7 +58,7 @@ export function setLeft(element, share) {
   element.style.setProperty("left", `${(Math.min(Math.max(share, 0), 1) * 100).toFixed(2)}%`);
 }
 
-/** Tint a cell: nothing at 0, the whole colour at 1. @param {HTMLElement} cell @param {number | null} value */
+/** Tint a cell: nothing at 0, the whole color at 1. @param {HTMLElement} cell @param {number | null} value */
 export function heat(cell, value) {
   cell.classList.add("heat");
   cell.style.setProperty("--heat", `${Math.round(Math.min(Math.max(value ?? 0, 0), 1) * 100)}%`);

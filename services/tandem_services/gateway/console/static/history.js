@@ -4,7 +4,7 @@
  * two minutes of each worker.
  *
  * Counters are totals since a worker's start, so a rate is a difference of two documents; an incarnation's counters
- * never go back. Who was there and is not any more stays for a minute, as lost.
+ * never decrease. A worker that is not in the newest document stays for a minute, as lost.
  */
 
 export const SPAN = 120;

@@ -66,9 +66,9 @@ function linkRow() {
     setText(speed, link.broken ? format.NONE : format.byteRate(link.bytes_per_s));
     setText(latency, link.latency_s ? format.seconds(link.latency_s) : format.NONE);
     setText(measured, link.bytes_per_s ? format.ago(link.age_s) : "not yet");
-    const state = link.broken ? "broken" : link.trouble ? "trouble" : link.bytes_per_s ? "good" : "unknown";
+    const state = link.broken ? "broken" : link.problem ? "degraded" : link.bytes_per_s ? "good" : "unknown";
     setAttribute(health, "data-state", state);
-    setText(health, link.broken ? `broken${link.trouble ? `: ${link.trouble}` : ""}` : link.trouble || (state === "good" ? "good" : "not measured"));
+    setText(health, link.broken ? `broken${link.problem ? `: ${link.problem}` : ""}` : link.problem || (state === "good" ? "good" : "not measured"));
   }
   return { element, update };
 }

@@ -19,7 +19,7 @@ export function showPlayground(main, page) {
   /** @type {AbortController | null} */
   let running = null;
   const log = h("div", { class: "log", role: "log", "aria-label": "Conversation", "aria-live": "off" }, ...shown);
-  const said = h("p", { class: "visually-hidden", role: "status" });
+  const announcement = h("p", { class: "visually-hidden", role: "status" });
   const model = h("select", { id: "model" }, h("option", { value: "" }, "loading…"));
   const temperature = number("temperature", settings.temperature, { min: 0, max: 2, step: 0.1 });
   const maxTokens = number("max-tokens", settings.maxTokens, { min: 1, max: 131072, step: 1 });
@@ -44,7 +44,7 @@ export function showPlayground(main, page) {
     h("div", { class: "two" }, field("Temperature", temperature), field("Max tokens", maxTokens)),
     field("System prompt", system),
   );
-  fill(main, h("h1", { class: "visually-hidden" }, "Playground"), h("div", { class: "playground" }, side, h("section", { class: "chat" }, log, composer)), said);
+  fill(main, h("h1", { class: "visually-hidden" }, "Playground"), h("div", { class: "playground" }, side, h("section", { class: "chat" }, log, composer)), announcement);
   invite();
   prompt.addEventListener("keydown", (/** @type {KeyboardEvent} */ event) => {
     if (event.key !== "Enter" || event.shiftKey || event.isComposing) return;
@@ -98,7 +98,7 @@ export function showPlayground(main, page) {
     if (running || !text || !temperature.reportValidity() || !maxTokens.reportValidity()) return;
     prompt.value = "";
     messages.push({ role: "user", content: text });
-    add(h("article", { class: "said user" }, h("h3", {}, "You"), h("p", { class: "text" }, text)));
+    add(h("article", { class: "chat-message user" }, h("h3", {}, "You"), h("p", { class: "text" }, text)));
     const reply = new Reply();
     add(reply.element);
     running = new AbortController();
@@ -120,7 +120,7 @@ export function showPlayground(main, page) {
       else messages.pop();
       running = null;
       busy(false);
-      setText(said, reply.content ? "The answer is complete." : "There is no answer.");
+      setText(announcement, reply.content ? "The answer is complete." : "There is no answer.");
     }
   }
 
@@ -162,7 +162,7 @@ class Reply {
   #thinking = h("details", { class: "thinking", hidden: true }, h("summary", {}, "Reasoning"), h("p", { class: "text" }, this.#thought));
   #facts = h("span", { class: "facts" }, "waiting for the first token");
   #ending = h("span", { class: "facts" });
-  element = h("article", { class: "said model" }, h("h3", {}, "Model"), this.#thinking, this.#text.element, h("p", { class: "facts" }, this.#facts, this.#ending));
+  element = h("article", { class: "chat-message model" }, h("h3", {}, "Model"), this.#thinking, this.#text.element, h("p", { class: "facts" }, this.#facts, this.#ending));
 
   /** @param {any} event a chunk of a chat completion */
   take(event) {
@@ -191,7 +191,7 @@ class Reply {
     if (this.#first === null) fill(this.#facts);
     fill(
       this.#ending,
-      problem && h("span", { class: "state", "data-state": problem === "stopped" ? "unknown" : "trouble" }, problem),
+      problem && h("span", { class: "state", "data-state": problem === "stopped" ? "unknown" : "failed" }, problem),
       this.#id && h("a", { href: `#request/${encodeURIComponent(this.#id)}` }, "Timeline"),
     );
   }

@@ -104,5 +104,5 @@ export function statusText(status) {
 export function statusTone(status) {
   if (status === null) return "running";
   if (status === 200) return "good";
-  return status === 499 ? "unknown" : "trouble";
+  return status === 499 ? "unknown" : "failed";
 }

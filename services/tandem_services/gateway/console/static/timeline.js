@@ -256,8 +256,8 @@ function attemptCard(choice, attempt, index) {
  */
 function places(hits) {
   const names = { host: "in host memory", disk: "in files", fetched: "fetched" };
-  const told = Object.entries(names).filter(([place]) => hits?.[place]).map(([place, name]) => `${format.count(hits[place])} ${name}`);
-  return told.length ? ` (${told.join(", ")})` : "";
+  const parts = Object.entries(names).filter(([place]) => hits?.[place]).map(([place, name]) => `${format.count(hits[place])} ${name}`);
+  return parts.length ? ` (${parts.join(", ")})` : "";
 }
 
 /** @param {any} predicted @param {any} choice of which it was the first attempt, or null */

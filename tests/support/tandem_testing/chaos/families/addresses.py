@@ -92,12 +92,12 @@ async def pages_are_free(run: Run, victim: Worker) -> None:
 
 
 async def comes_back(run: Run, victim: Worker, starts: int) -> None:
-    """It lived all the time; with its address it learns that it is somebody of the past, ends, and starts anew."""
+    """It lived all the time; with its address it learns that it is fenced, ends, and starts again."""
     run.expect(victim.part.alive and victim.part.starts == starts, f"{victim.id} ended without its address")
-    said = victim.part.log_size()
+    log_size = victim.part.log_size()
     place_of(victim).plug()
     await until(lambda: victim.part.starts > starts, READY_TIMEOUT_S, "the zombie ends")
-    run.expect("is fenced" in victim.part.said(said), "the zombie did not learn that it was fenced")
+    run.expect("is fenced" in victim.part.log_text(log_size), "the zombie did not learn that it was fenced")
     await run.fleet.all_ready(READY_TIMEOUT_S)
     await run.works()
 
@@ -115,7 +115,7 @@ async def the_address_of_a_decode_worker_vanishes(run: Run) -> None:
         place_of(victims[0]).unplug()
         gone_at = run.now()
         watching.create_task(forgotten(run, victims[0], incarnations[victims[0].id], since=gone_at))
-        # Some of these are sent where nobody is, and KV of some to there.
+        # Some of these are sent to an address without a listener, and KV of some to there.
         load.send(run.asks(Kind.GREEDY, prompt_words=200, tokens=32, count=8, first=400))
 
     async with asyncio.TaskGroup() as watching:
@@ -144,7 +144,7 @@ async def the_address_of_a_prefill_worker_vanishes_during_a_transfer(run: Run) -
         place.unplug()
         since = run.now()
         watching.create_task(forgotten(run, victim, incarnation, since=since))
-        # Requests give up their pages once they are told that it is gone. It might still write to them.
+        # Requests give up their pages once it is reported as gone. It might still write to them.
         await until(lambda: granted_pages_wait(run), GRANTED_TIMEOUT_S, "pages that it was granted wait for it")
         await run.judge(await load.gathered(), after=since)
     run.expect(await run.lost_attempts() > lost, "no request was on the worker whose address vanished")
@@ -155,7 +155,8 @@ async def the_address_of_a_prefill_worker_vanishes_during_a_transfer(run: Run) -
 
 
 async def granted_pages_wait(run: Run) -> bool:
-    """Whether a decode worker keeps pages that belong to no request any more, as somebody may still write to them."""
+    """Whether a decode worker keeps pages that belong to no request any more, as their writer may still write to
+    them."""
     reports = [await run.fleet.audit(worker) for worker in run.fleet.of_role("decode")]
     return any(report is not None and report["held_pages"] for report in reports)
 
@@ -194,8 +195,8 @@ async def another_worker_has_the_address_of_a_dead_one(run: Run) -> None:
         await run.under_fault(run.asks(Kind.GREEDY, prompt_words=120), fault, speaking=max(2, run.scale.streams // 3))
         (victim,) = victims
         incarnation = incarnations[victim.id]
-        await heir_serves(run, victim)
-        # A machine on which heirs start fast has one serving before the lease of the other is over.
+        await replacement_serves(run, victim)
+        # A machine on which replacements start fast has one serving before the lease of the other is over.
         await until(partial(_is_forgotten, run, incarnation), READY_TIMEOUT_S, f"{incarnation} is fenced")
         await comes_back(run, victim, victim.part.starts)
 
@@ -204,12 +205,12 @@ async def _is_forgotten(run: Run, incarnation: str) -> bool:
     return not await keys_with(run, incarnation)
 
 
-async def heir_serves(run: Run, victim: Worker) -> None:
+async def replacement_serves(run: Run, victim: Worker) -> None:
     """A worker of another name at the address and the ports of `victim` serves its first requests at once."""
     assert run.fleet.switch is not None
     had = victim.settings
-    heir = await run.fleet.add_worker(
-        *(f"heir-{victim.id}", victim.role),
+    replacement = await run.fleet.add_worker(
+        *(f"replacement-{victim.id}", victim.role),
         kept=False,
         place=run.fleet.switch.place(place_of(victim).address),
         request_port=had.request_port,
@@ -217,25 +218,32 @@ async def heir_serves(run: Run, victim: Worker) -> None:
         health_port=had.health_port,
     )
     try:
-        await until(lambda: run.fleet.is_ready(heir.url), START_TIMEOUT_S, "the heir is ready", heir.part.said)
+        await until(
+            lambda: run.fleet.is_ready(replacement.url),
+            START_TIMEOUT_S,
+            "the replacement is ready",
+            replacement.part.log_text,
+        )
         lost, first, sent = await run.lost_attempts(), count(600, 8), 0
         while not sent:
             answers = await run.works(8, first=next(first))
             attempts = [attempt for answer in answers for attempt in await run.attempts(answer)]
-            sent = sum(str(attempt[victim.role]).startswith(f"{heir.id}@") for attempt in attempts)
-        run.expect(await run.lost_attempts() == lost, "requests failed after the heir had come")
+            sent = sum(str(attempt[victim.role]).startswith(f"{replacement.id}@") for attempt in attempts)
+        run.expect(await run.lost_attempts() == lost, "requests failed after the replacement had come")
         run.expect(victim.part.alive, "the worker whose address it was has ended")
 
         async def counted() -> float:
-            accepted = await run.fleet.metric(heir.url, "tandem_worker_requests_total")
-            return accepted + await run.fleet.metric(heir.url, "tandem_worker_requests_refused_total")
+            accepted = await run.fleet.metric(replacement.url, "tandem_worker_requests_total")
+            return accepted + await run.fleet.metric(replacement.url, "tandem_worker_requests_refused_total")
 
         await until(lambda: _at_least(counted, sent), PATIENCE_S, "its requests are counted")
-        run.expect(await counted() == sent, f"{heir.id} got {await counted():g} requests, {sent} were meant for it")
-        run.notes.append(f"{heir.id} served {sent} requests, and was asked for no other")
+        run.expect(
+            await counted() == sent, f"{replacement.id} got {await counted():g} requests, {sent} were meant for it"
+        )
+        run.notes.append(f"{replacement.id} served {sent} requests, and was asked for no other")
     finally:
-        await run.fleet.remove_worker(heir)
-        place_of(heir).end()
+        await run.fleet.remove_worker(replacement)
+        place_of(replacement).end()
 
 
 async def _at_least(count_of: Callable[[], Awaitable[float]], wanted: float) -> bool:

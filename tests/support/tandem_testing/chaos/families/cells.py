@@ -10,7 +10,7 @@ from tandem_testing.waiting import until
 
 WAVES = 4
 PAUSE_S = 2.0
-"""Between them: all leases of the lost cell end meanwhile."""
+"""Between them: all leases of the lost cell end in that time."""
 
 
 async def cells_of(run: Run, answers: list[Answer]) -> set[str | None]:

@@ -35,7 +35,7 @@ async def kill_busiest_decode(run: Run, wanted: list[Ask], kill: Callable[[Worke
 async def serves_again(run: Run, victim: Worker) -> None:
     """A worker of that name is back and gets requests."""
     await run.fleet.all_ready(READY_TIMEOUT_S)
-    # Prompts that nobody has cached: where one was computed is where it is computed again.
+    # Prompts that no worker has cached: where one was computed is where it is computed again.
     unseen = count(600, 8)
 
     async def used() -> bool:
@@ -63,7 +63,7 @@ async def a_decode_worker_dies(run: Run) -> None:
 @scenario(2, quick=True)
 async def a_decode_worker_dies_under_seeded_sampling(run: Run) -> None:
     """Its service alone is killed: the engine must not outlive it."""
-    await kill_busiest_decode(run, run.asks(Kind.SEEDED, Kind.PENALISED), Worker.kill_service)
+    await kill_busiest_decode(run, run.asks(Kind.SEEDED, Kind.PENALIZED), Worker.kill_service)
 
 
 @scenario(3)
@@ -94,7 +94,7 @@ async def a_decode_worker_dies_between_the_transfer_and_its_first_token(run: Run
 async def a_prefill_worker_dies_while_it_computes(run: Run) -> None:
     lost = await run.lost_attempts()
     async with run.load() as load:
-        # Long enough that somebody computes when it is looked for: that takes some hundredths of a second.
+        # Long enough that a worker is computing at the time of the check, which takes some hundredths of a second.
         load.send(run.asks(Kind.PLAIN, tokens=24, prompt_words=2 * LONG_PROMPT, count=max(6, run.scale.streams // 3)))
         victim = await computing(run)
         victim.kill()
@@ -147,4 +147,4 @@ async def transferred(run: Run, *, first: int) -> None:
 @scenario(32)
 async def an_engine_dies_and_its_service_lives(run: Run) -> None:
     victim = await kill_busiest_decode(run, run.asks(Kind.GREEDY, Kind.PLAIN), Worker.kill_engine)
-    run.expect("engine process exited with status -9" in victim.part.said(), "its service did not notice")
+    run.expect("engine process exited with status -9" in victim.part.log_text(), "its service did not notice")

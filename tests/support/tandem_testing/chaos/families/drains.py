@@ -1,4 +1,4 @@
-"""Workers that are told to leave under load (36)."""
+"""Workers that are drained under load (36)."""
 
 import signal
 
@@ -13,7 +13,7 @@ BUSY = ("num_requests_running", "num_requests_waiting", "num_requests_inflight")
 
 
 async def busiest_prefill(run: Run) -> Worker:
-    """By what prefill workers said of themselves half a second ago."""
+    """By what prefill workers reported half a second ago."""
     loads = {
         worker.id: sum([await run.fleet.metric(worker.url, f"tandem_worker_{gauge}") for gauge in BUSY])
         for worker in run.fleet.of_role("prefill")
@@ -22,7 +22,7 @@ async def busiest_prefill(run: Run) -> Worker:
 
 
 @scenario(36)
-async def workers_are_told_to_leave_under_load(run: Run) -> None:
+async def workers_are_drained_under_load(run: Run) -> None:
     for role in ("decode", "prefill"):
         victims: list[Worker] = []
         reported = 0.0
@@ -36,13 +36,13 @@ async def workers_are_told_to_leave_under_load(run: Run) -> None:
         run.salt += f"-{role}"
         # Streams have begun when they are to move, and prompts have not been computed when their worker is to leave.
         words, speaking = (60, 2 * run.scale.streams // 3) if role == "decode" else (500, 2)
-        wanted = run.asks(Kind.GREEDY, Kind.SEEDED, Kind.PENALISED, prompt_words=words)
+        wanted = run.asks(Kind.GREEDY, Kind.SEEDED, Kind.PENALIZED, prompt_words=words)
         starts = {worker.id: worker.part.starts for worker in run.fleet.workers}
-        # A worker that starts takes seconds of processors that those who go on need here, and have in a cluster.
+        # A worker that starts takes seconds of processors that the remaining workers need here, and have in a cluster.
         with run.fleet.no_restarts():
             answers = await run.under_fault(wanted, fault, speaking=max(2, speaking))
         if role == "decode":
-            begun = [answer for answer in answers if answer.heard and answer.heard[0] < reported]
+            begun = [answer for answer in answers if answer.received_at and answer.received_at[0] < reported]
             await run.sample("drain, moved", begun, after=reported, of=lambda outcomes: "moved" in outcomes)
             await run.sample("drain, not moved", begun, after=reported, of=lambda outcomes: outcomes == {"finished"})
         (victim,) = victims

@@ -25,7 +25,7 @@ class Havoc:
     committed: list[str] = field(default_factory=list)
     _frozen: dict[str, int] = field(default_factory=dict)
     """Worker that was frozen → its number of starts then. Thawed, that process says that it is ready until it learns
-    that it was fenced; it serves nobody."""
+    that it was fenced; it serves no request."""
     _thawing: "set[asyncio.Task[None]]" = field(default_factory=set)
 
     async def commit(self) -> None:

@@ -16,7 +16,7 @@ from tandem_testing.chaos.streams import Kind
 from tandem_testing.waiting import until
 
 RAISING = Shape(raising=True)
-KINDS = (Kind.GREEDY, Kind.SEEDED, Kind.PLAIN, Kind.CHOICES, Kind.SCHEMA, Kind.REGEX, Kind.PENALISED, Kind.TOOL)
+KINDS = (Kind.GREEDY, Kind.SEEDED, Kind.PLAIN, Kind.CHOICES, Kind.SCHEMA, Kind.REGEX, Kind.PENALIZED, Kind.TOOL)
 REQUESTS, TOKENS = 8, 24
 DISTINCT = 4
 """Loads that differ: the reference answers each once."""

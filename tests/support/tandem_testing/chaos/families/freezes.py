@@ -16,7 +16,7 @@ BLOCKED_S = 5.0
 
 @scenario(10)
 async def a_decode_worker_is_frozen_and_comes_back(run: Run) -> None:
-    """Frozen for longer than a lease lasts: it has to come back as somebody else."""
+    """Frozen for longer than a lease lasts: it has to come back as another incarnation."""
     frozen_at, fleet = run.now(), run.fleet
     lost = await run.lost_attempts()
     victims: list[Worker] = []
@@ -34,14 +34,15 @@ async def a_decode_worker_is_frozen_and_comes_back(run: Run) -> None:
     starts = victim.part.starts
     victim.thaw()
     await until(lambda: victim.part.starts > starts, READY_TIMEOUT_S, "the zombie ends")
-    run.expect("is fenced" in victim.part.said(), "the zombie did not learn that it was fenced")
+    run.expect("is fenced" in victim.part.log_text(), "the zombie did not learn that it was fenced")
     await fleet.all_ready(READY_TIMEOUT_S)
     await run.works()
 
 
 @scenario(11)
 async def a_prefill_worker_is_frozen_during_a_transfer(run: Run) -> None:
-    """Until it is fenced. Pages that it was granted are nobody's until it has ended: it may go on writing."""
+    """Until it is fenced. Pages that it was granted belong to no request until it has ended: it may continue
+    writing."""
     lost = await run.lost_attempts()
     async with run.load() as load:
         load.send(run.asks(Kind.PLAIN, tokens=24, prompt_words=700, count=max(4, run.scale.streams // 3)))

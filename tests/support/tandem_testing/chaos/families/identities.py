@@ -1,4 +1,4 @@
-"""Workers that are not who they seem, clocks that are wrong, and a gateway without descriptors (47, 49 to 52)."""
+"""Workers with a wrong identity, clocks that are wrong, and a gateway without descriptors (47, 49 to 52)."""
 
 import contextlib
 import resource
@@ -48,7 +48,7 @@ async def a_gateway_has_no_descriptors_left(run: Run) -> None:
 
     gateway = run.fleet.add_gateway("gateway-poor", before_exec=few)
     try:
-        await until(lambda: run.fleet.is_ready(gateway.url), START_TIMEOUT_S, "it is ready", gateway.part.said)
+        await until(lambda: run.fleet.is_ready(gateway.url), START_TIMEOUT_S, "it is ready", gateway.part.log_text)
         address = urlsplit(gateway.url)
         crowd = []
         for _ in range(2 * DESCRIPTORS):
@@ -60,7 +60,7 @@ async def a_gateway_has_no_descriptors_left(run: Run) -> None:
         await run.works(gateways=len(run.fleet.gateways) - 1)
         for client in crowd:
             client.close()
-        await until(lambda: run.fleet.is_ready(gateway.url), PATIENCE_S, "it answers again", gateway.part.said)
+        await until(lambda: run.fleet.is_ready(gateway.url), PATIENCE_S, "it answers again", gateway.part.log_text)
         async with run.load() as load:
             load.urls = [gateway.url]
             load.send(run.asks(Kind.GREEDY, count=4, tokens=16))
@@ -73,8 +73,8 @@ async def a_gateway_has_no_descriptors_left(run: Run) -> None:
 @scenario(50)
 async def two_workers_have_one_name(run: Run) -> None:
     older = run.fleet.of_role("decode")[0]
-    starts, said = older.part.starts, older.part.log_size()
-    twin = await run.fleet.add_worker(older.id, "decode", kept=False)
+    starts, log_size = older.part.starts, older.part.log_size()
+    newer = await run.fleet.add_worker(older.id, "decode", kept=False)
     try:
         async with run.load() as load:
             count = 0
@@ -82,23 +82,25 @@ async def two_workers_have_one_name(run: Run) -> None:
                 load.send(run.asks(Kind.GREEDY, Kind.SEEDED, count=4, tokens=64, first=count))
                 count += 4
                 await load.gathered()
-                run.expect(twin.part.alive, "the newer one ended first")
-                if not twin.part.alive:
+                run.expect(newer.part.alive, "the newer one ended first")
+                if not newer.part.alive:
                     break
             await run.judge(await load.gathered())
-        run.expect("is fenced" in older.part.said(said), "the older one was not told that it is fenced")
+        run.expect("is fenced" in older.part.log_text(log_size), "the older one was not notified that it is fenced")
         # The keeper has started the older one again: now it is the newest.
-        await until(lambda: not twin.part.alive, READY_TIMEOUT_S, "the twin is fenced in its turn")
+        await until(lambda: not newer.part.alive, READY_TIMEOUT_S, "the newer one is fenced in its turn")
     finally:
-        await run.fleet.remove_worker(twin)
+        await run.fleet.remove_worker(newer)
 
 
 @contextlib.asynccontextmanager
-async def stranger(run: Run, **settings: object) -> AsyncIterator[Worker]:
+async def foreign_worker(run: Run, **settings: object) -> AsyncIterator[Worker]:
     """A further decode worker that differs from the others, ready."""
     worker = await run.fleet.add_worker("odd-0", "decode", kept=False, **settings)
     try:
-        await until(lambda: run.fleet.is_ready(worker.url), START_TIMEOUT_S, "the odd one is ready", worker.part.said)
+        await until(
+            lambda: run.fleet.is_ready(worker.url), START_TIMEOUT_S, "the odd one is ready", worker.part.log_text
+        )
         yield worker
     finally:
         await run.fleet.remove_worker(worker)
@@ -121,13 +123,13 @@ async def never_paired(run: Run) -> None:
 @scenario(51)
 async def a_decode_worker_has_another_page_layout(run: Run) -> None:
     flags = (*run.fleet.workers[0].settings.engine_flags, "--page-size", "32")
-    async with stranger(run, engine_flags=flags):
+    async with foreign_worker(run, engine_flags=flags):
         await never_paired(run)
 
 
 @scenario(52)
 async def a_decode_worker_has_other_weights(run: Run) -> None:
-    async with stranger(run, model=str(other_weights(run.fleet.folder / f"other-{run.salt}"))):
+    async with foreign_worker(run, model=str(other_weights(run.fleet.folder / f"other-{run.salt}"))):
         await never_paired(run)
 
 

@@ -43,7 +43,7 @@ TYPES: dict[str, tuple[str, ...]] = {
 FIELDS_OF_OLD = ("deployment", "deployment_until", "generation")
 """Written into every hash, whether it has them or not: some have stopped fleets once."""
 SINGLE_FIELDS = 40
-MOST_KEYS = 16
+MAX_KEYS = 16
 """Of one kind, drawn by the seed: the index by block alone has up to 4,096 hashes, and each request adds some."""
 PAUSE_S = 0.3
 
@@ -72,7 +72,7 @@ class Poison:
         found: dict[str, list[str]] = {}
         for key in sorted([key.decode() async for key in self.client.scan_iter(f"{prefix}*", _type=type_name)]):
             found.setdefault(key.removeprefix(prefix).partition(":")[0], []).append(key)
-        return {kind: self.run.random.sample(keys, min(len(keys), MOST_KEYS)) for kind, keys in found.items()}
+        return {kind: self.run.random.sample(keys, min(len(keys), MAX_KEYS)) for kind, keys in found.items()}
 
     async def fields(self, key: str) -> list[bytes | str]:
         found = sorted(await self.client.hkeys(key)) if await self.client.type(key) == b"hash" else []
@@ -145,7 +145,7 @@ async def registers_in_spite_of(run: Run, victim: Worker) -> None:
             return victim.part.starts > starts and await run.fleet.is_ready(victim.url)
 
         victim.kill()
-        await until(registered, START_TIMEOUT_S, f"{victim.id} registers, {name} in {meta}", victim.part.said)
+        await until(registered, START_TIMEOUT_S, f"{victim.id} registers, {name} in {meta}", victim.part.log_text)
     run.notes.append(f"{victim.id} was started with {name} in every field of owner and meta")
     await run.fleet.all_ready(START_TIMEOUT_S)
     await run.works()
@@ -157,7 +157,9 @@ async def with_a_second_deployment(run: Run, then: Callable[[Load], Awaitable[No
     KeyPair.generate().save(other_keys)
     foreign = await run.fleet.add_worker("decode-0", "decode", kept=False, curve_keys=str(other_keys))
     try:
-        await until(lambda: run.fleet.is_ready(foreign.url), START_TIMEOUT_S, "the other one serves", foreign.part.said)
+        await until(
+            lambda: run.fleet.is_ready(foreign.url), START_TIMEOUT_S, "the other one serves", foreign.part.log_text
+        )
         computed = await run.fleet.metric(foreign.url, "tandem_worker_prompt_tokens_total")
         await run.under_fault(endless(run), then)
         run.expect(foreign.part.alive, "the second deployment was ended")

@@ -31,7 +31,7 @@ async def a_decode_worker_is_cut_off_from_the_gateways(run: Run) -> None:
         await asyncio.sleep(CUT_OFF_S)
         load.send(run.asks(Kind.GREEDY, Kind.SEEDED, first=400))
         await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "the new ones speak")
-        # What the worker said meanwhile arrives now, all at once, beside streams that others generate.
+        # The worker's messages of that time arrive now, all at once, beside streams that others generate.
         victim.request_line.weather = CALM
 
     await run.under_fault(run.asks(Kind.GREEDY, Kind.SEEDED), fault, speaking=max(2, run.scale.streams // 3))
@@ -71,7 +71,7 @@ async def the_lines_between_peers_are_bad(run: Run) -> None:
 
 @scenario(54, shape=PROXIED)
 async def every_connection_is_cut(run: Run) -> None:
-    """First while nobody uses them, then in the middle of streams."""
+    """First while they are idle, then in the middle of streams."""
     await run.works(8)
     lines = [line for worker in run.fleet.workers for line in (worker.request_line, worker.peer_line) if line]
     carried = sum(line.connections for line in lines)

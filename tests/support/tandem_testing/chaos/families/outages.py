@@ -31,7 +31,7 @@ async def all_prefill_workers_die(run: Run) -> None:
 
 @scenario(13)
 async def all_decode_workers_die(run: Run) -> None:
-    """Held down, what has begun waits and new requests are refused; brought back, every stream goes on."""
+    """Held down, what has begun waits and new requests are refused; brought back, every stream continues."""
     async with run.load() as load:
         load.send(run.asks(Kind.GREEDY, Kind.PLAIN))
         await until(lambda: load.speaking >= 2, PATIENCE_S, "streams speak")

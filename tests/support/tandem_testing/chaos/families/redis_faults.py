@@ -162,7 +162,7 @@ async def redis_is_poisoned(run: Run) -> None:
         client = redis.asyncio.Redis(port=run.fleet.redis.port)
         try:
             for step in range(POISONINGS):
-                # However quick the machine is, somebody speaks while this poison works.
+                # However quick the machine is, a stream has output while this poison works.
                 load.send(run.asks(Kind.GREEDY, count=1, tokens=1500, first=10 + step))
                 await until(lambda: load.begun >= len(load.answers), SPEAK_TIMEOUT_S, "all speak")
                 await poison(client, run.fleet.keys, step)
@@ -185,11 +185,11 @@ async def redis_is_poisoned(run: Run) -> None:
 
 
 async def poison(client: "redis.asyncio.Redis", keys: Keys, step: int) -> None:
-    """One kind of rubbish after the other, where the router and the workers read."""
+    """One kind of malformed data after the other, where the router and the workers read."""
     fleet, owner, meta = keys.shared
     incarnations = [name.decode() for name in await client.hkeys(fleet)] if await client.type(fleet) == b"hash" else []
     match step:
-        case 0:  # everybody seems to have everybody's blocks
+        case 0:  # all workers seem to have the blocks of all
             sets = [keys.blocks(name) for name in incarnations]
             for name in sets:
                 await client.sunionstore(name, *sets)

@@ -1,4 +1,4 @@
-"""NIXL that is absent or cannot start is one clear sentence, not a traceback of somebody else's; and one of its errors
+"""NIXL that is absent or cannot start is one clear sentence, not a foreign traceback; and one of its errors
 keeps nothing else from being given back."""
 
 import contextlib
@@ -37,7 +37,7 @@ def test_missing_shared_memory_is_named(monkeypatch, tmp_path):
 
 
 class RefusingNixl:
-    """nixl_agent that others have connected to, and whose calls raise what they are told to."""
+    """nixl_agent that others have connected to, and whose calls raise what `raises` has for them."""
 
     def __init__(self, name: str, config: object) -> None:
         self.net_devices = os.environ.get("UCX_NET_DEVICES")
@@ -100,7 +100,7 @@ def test_add_peer_checks_network_interfaces_first(refusing, monkeypatch):
 
 
 def test_agent_with_undecodable_name_is_removed(refusing):
-    """Anybody may have written it."""
+    """Any process may have written it."""
     with pytest.raises(TransferError, match="belongs to agent"):
         refusing.add_peer("p@1", b"\xff\xfe")
     assert refusing._agent.calls == [r"add b'\xff\xfe'", r"remove b'\xff\xfe'"]

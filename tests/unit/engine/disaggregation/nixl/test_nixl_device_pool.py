@@ -22,7 +22,7 @@ PAGE_BYTES, ADDRESS = 4096, 1 << 40
 
 
 class OnGpu(torch.Tensor):
-    """Says that it is on a GPU, and has no bytes that anybody could look at."""
+    """Reports that it is on a GPU, and has no bytes that could be read."""
 
     @property
     def device(self) -> torch.device:
@@ -64,7 +64,7 @@ class Agent:
         self.written, self.threads = [], []
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        """Everybody is welcome."""
+        """Every peer is accepted."""
 
     def write(self, peer: str, descriptors, device: str) -> object:
         self.written.append((descriptors.source.tolist(), device))
@@ -80,7 +80,7 @@ class Agent:
         """Nothing to forget."""
 
     def attend(self) -> None:
-        """Nobody else writes."""
+        """No other peer writes."""
 
     def close(self) -> None:
         """Nothing is open."""

@@ -15,7 +15,7 @@ from tandem_testing.scheduler_builders import ManualClock
 
 @dataclass(kw_only=True)
 class ScriptedAgent:
-    """NIXL whose looks take as long as told."""
+    """NIXL whose polls take as long as `looks`."""
 
     clock: ManualClock
     looks: list[float]

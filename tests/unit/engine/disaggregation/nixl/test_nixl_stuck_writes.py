@@ -20,12 +20,12 @@ KEY = PushKey(room="room", generation=1, first=0, count=2)
 
 @dataclass(kw_only=True)
 class SlowAgent:
-    """NIXL on one connection, whose WRITEs end when told, if ever."""
+    """NIXL on one connection, whose WRITEs end when `ends` is true, if ever."""
 
     outbox: Outbox
     ends: Callable[[], bool]
     calls: list[str] = field(default_factory=list)
-    heard_before_removal: list[TransportEvent] = field(default_factory=list)
+    events_before_removal: list[TransportEvent] = field(default_factory=list)
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         self.calls.append("add")
@@ -42,10 +42,10 @@ class SlowAgent:
 
     def remove_peer(self, name: str) -> None:
         self.calls.append("remove")
-        self.heard_before_removal += self.outbox.take()
+        self.events_before_removal += self.outbox.take()
 
     def attend(self) -> None:
-        """Nobody else writes."""
+        """No other peer writes."""
 
     def close(self) -> None:
         """Nothing is open."""
@@ -65,7 +65,7 @@ class Hours:
 
 
 def pushed(seconds: float, *, done: bool) -> tuple[list[str], TransportEvent]:
-    """What NIXL was told, and what became of a push, when the first look at it after `seconds` finds it `done`."""
+    """Calls of NIXL, and the end of a push, when the first poll of it after `seconds` finds it `done`."""
     pool, clock, outbox = digest_pool(num_pages=8), ManualClock(), Outbox()
     region = Region(pool.address, pool.page_bytes, pool.num_pages, "DRAM", 0, layers=pool.layout.layers)
     agent = SlowAgent(outbox=outbox, ends=lambda: done and clock.time > 0.0)
@@ -79,9 +79,9 @@ def pushed(seconds: float, *, done: bool) -> tuple[list[str], TransportEvent]:
         inbox=Hours(clock=clock, commands=[(0.0, met), (0.0, StartPush(push)), (seconds, Stop())]),
         outbox=outbox,
     ).run()
-    (event,) = [*agent.heard_before_removal, *outbox.take()]
+    (event,) = [*agent.events_before_removal, *outbox.take()]
     outbox.close()
-    assert done or not agent.heard_before_removal, "pages count as free while NIXL may still write to them"
+    assert done or not agent.events_before_removal, "pages count as free while NIXL may still write to them"
     return agent.calls, event
 
 

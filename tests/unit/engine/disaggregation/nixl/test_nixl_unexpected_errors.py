@@ -1,4 +1,4 @@
-"""Errors that nobody foresaw: every command has its answer, pushes end, and no page counts as free while written to."""
+"""Unexpected errors: every command has its answer, pushes end, and no page counts as free while written to."""
 
 import queue
 from collections.abc import Callable
@@ -61,7 +61,7 @@ def order(room: str) -> DigestOrder:
 class Nixl:
     """NIXL whose WRITEs are done at the look `ends_at`, and the inbox of its thread.
 
-    `fails` names calls that raise what nobody foresaw. The thread finds a command whenever it asks, while any are left.
+    `fails` names calls that raise an unexpected error. The thread finds a command whenever it asks, while any are left.
     """
 
     commands: list[Command]
@@ -87,39 +87,39 @@ class Nixl:
     def listen(self) -> None:
         self.happened += self.outbox.take()
 
-    def heard(self) -> list[TransportEvent]:
+    def events(self) -> list[TransportEvent]:
         return [event for event in self.happened if isinstance(event, PushDone | PushFailed | Digests)]
 
-    def told(self, call: str) -> None:
+    def note(self, call: str) -> None:
         self.listen()
         self.happened.append(call)
         if call in self.fails:
             raise TypeError(f"nobody foresaw that {call} fails")
 
     def add_peer(self, name: str, metadata: bytes) -> None:
-        self.told(f"add {name}")
+        self.note(f"add {name}")
 
     def write(self, peer: str, descriptors: object, device: str) -> object:
-        self.told("write")
+        self.note("write")
         return object()
 
     def progress(self, write: object) -> bool:
         self.clock.time += 1.0
         self.looks += 1
-        self.told("look")
+        self.note("look")
         return self.looks >= self.ends_at
 
     def release(self, write: object) -> None:
-        self.told("release")
+        self.note("release")
 
     def remove_peer(self, name: str) -> None:
-        self.told(f"remove {name}")
+        self.note(f"remove {name}")
 
     def attend(self) -> None:
-        self.told("attend")
+        self.note("attend")
 
     def close(self) -> None:
-        self.told("close")
+        self.note("close")
 
 
 class ScriptedDigester(PageDigester):
@@ -164,16 +164,16 @@ def failed(one: Push, *, peer_lost: bool, reason: str = UNEXPECTED) -> PushFaile
 
 def test_pushes_complete_despite_errors_in_peer_polling(caplog):
     nixl = ran(StartPush(push("first")), StartPush(push("second")), fails=frozenset({"attend"}))
-    assert [type(event) for event in nixl.heard()] == [PushDone, PushDone]
+    assert [type(event) for event in nixl.events()] == [PushDone, PushDone]
     assert "unexpected error while attending to peers" in caplog.text
     assert nixl.errors == nixl.happened.count("attend") > MAX_TURNS
 
 
 def test_completed_write_is_reported_although_release_fails():
-    """The other peer's pushes go on, and the command after it is carried out."""
+    """The other peer's pushes continue, and the command after it is carried out."""
     first, second = push("first"), push("second", ELSEWHERE)
     nixl = ran(StartPush(first), StartPush(second), fails=frozenset({"release"}))
-    assert [(type(event), event.key) for event in nixl.heard()] == [(PushDone, first.key), (PushDone, second.key)]
+    assert [(type(event), event.key) for event in nixl.events()] == [(PushDone, first.key), (PushDone, second.key)]
     assert nixl.happened.count(f"remove {THERE.incarnation}") == 1
     assert nixl.happened.count("release") == 2, "each is given back once, whether NIXL takes it or not"
     assert nixl.errors == 2
@@ -183,50 +183,52 @@ def test_completed_write_is_reported_although_release_fails():
 def test_forgotten_peer_fails_its_pushes_despite_nixl_errors(call):
     one = push("one")
     nixl = ran(StartPush(one), Forget(THERE.incarnation), StartPush(push("late")), ends_at=FOR_EVER, fails={call})
-    gone, late = nixl.heard()
+    gone, late = nixl.events()
     assert gone == failed(one, peer_lost=True, reason="the peer was forgotten")
     assert late.reason == f"not connected to {THERE.incarnation}"
-    gone_at, told_at = nixl.happened.index(f"remove {THERE.incarnation}"), nixl.happened.index(gone)
-    assert nixl.happened.index("release") < gone_at < told_at
+    gone_at, reported_at = nixl.happened.index(f"remove {THERE.incarnation}"), nixl.happened.index(gone)
+    assert nixl.happened.index("release") < gone_at < reported_at
 
 
 def test_stop_is_obeyed_though_nothing_can_be_given_back():
     one = push("one")
     fails = frozenset({"release", f"remove {THERE.incarnation}", f"remove {ELSEWHERE.incarnation}", "close"})
     nixl = ran(StartPush(one), ends_at=FOR_EVER, fails=fails)
-    assert nixl.heard() == [failed(one, peer_lost=True, reason="the transport is closing")]
+    assert nixl.events() == [failed(one, peer_lost=True, reason="the transport is closing")]
     assert nixl.errors == len(fails)
 
 
 @pytest.mark.parametrize("call", ["write", "look"])
 def test_error_while_nixl_writes_costs_that_peer_and_no_other(call):  # [late-write]
-    """Its connection is gone before the receiver hears that its pages are free."""
+    """Its connection is gone before the receiver is notified that its pages are free."""
     one = push("one")
     nixl = ran(StartPush(one), Connect(hello_like(REGION, THERE)), ends_at=FOR_EVER, fails=frozenset({call}))
-    assert nixl.heard() == [failed(one, peer_lost=True)]
-    gone, told = (nixl.happened.index(event) for event in (f"remove {THERE.incarnation}", failed(one, peer_lost=True)))
-    assert gone < told
-    assert nixl.happened.index(f"remove {ELSEWHERE.incarnation}") > told
+    assert nixl.events() == [failed(one, peer_lost=True)]
+    gone, reported = (
+        nixl.happened.index(event) for event in (f"remove {THERE.incarnation}", failed(one, peer_lost=True))
+    )
+    assert gone < reported
+    assert nixl.happened.index(f"remove {ELSEWHERE.incarnation}") > reported
     assert nixl.happened.count(f"add {THERE.incarnation}") == 2, "it is met again when it greets again"
 
 
 def test_push_that_cannot_be_looked_through_fails_alone():
     odd, following = push("odd", target=()), push("next")
     nixl = ran(StartPush(odd), StartPush(following))
-    assert nixl.heard()[0] == failed(odd, peer_lost=False)
-    assert isinstance(nixl.heard()[1], PushDone)
+    assert nixl.events()[0] == failed(odd, peer_lost=False)
+    assert isinstance(nixl.events()[1], PushDone)
 
 
 def test_push_fails_alone_when_its_pages_cannot_be_digested():
     pushes = [push("one"), push("two")]
     nixl = ran(*map(StartPush, pushes), before_digests=cannot_digest)
     reason = "its pages could not be digested"
-    assert nixl.heard() == [failed(one, peer_lost=False, reason=reason) for one in pushes]
-    assert nixl.happened.index(nixl.heard()[-1]) < nixl.happened.index(f"remove {THERE.incarnation}")
+    assert nixl.events() == [failed(one, peer_lost=False, reason=reason) for one in pushes]
+    assert nixl.happened.index(nixl.events()[-1]) < nixl.happened.index(f"remove {THERE.incarnation}")
 
 
 def test_pages_that_cannot_be_digested_count_as_damaged():
-    """Whoever waits for the answer would wait for ever, and the one after it is made."""
+    """The waiting command would wait forever, and the one after it is answered."""
     errors = [MemoryError("nobody foresaw this")]
 
     def fail_once() -> None:
@@ -234,7 +236,7 @@ def test_pages_that_cannot_be_digested_count_as_damaged():
             raise errors.pop()
 
     nixl = ran(order("torn"), order("whole"), before_digests=fail_once)
-    torn, whole = nixl.heard()
+    torn, whole = nixl.events()
     assert torn == Digests(room="torn", generation=1, digests=(0, 0))
     assert whole.digests == PageDigester(POOL).begin(PAGES, room="whole", generation=1, first=0).take()
     assert 0 not in whole.digests
@@ -243,7 +245,7 @@ def test_pages_that_cannot_be_digested_count_as_damaged():
 def test_push_to_peer_that_failed_to_connect_fails():
     one = push("one")
     nixl = ran(StartPush(one), fails=frozenset({f"add {THERE.incarnation}"}))
-    assert nixl.heard() == [failed(one, peer_lost=True, reason=f"not connected to {THERE.incarnation}")]
+    assert nixl.events() == [failed(one, peer_lost=True, reason=f"not connected to {THERE.incarnation}")]
     assert f"remove {THERE.incarnation}" in nixl.happened, "NIXL may know it"
 
 
@@ -283,11 +285,11 @@ def test_thread_survives_an_error_in_any_part_of_a_turn(name, monkeypatch):
     nixl = ran(StartPush(push("one")), later, StartPush(push("late")), StartPush(push("later", ELSEWHERE)))
     assert raised
     assert nixl.errors >= 1
-    assert any(isinstance(event, PushDone) for event in nixl.heard()), "later commands are carried out"
+    assert any(isinstance(event, PushDone) for event in nixl.events()), "later commands are carried out"
 
 
 def test_canceled_push_fails_though_its_failure_raised(monkeypatch):
-    """Nothing was written: it must not count as done, nor wait for ever."""
+    """Nothing was written: it must not count as done, nor wait forever."""
     real, raised = TransferThread._fail, []
 
     def failing(*args, **kwargs):
@@ -299,7 +301,7 @@ def test_canceled_push_fails_though_its_failure_raised(monkeypatch):
     monkeypatch.setattr(TransferThread, "_fail", failing)
     one = push("one")
     nixl = ran(StartPush(one), Forget(THERE.incarnation), ends_at=FOR_EVER)
-    assert nixl.heard() == [failed(one, peer_lost=True)]
+    assert nixl.events() == [failed(one, peer_lost=True)]
     assert nixl.errors == 1
 
 

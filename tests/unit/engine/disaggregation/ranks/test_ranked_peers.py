@@ -1,4 +1,4 @@
-"""Rank 0 speaks and listens; all ranks hear the same in the same turn, and learn alike whether a message went."""
+"""Rank 0 sends and receives; all ranks get the same messages in the same turn, and the same result of each send."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,5 @@
-"""A transfer between ranks is over when all ranks have done their part, and all of them hear so in the same turn."""
+"""A transfer between ranks is over when all ranks have done their part, and all of them are notified in the same
+turn."""
 
 from itertools import product
 
@@ -229,6 +230,6 @@ def test_ranks_on_several_machines_report_no_peer_machine(machines, is_first):
     ]
     hello = ranked_node(FakeFabric(), "w", 2, kv_heads=2, facts=facts).ranks[0].hello()
     assert (hello.machine in machines and hello.machine != "") is is_first
-    # Where one cannot be told, nothing can.
+    # Where one rank cannot be notified, none is.
     assert (hello.machine == "") is ("" in machines)
     assert hello.transports == (LinkTransport.TCP, LinkTransport.SHM)

@@ -137,7 +137,7 @@ def test_state_is_copied_to_host_per_write_policy(policy, served, backed_up):
 
 
 LONG = [*range(700)]
-"""Its anchor is after 640 tokens, those on trial after 128, 320 and 512."""
+"""Its anchor is after 640 tokens, the provisional ones after 128, 320 and 512."""
 BRANCH = [*LONG[:600], *range(5000, 5040)]
 
 
@@ -146,7 +146,7 @@ def test_trial_state_is_not_backed_up(policy):
     hybrid = Hybrid(policy, slots=12, pages=90, host_pages=200)
     hybrid.serve(LONG)
     assert hybrid.memory.anchors is not None
-    assert hybrid.memory.anchors.counts.on_trial == 3
+    assert hybrid.memory.anchors.counts.provisional == 3
     for _ in range(6):
         hybrid.turn()
     hybrid.evict_device()
@@ -176,7 +176,7 @@ def test_trial_that_makes_room_is_not_backed_up():
     for first in range(1000, 4000, 1000):
         hybrid.serve([*range(first, first + 70)])
     assert hybrid.memory.anchors is not None
-    assert (hybrid.memory.anchors.counts.on_trial, hybrid.memory.anchors.counts.replaced) == (0, 1)
+    assert (hybrid.memory.anchors.counts.provisional, hybrid.memory.anchors.counts.replaced) == (0, 1)
     assert hybrid.copied(CopyKind.STATE_TO_HOST) == []
     hybrid.audited()
 
@@ -282,7 +282,7 @@ def test_request_that_gets_its_state_otherwise_loads_none():
 
 
 def test_state_is_sent_only_once_it_is_loaded():  # [settled-only-sent]
-    """Whoever borrows the prefix: its anchor is attached when the load is queued."""
+    """For every user of the prefix: its anchor is attached when the load is queued."""
     hybrid = Hybrid(slots=1)
     hybrid.serve(PROMPT)
     hybrid.serve(OTHER)

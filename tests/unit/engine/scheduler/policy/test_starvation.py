@@ -5,7 +5,7 @@ import pytest
 from tandem_engine.config import SchedulePolicy
 from tandem_testing.scheduler_builders import Engine, make_engine, make_message
 
-AGEING = 20.0
+AGING = 20.0
 CACHED = [*range(1, 33)]
 
 
@@ -16,39 +16,39 @@ def unloved(policy: SchedulePolicy) -> dict[str, object]:
     return {"prompt": [80, 81], "max_tokens": 1, "priority": -1 if policy is SchedulePolicy.PRIORITY else 0}
 
 
-def favourite(engine: Engine, number: int) -> None:
+def favorite(engine: Engine, number: int) -> None:
     """What every policy puts first: cached, short, important."""
     engine.add(make_message(f"f{number}", [*CACHED, number % 90 + 1], max_tokens=1, priority=0))
 
 
 def seconds_until_served(policy: SchedulePolicy) -> float:
-    """One seat, and two favourites arrive for each that is served: a queue that never gets shorter."""
-    engine = make_engine(schedule_policy=policy, max_running_requests=1, usable_pages=400, policy_ageing_seconds=AGEING)
+    """One seat, and two favorites arrive for each that is served: a queue that never gets shorter."""
+    engine = make_engine(schedule_policy=policy, max_running_requests=1, usable_pages=400, policy_ageing_seconds=AGING)
     engine.add(make_message("warm", [*CACHED, 99 % 90], max_tokens=1))
     engine.run()
-    favourite(engine, 0)
+    favorite(engine, 0)
     start = engine.clock.time
     engine.add(make_message("unloved", **unloved(policy)))
     for number in range(1, 200):
-        favourite(engine, number)
+        favorite(engine, number)
         engine.step()
         if "unloved" in engine.received:
             return engine.clock.time - start
         engine.clock.time += 1.0
-        favourite(engine, 500 + number)
+        favorite(engine, 500 + number)
     raise AssertionError(f"{policy} never served it")
 
 
 @pytest.mark.parametrize("policy", SchedulePolicy)
 def test_queue_wait_is_bounded_by_aging_period(policy):
-    # Two favourites arrive for each second: under `priority` those of the first AGEING seconds go before it.
-    before = 2 * AGEING if policy is SchedulePolicy.PRIORITY else AGEING
+    # Two favorites arrive for each second: under `priority` those of the first AGING seconds go before it.
+    before = 2 * AGING if policy is SchedulePolicy.PRIORITY else AGING
     assert seconds_until_served(policy) <= before + 2
 
 
 @pytest.mark.parametrize("policy", [SchedulePolicy.LPM, SchedulePolicy.DFS_WEIGHT, SchedulePolicy.PRIORITY])
 def test_request_without_aging_waits_for_all_later_ones(policy):
-    assert seconds_until_served(policy) >= AGEING - 1
+    assert seconds_until_served(policy) >= AGING - 1
 
 
 def test_priority_lower_by_n_is_overtaken_for_n_aging_periods():

@@ -42,7 +42,9 @@ def state_folder(monkeypatch, tmp_path) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
 
 
-def talk(monkeypatch, *answers: list[dict], said: str, terminal: bool, interrupted: bool = False) -> list[list[dict]]:
+def talk(
+    monkeypatch, *answers: list[dict], entered: str, terminal: bool, interrupted: bool = False
+) -> list[list[dict]]:
     """Hold the conversation; returns the messages of each request."""
     asked, left = [], list(answers)
 
@@ -54,8 +56,8 @@ def talk(monkeypatch, *answers: list[dict], said: str, terminal: bool, interrupt
         asked.append(json.loads(request.content)["messages"])
         return httpx.Response(200, stream=Stream(left.pop(0), interrupted=interrupted and len(asked) == 1))
 
-    monkeypatch.setattr("sys.stdin", Terminal(said) if terminal else io.StringIO(said))
-    lines = iter(said.splitlines())
+    monkeypatch.setattr("sys.stdin", Terminal(entered) if terminal else io.StringIO(entered))
+    lines = iter(entered.splitlines())
     monkeypatch.setattr("builtins.input", lambda *_: next_line(lines))
     args = build_parser().parse_args(["chat"])
     with httpx.Client(base_url="http://gateway", transport=httpx.MockTransport(answer)) as client:
@@ -74,51 +76,51 @@ THOUGHTFUL = [delta(reasoning_content="Hm."), delta(content="Hello"), delta(cont
 
 
 def test_reasoning_is_no_part_of_the_conversation(monkeypatch) -> None:
-    asked = talk(monkeypatch, THOUGHTFUL, [delta(content="Bye.")], said="Hi\nand?", terminal=True)
+    asked = talk(monkeypatch, THOUGHTFUL, [delta(content="Bye.")], entered="Hi\nand?", terminal=True)
     assert asked[1][1] == {"role": "assistant", "content": "Hello!"}
 
 
 def test_piped_output_has_no_reasoning(monkeypatch, capsys) -> None:
-    talk(monkeypatch, THOUGHTFUL, said="Hi", terminal=False)
+    talk(monkeypatch, THOUGHTFUL, entered="Hi", terminal=False)
     assert capsys.readouterr().out.startswith("Hello!\n[")
 
 
 def test_stopped_answer_stays_in_the_conversation(monkeypatch, capsys) -> None:
-    asked = talk(monkeypatch, THOUGHTFUL, [delta(content="Bye.")], said="Hi\nand?", terminal=True, interrupted=True)
+    asked = talk(monkeypatch, THOUGHTFUL, [delta(content="Bye.")], entered="Hi\nand?", terminal=True, interrupted=True)
     assert [message["content"] for message in asked[1]] == ["Hi", "Hello!", "and?"]
     assert "stopped" in capsys.readouterr().err
 
 
 def test_stopped_answer_without_text_leaves_no_turn(monkeypatch) -> None:
-    asked = talk(monkeypatch, [], [delta(content="Bye.")], said="Hi\nand?", terminal=True, interrupted=True)
+    asked = talk(monkeypatch, [], [delta(content="Bye.")], entered="Hi\nand?", terminal=True, interrupted=True)
     assert [message["content"] for message in asked[1]] == ["and?"]
 
 
 def test_clear_forgets_all_turns_but_the_system_message(monkeypatch) -> None:
-    asked = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, said="Hi\n/clear\nand?", terminal=True)
+    asked = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, entered="Hi\n/clear\nand?", terminal=True)
     assert [message["content"] for message in asked[1]] == ["and?"]
 
 
 def test_model_command_lists_and_rejects_unknown_names(monkeypatch, capsys) -> None:
-    assert talk(monkeypatch, said="/model\n/model other\n/model m", terminal=True) == []
+    assert talk(monkeypatch, entered="/model\n/model other\n/model m", terminal=True) == []
     output = capsys.readouterr()
     assert "* m" in output.err
     assert "the server has no model other: /model lists them" in output.err
 
 
 def test_explain_reports_where_there_is_no_record(monkeypatch, capsys) -> None:
-    talk(monkeypatch, THOUGHTFUL, said="/explain\nHi\n/explain", terminal=True)
-    said = capsys.readouterr().err
-    assert said.index("no answer to explain") < said.index("no record of the last answer")
+    talk(monkeypatch, THOUGHTFUL, entered="/explain\nHi\n/explain", terminal=True)
+    printed = capsys.readouterr().err
+    assert printed.index("no answer to explain") < printed.index("no record of the last answer")
 
 
 def test_slash_lines_of_a_terminal_are_commands_of_a_pipe_text(monkeypatch, capsys) -> None:
-    said = "/etc/passwd?\n//clear it\n/what"
-    typed = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, said=said, terminal=True)
+    entered = "/etc/passwd?\n//clear it\n/what"
+    typed = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, entered=entered, terminal=True)
     assert [messages[-1]["content"] for messages in typed] == ["/etc/passwd?", "/clear it"]
     assert "no command /what: /help lists them" in capsys.readouterr().err
-    piped = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, THOUGHTFUL, said=said, terminal=False)
-    assert [messages[-1]["content"] for messages in piped] == said.splitlines()
+    piped = talk(monkeypatch, THOUGHTFUL, THOUGHTFUL, THOUGHTFUL, entered=entered, terminal=False)
+    assert [messages[-1]["content"] for messages in piped] == entered.splitlines()
 
 
 def test_first_token_of_reasoning_is_the_first_token() -> None:
@@ -141,7 +143,7 @@ def test_server_of_something_else_is_named(monkeypatch) -> None:
 
 
 def test_bytes_that_are_no_text_are_marked_in_the_request(monkeypatch) -> None:
-    asked = talk(monkeypatch, [delta(content="A")], said="caf\udce9", terminal=False)
+    asked = talk(monkeypatch, [delta(content="A")], entered="caf\udce9", terminal=False)
     assert asked[0][0]["content"] == "caf?"
 
 
@@ -151,7 +153,7 @@ def test_input_in_another_encoding_ends_in_one_sentence(monkeypatch) -> None:
 
     monkeypatch.setattr(sys.modules[__name__], "next_line", lambda _: refuse())
     with pytest.raises(ConfigError, match="standard input is not text in utf-8"):
-        talk(monkeypatch, said="Hi", terminal=False)
+        talk(monkeypatch, entered="Hi", terminal=False)
 
 
 def streamed(body: str) -> str:

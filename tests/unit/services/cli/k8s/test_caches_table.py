@@ -1,4 +1,4 @@
-"""`kubectl tandem caches`: what statuses of ModelCaches have, and who uses them."""
+"""`kubectl tandem caches`: the statuses of ModelCaches, and which services use them."""
 
 from tandem_services.cli.k8s import command
 from tandem_services.cli.k8s.resources import caches_table

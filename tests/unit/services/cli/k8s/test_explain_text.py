@@ -21,7 +21,7 @@ def record(**choice):
 
 
 @pytest.mark.parametrize(
-    ("choice", "told"),
+    ("choice", "expected"),
     [
         (
             {"cache_hits": {"device": 8, "host": 16, "disk": 8, "fetched": 32}},
@@ -41,8 +41,8 @@ def record(**choice):
         ),
     ],
 )
-def test_explained_choice_names_tier_of_cached_tokens(choice, told):
-    assert told in explain_text(record(**choice))
+def test_explained_choice_names_tier_of_cached_tokens(choice, expected):
+    assert expected in explain_text(record(**choice))
 
 
 def test_explanation_of_older_gateway_lacks_field():

@@ -30,7 +30,7 @@ def api():
 
 @pytest.fixture
 def kubectl(api, tmp_path, capsys):
-    """Run a command; returns its exit status, output and complaints."""
+    """Run a command; returns its exit status, output and errors."""
     config = api.kubeconfig(tmp_path)
 
     def run(*words: str) -> tuple[int, str, str]:
@@ -130,7 +130,7 @@ def test_status_watch_continues_while_api_server_is_unavailable(kubectl, api, mo
 
 
 @pytest.mark.parametrize(
-    ("refusal", "told"),
+    ("refusal", "expected"),
     [
         (401, "log in again"),
         (403, "not permitted: .*Forbidden.*with a Role"),
@@ -138,11 +138,11 @@ def test_status_watch_continues_while_api_server_is_unavailable(kubectl, api, mo
         (500, "the API server answers 500"),
     ],
 )
-def test_refusal_names_the_fix(kubectl, api, refusal, told):
+def test_refusal_names_the_fix(kubectl, api, refusal, expected):
     api.objects[f"{SERVICES}/llama"] = refusal
     status, _, err = kubectl("status", "llama")
     assert status == 3
-    assert re.search(told, err)
+    assert re.search(expected, err)
 
 
 def test_missing_kubeconfig_error_names_flag(tmp_path, capsys):
@@ -190,17 +190,17 @@ def test_scale_patches_worker_pool_with_external_autoscaling(kubectl, api):
 
 
 @pytest.mark.parametrize(
-    ("spec", "words", "told"),
+    ("spec", "words", "expected"),
     [
         ({"autoscaling": {"mode": "internal"}}, ["--decode", "2"], "the autoscaler sets the number of workers"),
         ({}, [], "say how many: --prefill N, --decode N, or both"),
     ],
 )
-def test_scale_without_effect_or_count_is_rejected(kubectl, api, spec, words, told):
+def test_scale_without_effect_or_count_is_rejected(kubectl, api, spec, words, expected):
     api.objects |= deployed(**spec)
     status, _, err = kubectl("scale", "llama", *words)
     assert (status, api.writes) == (2, [])
-    assert told in err
+    assert expected in err
 
 
 @pytest.mark.parametrize("version", ["v1", "v1beta1"])
@@ -259,7 +259,7 @@ def test_follower_pod_drains_with_status_from_its_leader(api, tmp_path, capsys, 
 
         assert actions.until_gone(cluster, other, sleep=gone) == 0
         assert "  3 running, 0 waiting" in capsys.readouterr().out
-        # Where the leader is gone already nobody can be asked, and that is no error.
+        # Where the leader has exited already there is no peer to query, and that is no error.
         api.objects[f"{PODS}/llama-decode-5d8f-0-1"] = other
         del api.objects[f"{PODS}/llama-decode-5d8f-0"]
         assert actions.until_gone(cluster, other, sleep=gone) == 0

@@ -85,16 +85,19 @@ def test_answers_can_be_read_piece_by_piece(connect):
 
 
 def test_kubelet_error_is_reported(connect):
-    told = "the kubelet reports: connection refused: 9090"
-    with connect(complaint="connection refused: 9090") as (_, client), pytest.raises(httpx.ReadError, match=told):
+    error_message = "the kubelet reports: connection refused: 9090"
+    with (
+        connect(error_message="connection refused: 9090") as (_, client),
+        pytest.raises(httpx.ReadError, match=error_message),
+    ):
         client.get("/")
 
 
 @pytest.mark.parametrize(
-    ("status", "told"), [(403, "grant `get` and `create` on `pods/portforward`"), (404, "refuses.*404")]
+    ("status", "error_message"), [(403, "grant `get` and `create` on `pods/portforward`"), (404, "refuses.*404")]
 )
-def test_refused_port_forward_names_missing_permission(connect, status, told):
-    with connect(refusal=status) as (_, client), pytest.raises(httpx.ConnectError, match=told):
+def test_refused_port_forward_names_missing_permission(connect, status, error_message):
+    with connect(refusal=status) as (_, client), pytest.raises(httpx.ConnectError, match=error_message):
         client.get("/")
 
 

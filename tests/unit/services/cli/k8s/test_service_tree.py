@@ -81,12 +81,12 @@ def figures() -> dict:
     }
 
 
-def text(service=None, *, pools=POOLS, pods=None, said=None, **options) -> str:
+def text(service=None, *, pools=POOLS, pods=None, answers=None, **options) -> str:
     tree = service_tree(
         service or model_service(),
         pools,
         deployment_pods() if pods is None else pods,
-        figures() if said is None else said,
+        figures() if answers is None else answers,
     )
     return tree_text([tree], now=NOW, **options)
 
@@ -164,17 +164,17 @@ def test_unobserved_generation_is_shown():
 
 
 def test_service_that_no_operator_has_touched_is_shown():
-    shown = text(model_service(status={}), pools=[], pods=[], said={})
+    shown = text(model_service(status={}), pools=[], pods=[], answers={})
     assert "Unknown" in shown
     assert "0/2 ready" in shown
 
 
 def test_silent_or_unlisted_pod_is_marked():
-    said = {
+    answers = {
         "llama-decode-5d8f-a": "timed out",
         "llama-prefill-5d8f-a": worker_figures(exposition(Role.PREFILL, offered=False)),
     }
-    shown = text(said=said)
+    shown = text(answers=answers)
     assert "no response: timed out" in shown
     assert "not offered to requests" in shown
 
@@ -243,8 +243,8 @@ def test_deleted_pod_is_leaving_in_any_state():
     assert Pod.of(leaving).state == "Terminating"
 
 
-def tree(said=None):
-    return service_tree(model_service(), POOLS, deployment_pods(), figures() if said is None else said)
+def tree(answers=None):
+    return service_tree(model_service(), POOLS, deployment_pods(), figures() if answers is None else answers)
 
 
 def test_roles_text_shows_spec_role_and_serving_role():

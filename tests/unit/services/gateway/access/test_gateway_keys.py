@@ -1,4 +1,4 @@
-"""A gateway with a key file, as its clients meet it: who comes in, what they may use [keys-on-every-route]."""
+"""A gateway with a key file, as its clients meet it: authentication, and what they may use [keys-on-every-route]."""
 
 import asyncio
 import logging
@@ -9,7 +9,7 @@ import pytest
 from tandem_services.common.redis_client import RedisUnavailableError
 from tandem_testing.gateway_builders import live_gateway
 from tandem_testing.key_files import bearer, key_of, write_keys
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -58,7 +58,7 @@ def keys(tmp_path):
 
 @pytest.fixture
 async def guarded(rack, tokenizer, keys):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as live:
         yield live
 
@@ -67,7 +67,7 @@ async def ask(gateway, tenant: str, path: str = "/v1/chat/completions", body=CHA
     return await gateway.http.post(path, json={**body, **fields}, headers=bearer(tenant))
 
 
-# Who comes in
+# Authentication
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ async def test_megabyte_of_key_is_refused(guarded):  # [keys-on-every-route]
 
 
 @pytest.mark.parametrize("scheme", ["Bearer", "bearer", "BEARER", "Bearer  "])
-async def test_key_lets_in(guarded, scheme):
+async def test_valid_key_is_accepted(guarded, scheme):
     headers = {"Authorization": f"{scheme} {key_of('ann')}"}
     assert (await guarded.http.get("/v1/models", headers=headers)).status_code == 200
 
@@ -200,7 +200,7 @@ async def test_clients_salt_adds_to_that_of_its_tenant(guarded, rack):
     )
     assert len({own, mine, bobs, shared}) == 4
     assert shared == theirs
-    # Nor can one who shares name the salt of one who does not.
+    # Nor can a tenant of a shared pool name the salt of another tenant.
     assert await salts(guarded, rack, ("pool-a", own)) != [own]
 
 
@@ -261,7 +261,7 @@ async def test_requests_that_fail_count_too_and_reading_does_not(guarded):
 
 
 async def test_tokens_are_counted_as_they_were_used(guarded, rack):
-    rack.engines[0].behaviour.eos = None
+    rack.engines[0].behavior.eos = None
     first = await guarded.http.post(
         "/v1/completions", json={"model": "mock", "prompt": [5] * 30, "max_tokens": 60}, headers=bearer("tpm")
     )
@@ -275,7 +275,7 @@ async def test_tokens_are_counted_as_they_were_used(guarded, rack):
 
 
 async def test_tokens_of_a_response_are_counted_as_they_were_used(guarded, rack):
-    rack.engines[0].behaviour.eos = None
+    rack.engines[0].behavior.eos = None
     answer = await ask(guarded, "tpm", "/v1/responses", RESPONSE, max_output_tokens=40)
     used = answer.json()["usage"]["total_tokens"]
     assert used > 40
@@ -285,7 +285,7 @@ async def test_tokens_of_a_response_are_counted_as_they_were_used(guarded, rack)
 
 
 async def test_tokens_that_were_expected_and_not_used_are_given_back(guarded, rack):
-    rack.engines[0].behaviour.token = lambda *_: EOS
+    rack.engines[0].behavior.token = lambda *_: EOS
     body = {"model": "mock", "prompt": [5] * 10, "max_tokens": 80}
     for used in (0, 11, 22):
         answer = await guarded.http.post("/v1/completions", json=body, headers=bearer("tpm"))
@@ -307,7 +307,7 @@ async def test_request_above_the_limit_has_no_retry_after(guarded):
 
 @as_chat_and_response
 async def test_concurrency_limit_is_released_at_end_or_disconnect(guarded, rack, path, body):
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     running = asyncio.ensure_future(ask(guarded, "single", path, body))
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: len(rack.engines[0].received) == 1)
     refused = await ask(guarded, "single", path, body)
@@ -315,12 +315,12 @@ async def test_concurrency_limit_is_released_at_end_or_disconnect(guarded, rack,
     assert (await guarded.http.get("/v1/models", headers=bearer("single"))).status_code == 200
     running.cancel()
     await asyncio.to_thread(rack.engines[0].wait_until, lambda: bool(rack.engines[0].aborted))
-    rack.engines[0].behaviour.mute = False
+    rack.engines[0].behavior.mute = False
     assert (await ask(guarded, "single")).status_code == 200
 
 
 async def test_limits_hold_without_failures_while_redis_is_away(rack, tokenizer, keys):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
     config = {"api_keys": keys, "usage": DeadBoard(), "fairness": DeadBoard()}
     async with live_gateway(rack.context, tokenizer, rack.engines, **config) as gateway:
         assert [(await ask(gateway, "rpm")).status_code for _ in range(3)] == [200, 200, 429]
@@ -370,7 +370,7 @@ async def test_timeout_that_is_no_duration_is_refused(gateway, value):
 @as_chat_and_response
 @pytest.mark.parametrize(("headers", "fields"), [({"X-Request-Timeout": "0.2"}, {}), ({}, {"timeout": 0.2})])
 async def test_client_may_have_less_time_than_the_gateway_gives(gateway, rack, headers, fields, path, body):
-    rack.engines[0].behaviour.mute = True
+    rack.engines[0].behavior.mute = True
     answer = await gateway.http.post(path, json={**body, **fields}, headers=headers)
     assert answer.status_code == 504
     assert gateway.chooser.open == 0

@@ -1,4 +1,4 @@
-"""What a key file may say, and what is said about one that says something else."""
+"""Contents of a key file, and the errors for other contents."""
 
 import json
 from secrets import compare_digest

@@ -80,7 +80,7 @@ async def test_bad_file_keeps_the_former_keys_and_says_so_once(file, broken, cap
     assert (watched.names, watched.stale) == (["c"], 0)
 
 
-async def test_former_file_coming_back_ends_the_complaint(file):
+async def test_restored_key_file_ends_the_error(file):
     watched = Watched(file)
     watched.watch.start()
     replace(file, "{")

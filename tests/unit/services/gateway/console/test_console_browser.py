@@ -17,7 +17,7 @@ from tandem_testing.browser import CHROMIUM, PATIENCE_MS, WatchedPage, chromium,
 from tandem_testing.console_builders import ScriptedFleet, link, member, starting
 from tandem_testing.gateway_builders import LiveGateway, live_gateway, priced_options_of, script
 from tandem_testing.key_files import key_of, write_keys
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens, scripted_tokens
 from tandem_testing.tokenizer_builders import EOS
 from tandem_testing.waiting import until
 
@@ -83,7 +83,7 @@ class Sight:
 
     async def is_sound(self) -> None:
         """Nothing broke, nothing was fetched from elsewhere, and no text became markup."""
-        assert self.watched.complaints == []
+        assert self.watched.problems == []
         assert self.watched.foreign == []
         hostile = "[window.hacked ?? '', document.querySelectorAll('main img, main script, main b b').length]"
         assert await self.watched.page.evaluate(hostile) == ["", 0]
@@ -98,9 +98,9 @@ async def browser():
 @pytest.fixture
 def see(browser, rack, tokenizer):
     @asynccontextmanager
-    async def see(*members, behaviour: MockBehaviour | None = None, viewport=None, **config):
+    async def see(*members, behavior: MockBehavior | None = None, viewport=None, **config):
         answer = script(tokenizer, "All is well.", eos=EOS)
-        rack.add("solo", behaviour or MockBehaviour(token=scripted_tokens(answer), eos=EOS))
+        rack.add("solo", behavior or MockBehavior(token=scripted_tokens(answer), eos=EOS))
         fleet = ScriptedFleet(members=list(members))
         async with (
             live_gateway(rack.context, tokenizer, rack.engines, seen=fleet, **config) as live,
@@ -179,7 +179,7 @@ async def test_empty_fleet_and_a_lost_redis_are_explained(see):
         await sight.shows("This gateway is draining")
 
 
-async def test_gateway_that_does_not_answer_is_said_and_asked_again(see):
+async def test_unreachable_gateway_is_shown_and_polled_again(see):
     async with see(member("w1")) as sight:
         await sight.open()
         await sight.shows("live")
@@ -202,16 +202,16 @@ async def test_worker_texts_are_shown_as_text(see):
 
 async def test_model_output_is_text_with_a_timeline_link(see, tokenizer):
     tokens = script(tokenizer, ATTACK, eos=EOS)
-    async with see(member("w1"), behaviour=MockBehaviour(token=scripted_tokens(tokens), eos=EOS)) as sight:
+    async with see(member("w1"), behavior=MockBehavior(token=scripted_tokens(tokens), eos=EOS)) as sight:
         page = sight.watched.page
         await sight.open("playground")
         await page.fill("#prompt", ATTACK)
         await page.keyboard.press("Enter")
-        await page.wait_for_selector(".said.model a")
-        assert await sight.text(".said.model > .text") == ATTACK
-        assert await sight.text(".said.user .text") == ATTACK
-        await sight.says("first token", "tokens/s", f"{len(tokens)} tokens", selector=".said.model .facts")
-        await page.click(".said.model a")
+        await page.wait_for_selector(".chat-message.model a")
+        assert await sight.text(".chat-message.model > .text") == ATTACK
+        assert await sight.text(".chat-message.user .text") == ATTACK
+        await sight.says("first token", "tokens/s", f"{len(tokens)} tokens", selector=".chat-message.model .facts")
+        await page.click(".chat-message.model a")
         await page.wait_for_selector(".lane")
         await sight.says("Prefill", "Decode", "finished by stop", "solo@1", "Score")
         await page.click("nav a[href='#requests']")
@@ -220,13 +220,13 @@ async def test_model_output_is_text_with_a_timeline_link(see, tokenizer):
 
 
 async def test_playground_renders_markdown_as_elements(see, tokenizer):
-    behaviour = MockBehaviour(token=scripted_tokens(script(tokenizer, MARKDOWN, eos=EOS)), eos=EOS)
-    async with see(member("w1"), behaviour=behaviour, viewport={"width": 360, "height": 740}) as sight:
+    behavior = MockBehavior(token=scripted_tokens(script(tokenizer, MARKDOWN, eos=EOS)), eos=EOS)
+    async with see(member("w1"), behavior=behavior, viewport={"width": 360, "height": 740}) as sight:
         page = sight.watched.page
         await sight.open("playground")
         await page.fill("#prompt", "go")
         await page.keyboard.press("Enter")
-        await page.wait_for_selector(".said.model a[href^='#request']")
+        await page.wait_for_selector(".chat-message.model a[href^='#request']")
         seen = """Array.from(document.querySelectorAll(".markdown > *"))
             .map((each) => [each.tagName + (each.className && "." + each.className), each.innerText.trim()])
             .map(([kind, text]) => [kind, text.replace(/\\n+/g, "\\n")])"""
@@ -268,8 +268,8 @@ async def test_growing_markdown_rebuilds_the_last_block_alone(see):
 
 async def test_api_view_sends_requests_and_shows_answers_as_text(see, tokenizer):
     tokens = script(tokenizer, ATTACK, eos=EOS)
-    answering = MockBehaviour(token=scripted_tokens(tokens), eos=EOS)
-    async with see(member("w1"), behaviour=answering, viewport={"width": 390, "height": 780}) as sight:
+    answering = MockBehavior(token=scripted_tokens(tokens), eos=EOS)
+    async with see(member("w1"), behavior=answering, viewport={"width": 390, "height": 780}) as sight:
         page = sight.watched.page
         await page.goto("/docs")
         await page.fill("#api-filter", "post chat/completions")
@@ -285,7 +285,7 @@ async def test_api_view_sends_requests_and_shows_answers_as_text(see, tokenizer)
         await sight.says("chat.completion.chunk", "data: [DONE]", selector=".answer pre")
         await form.locator("textarea").fill("{")
         await form.locator("button:has-text('Send')").click()
-        await page.wait_for_selector(".answer .state[data-state=trouble]")
+        await page.wait_for_selector(".answer .state[data-state=failed]")
         await sight.says("400", selector=".answer")
         await page.click("summary:text-is('Body')")
         await page.click("summary:text-is('ChatMessage')")
@@ -345,8 +345,8 @@ async def test_curves_are_there_after_a_reload(see):
 
 async def test_timeline_shows_every_attempt_and_what_was_resumed(see, rack, tokenizer):
     answer = scripted_tokens(script(tokenizer, "Not all is well here.", eos=EOS))
-    rack.add("frail", MockBehaviour(token=answer, eos=EOS, die_after=3))
-    async with see(member("w1"), behaviour=MockBehaviour(token=answer, eos=EOS)) as sight:
+    rack.add("frail", MockBehavior(token=answer, eos=EOS, die_after=3))
+    async with see(member("w1"), behavior=MockBehavior(token=answer, eos=EOS)) as sight:
         done = (await sight.live.chat()).json()
         await sight.open(f"request/{done['id']}")
         await sight.shows("Attempt 2")
@@ -369,8 +369,8 @@ async def test_timeline_shows_what_workers_were_chosen_from(see):
 
 
 async def test_timeline_shows_the_scheduling_delay(see):
-    delayed = MockBehaviour(token=hash_tokens(3, 250), eos=EOS, queue_s=0.5, delay_s=0.25)
-    async with see(member("w1"), behaviour=delayed) as sight:
+    delayed = MockBehavior(token=hash_tokens(3, 250), eos=EOS, queue_s=0.5, delay_s=0.25)
+    async with see(member("w1"), behavior=delayed) as sight:
         done = (await sight.live.chat(max_tokens=1)).json()
         record = (await sight.live.http.get(f"/v1/requests/{done['id']}/explain")).json()
         assert (record["choices"][0]["queue_s"], record["choices"][0]["delay_s"]) == (0.5, 0.25)
@@ -380,10 +380,8 @@ async def test_timeline_shows_the_scheduling_delay(see):
 
 
 async def test_timeline_shows_where_cached_tokens_were(see):
-    found = MockBehaviour(
-        token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8)
-    )
-    async with see(member("w1"), behaviour=found) as sight:
+    found = MockBehavior(token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8))
+    async with see(member("w1"), behavior=found) as sight:
         done = (await sight.live.chat(max_tokens=1)).json()
         await sight.open(f"request/{done['id']}")
         await sight.says("64 found (16 in host memory, 8 fetched)")
@@ -391,14 +389,14 @@ async def test_timeline_shows_where_cached_tokens_were(see):
 
 
 async def test_answer_can_be_stopped(see, tokenizer):
-    endless = MockBehaviour(token=lambda *_: tokenizer.encode("a", add_special_tokens=False)[0], step_s=0.5)
-    async with see(member("w1"), behaviour=endless) as sight:
+    endless = MockBehavior(token=lambda *_: tokenizer.encode("a", add_special_tokens=False)[0], step_s=0.5)
+    async with see(member("w1"), behavior=endless) as sight:
         page = sight.watched.page
         await sight.open("playground")
         await page.fill("#max-tokens", "400")
         await page.fill("#prompt", "go on")
         await page.click("button:has-text('Send')")
-        await page.wait_for_selector(".said.model > .text:has-text('aa')")
+        await page.wait_for_selector(".chat-message.model > .text:has-text('aa')")
         await page.click("button:has-text('Stop')")
         await page.wait_for_selector(".facts .state:has-text('stopped')")
         await page.wait_for_selector("button:has-text('Send')")
@@ -412,8 +410,8 @@ async def test_refused_message_shows_why_and_is_taken_back(see):
         await page.fill("#max-tokens", "100000")
         await page.fill("#prompt", "much")
         await page.keyboard.press("Enter")
-        await page.wait_for_selector(".facts .state[data-state=trouble]")
-        await sight.says("maximum context length is 512", selector=".said.model .facts")
+        await page.wait_for_selector(".facts .state[data-state=failed]")
+        await sight.says("maximum context length is 512", selector=".chat-message.model .facts")
         await sight.is_sound()
 
 
@@ -481,10 +479,8 @@ async def test_narrow_screens_show_every_view_without_scrolling(see, view, width
 
 @pytest.mark.parametrize("width", [320, 390, 768])
 async def test_served_request_page_fits_narrow_screens(see, tmp_path, width):
-    found = MockBehaviour(
-        token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8)
-    )
-    async with see(member("w1"), behaviour=found, viewport={"width": width, "height": 844}) as sight:
+    found = MockBehavior(token=hash_tokens(3, 250), eos=EOS, cached_tokens=64, cache_hits=CacheHits(host=16, fetched=8))
+    async with see(member("w1"), behavior=found, viewport={"width": width, "height": 844}) as sight:
         page = sight.watched.page
         sight.live.chooser.priced = priced_options_of(None, "a-worker-with-a-long-name-0@1", others=4, more=3)
         done = (await sight.live.chat(max_tokens=3)).json()
@@ -523,7 +519,7 @@ async def test_refused_requests_are_in_the_list(see, width):
         await sight.live.chat(max_tokens=1)
         await sight.open("requests")
         await sight.shows("BadRequestError: temperature")
-        assert await page.locator("tbody .state[data-state=trouble]").all_inner_texts() == ["400"]
+        assert await page.locator("tbody .state[data-state=failed]").all_inner_texts() == ["400"]
         assert await page.evaluate("document.documentElement.scrollWidth") <= width
         await page.click("tbody tr:has-text('400') a")
         await sight.says("BadRequestError: temperature", "400")

@@ -1,4 +1,4 @@
-"""Where the console is served when nobody says: only where something guards what it shows."""
+"""Where the console is served without a flag: only where something guards what it shows."""
 
 from pathlib import Path
 from typing import Any

@@ -1,4 +1,4 @@
-"""The page's files by themselves: scripts that parse, colours that can be read."""
+"""The page's files by themselves: scripts that parse, colors that can be read."""
 
 import re
 import shutil
@@ -128,14 +128,14 @@ def test_schemas_become_types_examples_and_commands(tmp_path):
     run_node(DESCRIBE, tmp_path)
 
 
-def colours(sheet: str, scheme: int) -> dict[str, str]:
+def colors(sheet: str, scheme: int) -> dict[str, str]:
     """Custom properties of the light (0) or dark (1) scheme."""
     return dict(re.findall(r"--([\w-]+): (#[0-9a-f]{6});", sheet.split(":root {")[scheme + 1]))
 
 
-def luminance(colour: str) -> float:
+def luminance(color: str) -> float:
     """WCAG's relative luminance."""
-    parts = [int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)]
+    parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
     red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
@@ -147,7 +147,7 @@ def contrast(one: str, other: str) -> float:
 
 @pytest.mark.parametrize("scheme", [0, 1], ids=["light", "dark"])
 def test_text_has_the_contrast_that_wcag_asks_for(scheme):
-    palette = colours((STATIC / "console.css").read_text("utf-8"), scheme)
+    palette = colors((STATIC / "console.css").read_text("utf-8"), scheme)
     pairs = [(text, ground) for text in TEXTS for ground in GROUNDS]
     pairs += [("ink", "warn-wash"), ("ink", "bad-wash"), ("accent-ink", "accent")]
     weak = {pair: round(contrast(palette[pair[0]], palette[pair[1]]), 2) for pair in pairs}

@@ -1,4 +1,4 @@
-"""The console's routes: where they are, who may read what, and what the page may do in a browser."""
+"""The console's routes: where they are, which users may read what, and what the page may do in a browser."""
 
 import re
 from contextlib import asynccontextmanager
@@ -156,7 +156,7 @@ async def test_gateway_without_the_console_has_nothing_of_it(tokenizer):
             assert (await both.api.get(path)).status_code == 404, path
 
 
-async def test_administrator_sees_anybodys_request(tokenizer, keys):
+async def test_administrator_sees_requests_of_all_tenants(tokenizer, keys):
     async with consoles(tokenizer, keys) as both:
         answer = await both.api.get("/console/data/requests/chatcmpl-r1", headers=bearer("root"))
         assert (answer.status_code, answer.json()["tenant"]) == (200, "ann")

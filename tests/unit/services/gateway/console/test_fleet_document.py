@@ -1,4 +1,4 @@
-"""What the console is told of the fleet: bounded, without addresses, and sane whatever stands in Redis."""
+"""The console's document of the fleet: bounded, without addresses, and valid for any content of Redis."""
 
 import msgspec
 
@@ -109,7 +109,7 @@ def test_troubled_links_come_first():
     links = (link("good"), link("slow", condition="expected rdma, got tcp"), link("gone", broken=True))
     document = described(member("w1", links=links))
     assert [each.target for each in document.links] == ["gone@1", "slow@1", "good@1"]
-    assert document.links[1].trouble == "expected rdma, got tcp"
+    assert document.links[1].problem == "expected rdma, got tcp"
 
 
 def test_texts_of_any_length_are_cut():
@@ -118,7 +118,7 @@ def test_texts_of_any_length_are_cut():
         document.workers[0].worker_id,
         document.workers[0].model,
         document.links[0].target,
-        document.links[0].trouble,
+        document.links[0].problem,
     )
     assert {len(text) for text in texts} == {MAX_CHARACTERS}
 

@@ -8,7 +8,7 @@ from tandem_engine.config import Role
 from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.api.openapi.document import Traits, openapi_document
 from tandem_testing.gateway_builders import EngineRack, events, live_gateway, script
-from tandem_testing.mock_engine import MockBehaviour, scripted_tokens
+from tandem_testing.mock_engine import MockBehavior, scripted_tokens
 from tandem_testing.openapi_contract import Contract
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
@@ -74,7 +74,7 @@ async def gateway(tmp_path):
     ids = script(tokenizer, OUTPUT, eos=EOS)
     with EngineRack() as rack:
         for name, role in (("p", Role.PREFILL), ("d", Role.DECODE)):
-            rack.add(name, MockBehaviour(token=scripted_tokens(ids), eos=EOS), role).context_length = 4096
+            rack.add(name, MockBehavior(token=scripted_tokens(ids), eos=EOS), role).context_length = 4096
         async with live_gateway(rack.context, tokenizer, rack.engines) as live:
             yield live
 

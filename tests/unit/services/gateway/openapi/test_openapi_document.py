@@ -13,7 +13,7 @@ from tandem_services.gateway.app import create_app
 from tandem_services.gateway.http.body import BodyDecoder
 from tandem_testing.gateway_builders import FakeChooser, SessionShelf, config_of, fleet_of, live_gateway
 from tandem_testing.key_files import bearer, write_keys
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.openapi_contract import references
 
 FREE = Traits(strict_fields=False, keys=False, metrics=True)
@@ -82,7 +82,7 @@ async def test_no_page_loads_scripts_from_elsewhere(gateway, path):
 
 
 async def test_routes_that_need_a_key_match_the_document(rack, tokenizer, tmp_path):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     keys = write_keys(tmp_path, ann={})
     async with live_gateway(rack.context, tokenizer, rack.engines, api_keys=keys) as gateway:
         assert (await gateway.http.get("/openapi.json")).status_code == 401
@@ -121,7 +121,7 @@ def test_document_without_metrics_has_no_metrics_route():
 
 @pytest.mark.parametrize("strict", [False, True])
 async def test_unknown_fields_are_refused_where_the_schema_is_closed(rack, tokenizer, strict):
-    rack.add("solo", MockBehaviour(token=hash_tokens(3, 250)))
+    rack.add("solo", MockBehavior(token=hash_tokens(3, 250)))
     refused = {}
     async with live_gateway(rack.context, tokenizer, rack.engines, strict_fields=strict) as gateway:
         document = (await gateway.http.get("/openapi.json")).json()

@@ -15,7 +15,7 @@ from tandem_services.gateway.api.openapi.document import Traits, openapi_documen
 from tandem_services.gateway.api.responses.schemas import ResponsesRequest
 from tandem_services.gateway.api.sessions import CloseRequest, OpenRequest
 from tandem_testing.gateway_builders import EngineRack, live_gateway
-from tandem_testing.mock_engine import MockBehaviour, hash_tokens
+from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.tokenizer_builders import EOS, THINKING_CHATML, write_tokenizer
 
 SOUND: dict[type, tuple[str, dict[str, Any]]] = {
@@ -40,7 +40,7 @@ WITH: dict[str, dict[str, Any]] = {
 }
 """What a field needs beside it."""
 OUTPUT_TOKENS = ("max_tokens", "max_completion_tokens", "max_output_tokens")
-LARGEST_BEST_OF = 20
+MAX_BEST_OF = 20
 """With n=1: more than that only n itself may ask for."""
 ITEMS: dict[str, Any] = {
     "stop": lambda n: [f"stop {i}" for i in range(n)],
@@ -62,7 +62,7 @@ def ask(tmp_path_factory):
     folder = write_tokenizer(tmp_path_factory.mktemp("tokenizer"), chat_template=THINKING_CHATML)
     tokenizer = TextTokenizer.load(folder)
     with EngineRack() as rack, asyncio.Runner() as runner:
-        engine = rack.add("solo", MockBehaviour(token=hash_tokens(3, 250), eos=EOS))
+        engine = rack.add("solo", MockBehavior(token=hash_tokens(3, 250), eos=EOS))
         engine.context_length = 2**17
         living = live_gateway(rack.context, tokenizer, rack.engines)
         gateway = runner.run(living.__aenter__())
@@ -132,7 +132,7 @@ def test_bound_is_where_the_document_says(ask, shape, field, bounds):
             # More than there is room for, which is another matter.
             assert "maximum context length" in ask(shape, **{field: value})[1]["message"]
             continue
-        given = LARGEST_BEST_OF if field == "best_of" and value > 1 else value
+        given = MAX_BEST_OF if field == "best_of" and value > 1 else value
         status, error = ask(shape, **needed, **{field: given})
         assert status == 200 or (shape is CloseRequest and status == 404), (value, error)
     for value in beyond:

@@ -41,7 +41,7 @@ class Played:
 @asynccontextmanager
 async def front(folder: Path, count: int) -> AsyncIterator[tuple[httpx.AsyncClient, list[Played], list[list[int]]]]:
     played, drained = [Played() for _ in range(count)], []
-    app = Front(folder=folder, count=count, on_drain=lambda told: drained.append(sorted(told)))
+    app = Front(folder=folder, count=count, on_drain=lambda accepted: drained.append(sorted(accepted)))
     async with AsyncExitStack() as stack:
         for number, each in enumerate(played):
             await stack.enter_async_context(await asyncio.start_unix_server(each.serve, socket_of(folder, number)))

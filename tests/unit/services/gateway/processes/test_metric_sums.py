@@ -74,7 +74,7 @@ def test_end_of_a_process_that_was_never_scraped_counts_nothing():
     assert values(sums)["requests_total|200"] == 7
 
 
-def test_scrape_of_a_process_that_has_ended_meanwhile_is_dropped():
+def test_scrape_of_a_process_that_ended_during_it_is_dropped():
     sums = two()
     life = sums.life_of(1)
     sums.ended(1)

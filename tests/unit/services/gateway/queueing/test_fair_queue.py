@@ -1,4 +1,4 @@
-"""Who goes first, and who gives way."""
+"""Order of the queue, and which request a full queue rejects."""
 
 from tandem_services.gateway.queueing.fair_queue import FairQueue, Waiting
 from tandem_services.router.usage_counters import VirtualCounters
@@ -92,7 +92,7 @@ def test_full_queue_evicts_last_request_of_largest_tenant():
     entries = fill(queue, "b", *"aaa")
     assert queue.add(waiting("b")) is entries[3]
     assert queue.lengths == {"b": 2, "a": 2}
-    # Now both hold as much: who comes is who gives way.
+    # Now both hold as much: the arriving request is rejected.
     for tenant in ("a", "b"):
         new_request = waiting(tenant)
         assert queue.add(new_request) is new_request

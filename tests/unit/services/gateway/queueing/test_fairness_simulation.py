@@ -37,7 +37,7 @@ class Job(Waiting):
 
 
 class ArrivalOrder(VirtualCounters):
-    """What a gateway without fairness does: all counters stay equal, so who came first goes first."""
+    """What a gateway without fairness does: all counters stay equal, so the first request to arrive goes first."""
 
     def charge(self, tenant: str, cost: float) -> None:
         del tenant, cost

@@ -1,4 +1,4 @@
-"""Whether a gateway leaves its places to another where somebody has had less: when, for how long, never all of them."""
+"""Slots that a gateway yields to another one with a tenant of a lower counter: when, for how long, never all."""
 
 from dataclasses import dataclass, field
 
@@ -37,9 +37,9 @@ class Here:
     def __post_init__(self) -> None:
         self.way = HeadYield(clock=self.clock)
 
-    def hear_of(self, *others: tuple[int, float], value: float = 1000.0) -> None:
+    def queue_heads(self, *others: tuple[int, float], value: float = 1000.0) -> None:
         elsewhere = tuple(RemoteHead(priority=priority, value=value) for priority, value in others)
-        self.way.heard(Standing(values={"busy": value}, floor=0.0, heads=elsewhere))
+        self.way.update(Standing(values={"busy": value}, floor=0.0, heads=elsewhere))
 
     def yields(self, priority: int = 0, tenant: str = "busy") -> bool:
         return self.way.yields(head(tenant, priority), 50.0)
@@ -65,14 +65,14 @@ def head(tenant: str, priority: int = 0, arrived: float = 0.0) -> Waiting:
 )
 def test_gateway_yields_to_lower_counter_or_higher_priority(others, expected):
     here = Here()
-    here.hear_of(*others)
+    here.queue_heads(*others)
     assert here.yields() is expected
 
 
 def test_stale_or_absent_offers_are_ignored():  # Redis is away
     here = Here()
     assert not here.yields()
-    here.hear_of((0, 10.0))
+    here.queue_heads((0, 10.0))
     assert here.yields()
     assert not here.yields(tenant="who has come since")
     here.clock.seconds += FRESH_S + 0.01
@@ -83,7 +83,7 @@ def test_gateway_alternates_between_yielding_and_taking_slots():
     here = Here()
     given = []
     for _ in range(400):
-        here.hear_of((0, 10.0))
+        here.queue_heads((0, 10.0))
         given.append(here.yields())
         here.clock.seconds += 0.01
     period = round((YIELD_S + TAKE_S) * 100)
@@ -98,13 +98,13 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
     here, tried, asked = Here(), 0, 0
     start = here.clock.seconds
     for _ in range(3000):
-        here.hear_of((0, 10.0))
+        here.queue_heads((0, 10.0))
         if (here.clock.seconds - start + shift_s) % (quiet_s + 0.1) < 0.1:
             asked += 1
             tried += not here.yields()
         else:
-            # It has had nothing yet, so that it is behind whoever waits elsewhere.
-            here.way.heard(Standing(values={"calm": 0.0}, floor=0.0, heads=(RemoteHead(priority=0, value=10.0),)))
+            # It has had nothing yet, so that each tenant that waits elsewhere is ahead of it.
+            here.way.update(Standing(values={"calm": 0.0}, floor=0.0, heads=(RemoteHead(priority=0, value=10.0),)))
             assert not here.way.yields(head("calm"), 50.0)
         here.clock.seconds += 0.01
     assert 0 < asked < 3000
@@ -114,10 +114,10 @@ def test_gateway_ahead_takes_slots_between_yields(quiet_s, shift_s):
 
 def test_gateway_ahead_after_a_pause_yields_first():
     here = Here()
-    here.hear_of((0, 10.0))
+    here.queue_heads((0, 10.0))
     assert here.yields()
     here.clock.seconds += YIELD_S + TAKE_S + 0.1
-    here.hear_of((0, 10.0))
+    here.queue_heads((0, 10.0))
     assert here.yields()
 
 
@@ -133,13 +133,13 @@ def test_queue_head_is_reported_after_a_minimum_wait(waited, expected):
     counters=st.fixed_dictionaries({name: st.floats(0, 1e9) for name in "abc"}),
 )
 def test_one_of_equally_informed_gateways_continues(heads, counters):
-    """No deadlock: whoever is first of all of them, by priority and then by what it has had, gives way to nobody."""
+    """No deadlock: the first head of all of them, by priority and then by counter, does not yield."""
     others = [RemoteHead(priority=priority, value=counters[tenant]) for priority, tenant, _ in heads]
     gives = []
     for number, (priority, tenant, cost) in enumerate(heads):
         way = HeadYield(clock=Time())
         elsewhere = tuple(head for other, head in enumerate(others) if other != number)
-        way.heard(Standing(values=counters, floor=0.0, heads=elsewhere))
+        way.update(Standing(values=counters, floor=0.0, heads=elsewhere))
         gives.append(way.yields(head(tenant, priority), cost))
     first = min(range(len(heads)), key=lambda number: (-heads[number][0], counters[heads[number][1]]))
     assert not gives[first]

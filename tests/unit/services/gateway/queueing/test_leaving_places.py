@@ -46,7 +46,7 @@ class Board:
 
 @dataclass
 class Full:
-    """A fleet without room, as its workers last said; or without anybody who could take a request."""
+    """A fleet without room by its workers' last reports; or without a worker that could take a request."""
 
     able: bool = True
     asked: int = 0
@@ -114,7 +114,7 @@ async def test_slots_are_left_to_gateway_with_lower_counter():
     reported = await gateway.report()
     assert (reported.left, reported.wanted) == (1, 0)
     gateway.clock.advance(YIELD_S + 0.01)
-    # What nobody has taken comes back, and is used.
+    # A place that no gateway has taken comes back, and is used.
     gateway.board.places = 1
     assert (await gateway.report()).wanted == 1
     assert await gateway.binding.turn()
@@ -135,7 +135,7 @@ async def test_without_redis_places_are_kept_and_used():
 
 
 async def test_unplaceable_requests_claim_no_slots_of_other_gateways():
-    """They took each place that was left to anybody, and requests that came later filled full workers with them."""
+    """They took each place that was left to others, and requests that came later filled full workers with them."""
     gateway = Gateway()
     for _ in range(4):
         await gateway.come(able=False)
@@ -143,7 +143,7 @@ async def test_unplaceable_requests_claim_no_slots_of_other_gateways():
         await gateway.binding.turn()
     assert (await gateway.report()).wanted == 0
     answer = await gateway.come()
-    # More than were wanted: of an answer that came late, or is rubbish.
+    # More than were wanted: of an answer that came late, or is malformed.
     gateway.board.places = 10**12
     assert (await gateway.report()).wanted == 1
     later = await gateway.come()

@@ -16,7 +16,7 @@ class Sheet:
     reachable: bool = True
     readable: bool = True
     reports: list[list[Charge]] = field(default_factory=list)
-    meanwhile: "SharedCounters | None" = None
+    charged_in_between: "SharedCounters | None" = None
 
     async def sync(self, report: Report) -> Standing:
         if not self.reachable:
@@ -24,8 +24,8 @@ class Sheet:
         self.reports.append(list(report.charges))
         for charge in report.charges:
             self.totals[charge.tenant] = self.totals.get(charge.tenant, 0.0) + charge.cost
-        if self.meanwhile is not None:
-            self.meanwhile.charge("a", 7)
+        if self.charged_in_between is not None:
+            self.charged_in_between.charge("a", 7)
         if not self.readable:
             raise UnreadableReplyError("no such shape")
         return Standing(values={c.tenant: self.totals[c.tenant] for c in report.charges}, floor=0.0)
@@ -51,10 +51,10 @@ async def test_charges_during_a_report_are_kept():
     sheet = Sheet()
     shared = gateway(sheet)
     shared.charge("a", 100)
-    sheet.meanwhile = shared
+    sheet.charged_in_between = shared
     await shared.sync()
     assert shared.counters.value("a") == 107
-    sheet.meanwhile = None
+    sheet.charged_in_between = None
     await shared.sync()
     assert (sheet.totals["a"], shared.counters.value("a")) == (107, 107)
 

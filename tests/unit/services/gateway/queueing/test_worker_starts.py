@@ -133,7 +133,7 @@ def test_remaining_time_is_that_of_the_last_start():
 
 
 def test_remaining_time_is_bounded_whatever_is_reported():
-    """Progress is not signed, and clients are told the time."""
+    """Progress is not signed, and clients get the time."""
     starts = starts_of(View(reports=[report("a", seconds=9e8)]))
     starts.look()
     assert starts.remaining_s() == starts.limit_s

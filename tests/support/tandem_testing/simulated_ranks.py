@@ -1,7 +1,8 @@
-"""Ranks of one engine, each on a device twin of its own: their collectives are queued, and captured, as NCCL's are.
+"""Ranks of one engine, each on a simulated device of its own: their collectives are queued, and captured, as NCCL's
+are.
 
-A collective is an operation of torch here, so the twin sees what it reads and writes, on which stream, and a tape plays
-it again: it meets the others' anew at each replay. Between the ranks, threads of the test, is real gloo. Ranks that
+A collective is an operation of torch here, so the device sees what it reads and writes, on which stream, and a tape
+plays it again: it meets the others' at each replay. Between the ranks, threads of the test, is real gloo. Ranks that
 replayed graphs of different sizes, or a different number of them, would exchange tensors that do not fit, or wait for
 each other until the collective's time is up.
 """
@@ -22,8 +23,8 @@ from tandem_engine.executor.platform import Platform
 from tandem_engine.parallel.group import TpGroup
 from tandem_engine.parallel.torch_group import join_ranks
 from tandem_lab.verify.engines import ThreadRanks
+from tandem_testing.simulated_platform import without_fused_steps
 from tandem_testing.torch_operators import resolve_operators
-from tandem_testing.twin_platform import without_fused_steps
 
 NAMESPACE = "tandem_testing"
 TIMEOUT_S = 120.0
@@ -53,7 +54,7 @@ _ops = torch.ops.tandem_testing
 
 @dataclass(frozen=True, slots=True)
 class QueuedGroup:
-    """Implements `TpGroup` for a device: nobody waits, and no rank can free another."""
+    """Implements `TpGroup` for a device: no rank waits, and none can free another."""
 
     group: TpGroup
     number: int
@@ -95,10 +96,10 @@ class QueuedGroup:
         self.group.leave()
 
     def meet_again(self) -> None:
-        """Nobody has left."""
+        """No rank has left."""
 
 
-def twin_ranks(checkpoint: Path, size: int, platform: Callable[[], Platform]) -> ThreadRanks:
+def simulated_ranks(checkpoint: Path, size: int, platform: Callable[[], Platform]) -> ThreadRanks:
     """Every rank's part of the checkpoint, for engines on what `platform` makes."""
     store, config = HashStore(), EngineConfig(
         model_path=str(checkpoint), dtype="float32", parallel=ParallelConfig(tp_size=size)

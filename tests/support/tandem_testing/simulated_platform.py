@@ -1,4 +1,4 @@
-"""Engines on the device twin: the streams, graphs and samplers of a GPU, checked on a CPU."""
+"""Engines on the simulated device: the streams, graphs and samplers of a GPU, checked on a CPU."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,21 +15,21 @@ from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.cpu import step
-from tandem_testing.device_twin import TwinStreams
 from tandem_testing.graph_tape import TapeCapturer
+from tandem_testing.simulated_device import SimulatedStreams
 from tandem_testing.turning_reference import TurningReference
 
 
-class TwinPlatform(OnStreams):
-    """A `Platform` over `TwinStreams`."""
+class SimulatedPlatform(OnStreams):
+    """A `Platform` over `SimulatedStreams`."""
 
-    MOST_TOKENS = 32
+    MAX_TOKENS = 32
     """Of a graph of prompts."""
 
-    streams: TwinStreams
+    streams: SimulatedStreams
 
     def __init__(self, *, looks: int = 2) -> None:
-        streams = TwinStreams(looks=looks)
+        streams = SimulatedStreams(looks=looks)
         self.capturer = TapeCapturer(streams)
         self.backends: list[TurningReference] = []
         super().__init__(
@@ -82,11 +82,11 @@ class TwinPlatform(OnStreams):
         self.streams.adopt(*(pool.data for pool in pools), shared=True)
         if parts.states is not None:
             self.streams.adopt(parts.states.bytes_view(), shared=True)
-        prompts = tuple(tokens for tokens in parts.prompt_sizes if tokens <= self.MOST_TOKENS)
+        prompts = tuple(tokens for tokens in parts.prompt_sizes if tokens <= self.MAX_TOKENS)
         return replace(parts, prompt_sizes=prompts)
 
 
-def load_for_twin(checkpoint: Path, **config: object) -> LoadedModel:
+def load_simulated(checkpoint: Path, **config: object) -> LoadedModel:
     """Load as for a device: without the CPU's fused step, which no stream could run."""
     with without_fused_steps():
         return load(EngineConfig(model_path=str(checkpoint), dtype="float32", **config), progress=False)

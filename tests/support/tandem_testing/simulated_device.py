@@ -6,8 +6,8 @@
                 boolean masks, repeat_interleave without a size [no-device-wait]
     order       streams have vector clocks. What one stream writes another may touch only behind an event that both
                 know of; else it raises
-    lateness    copies to the host are made when somebody must have seen them: the host, by an event behind them, or
-                another stream. Until then there is rubbish. Events are reached only after some looks
+    lateness    copies to the host are made when a reader must have seen them: the host, by an event behind them, or
+                another stream. Until then there is garbage. Events are reached only after some looks
 
 Everything is computed at once and in the order of the calls, so numbers are right whenever these rules are kept.
 """
@@ -32,7 +32,7 @@ from tandem_testing.torch_operators import resolve_operators
 resolve_operators()
 
 ATEN = torch.ops.aten
-RUBBISH = 0x5B
+GARBAGE = 0x5B
 SIZED_BY_VALUES = {
     ATEN._local_scalar_dense.default: "a number is taken to the host",
     ATEN.nonzero.default: "nonzero",
@@ -69,7 +69,7 @@ class UnorderedError(AssertionError):
 
 @dataclass
 class Memory:
-    """One storage that the twin knows."""
+    """One storage that the simulated device knows."""
 
     ref: StorageWeakRef
     pinned: bool = False
@@ -81,27 +81,27 @@ class Memory:
 
 
 @dataclass
-class TwinEvent:
+class SimulatedEvent:
     """Reached after some looks."""
 
     clock: Clock
-    twin: "TwinStreams"
+    streams: "SimulatedStreams"
     looks: int
 
     def query(self) -> bool:
         if self.looks > 0:
             self.looks -= 1
             return False
-        self.twin.reached(self)
+        self.streams.reached(self)
         return True
 
-    def elapsed_time(self, end_event: "TwinEvent") -> float:
-        assert self.twin.has_seen(self), "the time of an event is asked for before it is reached"
-        assert self.twin.has_seen(end_event), "the time of an event is asked for before it is reached"
+    def elapsed_time(self, end_event: "SimulatedEvent") -> float:
+        assert self.streams.has_seen(self), "the time of an event is asked for before it is reached"
+        assert self.streams.has_seen(end_event), "the time of an event is asked for before it is reached"
         return 1.0
 
 
-class TwinStreams:
+class SimulatedStreams:
     """Implements `DeviceStreams`."""
 
     def __init__(self, *, looks: int = 2) -> None:
@@ -126,23 +126,23 @@ class TwinStreams:
         finally:
             self.now = before
 
-    def record(self, stream: StreamName, *, timed: bool = False) -> TwinEvent:
+    def record(self, stream: StreamName, *, timed: bool = False) -> SimulatedEvent:
         clock = self._clocks[stream.value]
         clock[stream.value] = clock.get(stream.value, 0) + 1
-        return TwinEvent({**clock}, self, self.looks)
+        return SimulatedEvent({**clock}, self, self.looks)
 
-    def wait(self, stream: StreamName, event: TwinEvent) -> None:
+    def wait(self, stream: StreamName, event: SimulatedEvent) -> None:
         self._learn(stream.value, event.clock)
         self._make_copies(event.clock)
 
     def host_memory(self, size: int) -> Tensor:
-        memory = torch.full((size,), RUBBISH, dtype=torch.uint8)
+        memory = torch.full((size,), GARBAGE, dtype=torch.uint8)
         self.know(memory).pinned = True
         return memory
 
     def device_memory(self, size: int) -> Tensor:
         assert self.now is not None, "memory is some stream's"
-        memory = torch.full((size,), RUBBISH, dtype=torch.uint8)
+        memory = torch.full((size,), GARBAGE, dtype=torch.uint8)
         self.know(memory)
         return memory
 
@@ -199,7 +199,7 @@ class TwinStreams:
         """Have `copy` made once the host has seen an event behind it."""
         self._late.append((self._stream, self._clocks[self._stream].get(self._stream, 0), copy))
 
-    def reached(self, event: TwinEvent) -> None:
+    def reached(self, event: SimulatedEvent) -> None:
         self._learn(HOST, event.clock)
         self._make_copies(self._clocks[HOST])
 
@@ -208,7 +208,7 @@ class TwinStreams:
         if self._late:
             self._make_copies({self._stream: self._clocks[self._stream].get(self._stream, 0) + 1})
 
-    def has_seen(self, event: TwinEvent) -> bool:
+    def has_seen(self, event: SimulatedEvent) -> bool:
         """Whether the host knows that `event` is reached, from it or from one behind it."""
         return all(self._clocks[HOST].get(stream, 0) >= time for stream, time in event.clock.items())
 
@@ -226,8 +226,8 @@ class TwinStreams:
                 if time < before.get(stream, 0):
                     copy()
 
-    def _learn(self, who: str, clock: Clock) -> None:
-        mine = self._clocks[who]
+    def _learn(self, clock_of: str, clock: Clock) -> None:
+        mine = self._clocks[clock_of]
         for stream, time in clock.items():
             mine[stream] = max(mine.get(stream, 0), time)
 
@@ -245,19 +245,19 @@ class TwinStreams:
 class Functions(TorchFunctionMode):
     """Sees what operations do not show: numpy, lists, and whether a device was named."""
 
-    def __init__(self, twin: TwinStreams) -> None:
+    def __init__(self, streams: SimulatedStreams) -> None:
         super().__init__()
-        self._twin = twin
+        self._streams = streams
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in TO_HOST and self._twin.on_device(args[0]):
+        if func in TO_HOST and self._streams.on_device(args[0]):
             raise HostWaitError(f"{func.__name__} of a tensor {tuple(args[0].shape)} on the device")
         if func in FROM_LISTS and "device" in kwargs and not isinstance(args[0], Tensor):
             raise HostWaitError(f"torch.{func.__name__} of a list on the device: its copy is waited for")
         result = func(*args, **kwargs)
         if func in FACTORIES and "device" in kwargs:
-            self._twin.know(result)
+            self._streams.know(result)
         return result
 
 
@@ -269,37 +269,37 @@ class Operations(TorchDispatchMode):
         """To skip it, torch would import it: seconds."""
         return False
 
-    def __init__(self, twin: TwinStreams) -> None:
+    def __init__(self, streams: SimulatedStreams) -> None:
         super().__init__()
-        self._twin = twin
+        self._streams = streams
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        twin = self._twin
+        streams = self._streams
         tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor)]
         if func is ATEN.copy_.default:
             return self._copy(*args, **kwargs)
-        on_device = [tensor for tensor in tensors if twin.on_device(tensor)]
+        on_device = [tensor for tensor in tensors if streams.on_device(tensor)]
         if not on_device:
             return func(*args, **kwargs)
         self._require_no_wait(func, args, kwargs)
-        strangers = [tensor for tensor in tensors if tensor.dim() and tensor.numel() and not twin.on_device(tensor)]
-        if strangers:
-            raise MixedDevicesError(f"{func} mixes device tensors with {tuple(strangers[0].shape)} of the host")
+        of_host = [tensor for tensor in tensors if tensor.dim() and tensor.numel() and not streams.on_device(tensor)]
+        if of_host:
+            raise MixedDevicesError(f"{func} mixes device tensors with {tuple(of_host[0].shape)} of the host")
         effect = _effect_of(func)
         written = [value for name, value in _arguments(func, args, kwargs) if name in effect.written]
         if not effect.is_view:
             for tensor in on_device:
                 if not any(tensor is each for each in written):
-                    twin.reads(tensor)
+                    streams.reads(tensor)
             for tensor in written:
-                twin.writes(tensor)
-        twin.reach_here()
+                streams.writes(tensor)
+        streams.reach_here()
         results = func(*args, **kwargs)
         for result in tree_leaves(results):
-            if isinstance(result, Tensor) and not twin.on_device(result):
-                twin.know(result)
-                twin.writes(result)
+            if isinstance(result, Tensor) and not streams.on_device(result):
+                streams.know(result)
+                streams.writes(result)
         return results
 
     def _require_no_wait(self, func: Any, args: Any, kwargs: Any) -> None:
@@ -313,8 +313,8 @@ class Operations(TorchDispatchMode):
                 raise HostWaitError("an index by a boolean mask on the device: as many rows as it has ones")
 
     def _copy(self, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
-        twin = self._twin
-        to, of = twin.memory_of(target), twin.memory_of(source)
+        streams = self._streams
+        to, of = streams.memory_of(target), streams.memory_of(source)
         if to is None and of is None:
             return ATEN.copy_.default(target, source)
         if to is None or of is None:
@@ -323,12 +323,12 @@ class Operations(TorchDispatchMode):
             raise HostWaitError(f"a copy {tuple(source.shape)} between the device and memory that is not pinned")
         if (to.pinned or of.pinned) and not non_blocking:
             raise HostWaitError(f"a copy {tuple(source.shape)} that the host waits for")
-        twin.reads(source)
-        twin.writes(target)
+        streams.reads(source)
+        streams.writes(target)
         if to.pinned:
-            twin.later(lambda: ATEN.copy_.default(target, source))
+            streams.later(lambda: ATEN.copy_.default(target, source))
             return target
-        twin.reach_here()
+        streams.reach_here()
         return ATEN.copy_.default(target, source)
 
 
