@@ -355,7 +355,7 @@ async def test_request_rejected_for_its_wait_is_demand(strict, monkeypatch):  # 
         return metric_sum((await strict.http.get("/metrics")).text, f"tandem_gateway_{name}")
 
     async def is_held() -> bool:
-        return await value("num_requests_held") == 1
+        return await value("num_requests_waiting") == 1
 
     monkeypatch.setattr(LateBinding, "expected_wait_s", lambda *_, **__: 60.0)
     strict.chooser.room = 0
@@ -365,6 +365,6 @@ async def test_request_rejected_for_its_wait_is_demand(strict, monkeypatch):  # 
     response = await strict.complete(max_tokens=3, slo={"ttft_ms": 100})
     assert response.status_code == 429
     assert await value("asked_prompt_tokens_total") > before
-    assert await value("num_requests_held") == 1
+    assert await value("num_requests_waiting") == 1
     first.cancel()
     await asyncio.gather(first, return_exceptions=True)
