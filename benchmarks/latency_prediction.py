@@ -1,6 +1,6 @@
 """Predicted against measured latency of a real fleet, at several loads.
 
-    python benchmarks/latency_prediction.py [--rates 1,3,6] [--seconds 30] [--warm-up 45] [--prefill 2] [--decode 2]
+    python benchmarks/latency_prediction.py [--rates 1,2,3,5] [--seconds 30] [--warm-up 45] [--prefill 2] [--decode 2]
                                             [--out r.json]
 
 `tandem up` serves the bundled model with real workers and Redis. Streams with prompts of 20 to 800 words and 8 to 64
@@ -14,7 +14,8 @@ Per rate, of the requests that the gateway has predicted, by their records (`exp
                  95th percentile
     header       share of the responses that had `x-tandem-predicted-ttft-ms`
 
-`factors` are what the gateway has learned at the end, by kind and placement.
+`factors` are what the gateway has learned at the end, by kind and placement. `accepted` has what of this is as it
+should be: the medians of `ttft`, and `kept` of all rates together; the exit status is 1 if one is not.
 """
 
 import argparse
@@ -23,7 +24,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
@@ -37,6 +38,10 @@ import httpx  # noqa: E402
 from tandem_testing.system import System  # noqa: E402
 
 HEADER = "x-tandem-predicted-ttft-ms"
+LEAST, MOST = 0.8, 1.25
+"""Of the median of measured / predicted time to the first token."""
+PERCENTILE = 0.95
+"""`--slo-percentile` of the gateway: the share of requests that margins are for."""
 WORDS = "river fox boat stone bridge apple morning winter village baker garden island".split()
 
 
@@ -119,6 +124,18 @@ async def factors(client: httpx.AsyncClient) -> Any:
     return response.json()["latency"]
 
 
+def accepted(loads: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
+    """Of all rates, and what decides: `kept` is a share of all requests, because margins learn from all of them."""
+    medians = {rate: one["ttft"].get("median", 0.0) for rate, one in loads.items()}
+    predicted = sum(one["predicted"] for one in loads.values())
+    kept = sum(one["kept"] * one["predicted"] for one in loads.values()) / max(1, predicted)
+    return {
+        "ttft medians": all(LEAST <= median <= MOST for median in medians.values()),
+        "kept": kept >= PERCENTILE,
+        "figures": {"ttft medians": medians, "kept": round(kept, 3), "requests": predicted},
+    }
+
+
 async def run(url: str, rates: Sequence[float], args: argparse.Namespace) -> dict[str, Any]:
     random = Random(args.seed)
     async with httpx.AsyncClient(base_url=url, timeout=120.0) as client:
@@ -127,12 +144,12 @@ async def run(url: str, rates: Sequence[float], args: argparse.Namespace) -> dic
         for rate in rates:
             answers = await load(client, rate, args.seconds, random)
             loads[f"{rate:g}"] = await measured(client, answers)
-        return {"loads": loads, "factors": await factors(client)}
+        return {"loads": loads, "factors": await factors(client), "accepted": accepted(loads)}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rates", default="1,3,6", help="requests per second (default: %(default)s)")
+    parser.add_argument("--rates", default="1,2,3,5", help="requests per second (default: %(default)s)")
     parser.add_argument("--seconds", type=float, default=30.0, help="of each rate (default: %(default)s)")
     parser.add_argument("--warm-up", type=float, default=45.0, help="seconds before the first (default: %(default)s)")
     parser.add_argument("--prefill", type=int, default=2, help="prefill workers (default: %(default)s)")
@@ -151,6 +168,8 @@ def main() -> None:
     print(text)
     if args.out is not None:
         args.out.write_text(text + "\n")
+    if not (result["accepted"]["ttft medians"] and result["accepted"]["kept"]):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -77,7 +77,10 @@ class Lock:
             if not (lacking := _lacking([one["metadata"] for one in found])):
                 break
             wanted += tuple(sorted(lacking))
-        return [(_pin(one["metadata"]), one["download_info"]["archive_info"]["hashes"]["sha256"]) for one in found]
+        exact = {line.partition("===")[0] for line in wanted if "===" in line}
+        return [
+            (_pin(one["metadata"], exact), one["download_info"]["archive_info"]["hashes"]["sha256"]) for one in found
+        ]
 
     def _found(self, architecture: str, wanted: tuple[str, ...]) -> list[dict[str, Any]]:
         try:
@@ -118,8 +121,10 @@ def by_python(marker: Marker) -> bool:
     return marker.evaluate({"extra": "", **IMAGES}) and not marker.evaluate({"extra": ""})
 
 
-def _pin(metadata: dict[str, Any]) -> str:
-    return f"{canonicalize_name(metadata['name'])}=={metadata['version']}"
+def _pin(metadata: dict[str, Any], exact: Set[str]) -> str:
+    """`exact`: names whose versions with a local part are others."""
+    name = canonicalize_name(metadata["name"])
+    return f"{name}{'===' if name in exact else '=='}{metadata['version']}"
 
 
 def locks() -> list[Lock]:
@@ -133,7 +138,8 @@ def locks() -> list[Lock]:
         Lock(name="services", wanted=tuple(requirements(["router", "otel"]))),
         Lock(name="operator", wanted=tuple(requirements(["operator"]))),
         Lock(name="engine-cpu", wanted=(f"torch=={version}+cpu", *engine), index=CPU_INDEX),
-        # "===": "==" takes 2.13.0+cpu for newer than 2.13.0, which is the CUDA build, where an index has both.
+        # "===": "==" takes 2.13.0+cpu for newer than 2.13.0, which is the CUDA build, where an index has both. So it
+        # stands in the lock too: a folder of wheels names no hashes by which pip would leave the other one out.
         Lock(
             name="engine-cuda",
             wanted=(f"torch==={version}", *engine),

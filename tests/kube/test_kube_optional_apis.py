@@ -12,8 +12,7 @@ from tandem_operator.api.model_service import ModelServiceStatus
 from tandem_operator.planning.observed import Observed
 from tandem_operator.planning.plan import make_plan
 from tandem_operator.settings import ClusterApis, OperatorSettings
-from tandem_testing.api_schemas import neighbour_definitions
-from tandem_testing.control_plane import CRDS, KUBE, PATIENCE_S, ControlPlane
+from tandem_testing.control_plane import KUBE, PATIENCE_S, ControlPlane, neighbour_apis
 from tandem_testing.kube_cluster import service_of
 from tandem_testing.kube_objects import contains
 from tandem_testing.kube_services import Services
@@ -33,12 +32,6 @@ WANTED = {
 }
 
 
-def definition(kind: str) -> dict[str, Any]:
-    """Of the project that the kind belongs to (tools/neighbours/crds)."""
-    (found,) = [one for one in neighbour_definitions() if one["spec"]["names"]["kind"] == kind]
-    return found
-
-
 def built() -> dict[tuple[str, str], dict[str, Any]]:
     """Specs of these kinds as the operator's builders write them."""
     service = service_of({"model": {"path": "/opt/tandem/models/tandem-mini"}, **WANTED})
@@ -48,23 +41,10 @@ def built() -> dict[tuple[str, str], dict[str, Any]]:
     return {(one["kind"], one["metadata"]["name"]): one["spec"] for one in plan.apply if one["kind"] in KINDS}
 
 
-def served(cluster: ControlPlane, kind: str) -> int:
-    group, plural = KINDS[kind]
-    return cluster.api.get(f"/apis/{group}/v1/{plural}").status_code
-
-
 @pytest.fixture
 def apis(control_plane: ControlPlane) -> Iterator[None]:
-    """There for the test; other tests are about clusters without them."""
-    for kind in KINDS:
-        control_plane.apply(definition(kind)).raise_for_status()
-    for kind in KINDS:
-        wait_equal(lambda kind=kind: served(control_plane, kind), 200, PATIENCE_S)
-    yield
-    for kind in KINDS:
-        control_plane.api.delete(f"{CRDS}/{definition(kind)['metadata']['name']}").raise_for_status()
-    for kind in KINDS:
-        wait_equal(lambda kind=kind: served(control_plane, kind), 404, PATIENCE_S)
+    with neighbour_apis(control_plane, *KINDS):
+        yield
 
 
 def objects(services: Services) -> dict[str, set[str]]:

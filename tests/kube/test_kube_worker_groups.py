@@ -2,35 +2,26 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import yaml
 
 from tandem_services.cli.k8s import command
-from tandem_testing.control_plane import KUBE, PATIENCE_S
+from tandem_testing.control_plane import KUBE, PATIENCE_S, neighbour_apis
 from tandem_testing.kube_services import Services
 from tandem_testing.leader_worker_sets import LeaderWorkerSets
 from tandem_testing.operator_process import OperatorProcess, operator
-from tandem_testing.waiting import wait_equal, wait_for
+from tandem_testing.waiting import wait_for
 
 pytestmark = KUBE
 
-CRD = Path(__file__).parents[2] / "tools/neighbours/crds/leaderworkersets.yaml"
 TWO_PODS = {"tensorParallelSize": 2, "nodes": 2}
 
 
 @pytest.fixture
 def sets(control_plane, namespace) -> Iterator[LeaderWorkerSets]:
     """With the API there; it goes with the test."""
-    crd = yaml.safe_load(CRD.read_text())
-    control_plane.apply(crd).raise_for_status()
-    served = "/apis/leaderworkerset.x-k8s.io/v1/leaderworkersets"
-    wait_equal(lambda: control_plane.api.get(served).status_code, 200, PATIENCE_S)
-    yield LeaderWorkerSets(control_plane, namespace)
-    path = f"/apis/apiextensions.k8s.io/v1/customresourcedefinitions/{crd['metadata']['name']}"
-    control_plane.api.delete(path).raise_for_status()
-    wait_equal(lambda: control_plane.api.get(served).status_code, 404, PATIENCE_S)
+    with neighbour_apis(control_plane, "LeaderWorkerSet"):
+        yield LeaderWorkerSets(control_plane, namespace)
 
 
 @pytest.fixture

@@ -3,6 +3,7 @@
 # node of node.py: debootstrap makes the Debian that the Dockerfile begins with, buildah carries out its steps.
 #
 # usage: build_images.sh [TARGET...]       (default: engine-cpu services operator redis)
+#        build_images.sh --base            only the Debian, in buildah's default storage: for tools/release/images.sh
 #
 #   images    localhost/tandem/engine:e2e (and services, operator, redis), in $TANDEM_KUBE_HOME/images; engine-cuda, which
 #             no node here can run, is localhost/tandem/engine:e2e-cuda in buildah's storage alone (20 GB free, for a while)
@@ -86,6 +87,14 @@ build() {
 
 case ${1:-} in -h | --help) usage && exit 0 ;; esac
 [ "$(id -u)" = 0 ] || die 'root is needed'
+if [ "${1:-}" = --base ]; then
+    need buildah buildah
+    need debootstrap debootstrap
+    buildah() { command buildah "$@"; }
+    mkdir -p "$TANDEM_KUBE_HOME"
+    have_image "$BASE" || timed 'Debian by debootstrap' make_base
+    exit
+fi
 [ $# -gt 0 ] || set -- engine-cpu services operator redis
 mkdir -p "$IMAGES"
 

@@ -3,7 +3,8 @@
 #
 # usage: images.sh FOLDER [--twice] [--push] [--sign-by KEY] [TARGET...]
 #
-#   TARGET                     of docker/Dockerfile; default: all. engine-cuda needs 30 GB of disk and an index with CUDA wheels
+#   TARGET                     of docker/Dockerfile; default: all. engine-cuda needs 30 GB of disk, with --twice 37, and an
+#                              index with CUDA wheels
 #
 #   FOLDER/images.txt          NAME IMAGE-ID and, with --push, the digest that the registry has
 #   FOLDER/TARGET.cdx.json     CycloneDX 1.6: packages of Debian and of Python
@@ -49,6 +50,8 @@ export TANDEM_CONTAINER_TOOL=buildah
 
 # Before the first image: a disk that is full in the last steps of an hour has failed other programs too.
 CUDA_GB=30
+# The second build begins when the first image is there.
+[ "$twice" = no ] || CUDA_GB=37
 case " ${targets[*]} " in *' engine-cuda '*)
     store=$(buildah info --format '{{.store.GraphRoot}}')
     there=$(df --output=avail -B 1G "$store" | tail -n 1)

@@ -9,8 +9,9 @@ permissions of a ServiceAccount, or the node itself. The namespace must admit su
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from decimal import Decimal
+from posixpath import normpath
 from typing import Any
 
 import msgspec
@@ -79,6 +80,32 @@ def _mount(number: int, wanted: HostPath) -> Manifest:
 
 def _name(number: int) -> str:
     return f"host-{number}"
+
+
+def host_path_problems(place: str, wanted: Sequence[HostPath], template: Manifest) -> Iterator[str]:
+    """One sentence for each host path that cannot be mounted in `template`, which has them. `place`: of the list.
+
+    API servers refuse only two mounts of one spelling, and only when they get the pod: of `/kv` and `/kv/` one would
+    cover the other.
+    """
+    names = {_name(number) for number in range(len(wanted))}
+    mounts = (mount for one in template["spec"]["containers"] for mount in one.get("volumeMounts", ()))
+    ours = {mount["mountPath"]: mount for mount in mounts if mount["name"] not in names}
+    taken: set[str] = set()
+    for number, one in enumerate(wanted):
+        # Of two slashes at the beginning, normpath keeps both.
+        field, folder = f"{place}[{number}].mountPath", normpath(f"/{one.mount_path.lstrip('/')}")
+        above = next((path for path in ours if folder.startswith(f"{path}/") and ours[path].get("readOnly")), None)
+        if folder == "/":
+            yield f"{field}: '/' is the root of the container; choose a folder"
+        elif folder in ours:
+            volume = ours[folder]["name"]
+            yield f"{field}: {one.mount_path!r} is the operator's (volume {volume}); choose another folder"
+        elif above is not None:
+            yield f"{field}: {one.mount_path!r} is within {above!r}, which is read-only; choose another folder"
+        elif folder in taken:
+            yield f"{field}: {one.mount_path!r} is another one's already; give each its own"
+        taken.add(folder)
 
 
 TMP = "/tmp"  # noqa: S108 - a volume of the pod, mounted there

@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from tandem_operator.api.pods import PodOverrides
 from tandem_operator.builders.arguments import CHECK
 from tandem_operator.builders.containers import LAST_WORDS, Manifest, container_security
 from tandem_operator.builders.naming import ROLE_LABEL, Labels
@@ -133,20 +134,20 @@ class _Template(_Part, frozen=True):
 _PLACES = {"gateway": "gateway", "router": "gateway.inferencePool", "redis": "redis.managed"}
 
 
-def patch_of(service: Served, labels: Labels) -> tuple[str, Mapping[str, Any]]:
-    """Place below `spec` and patch for pods with these labels; an empty patch for objects without pods of their own."""
+def overrides_of(service: Served, labels: Labels) -> tuple[str, PodOverrides]:
+    """Place of what a spec says of pods with these labels, and that; nothing for objects without pods of their own."""
     spec = service.spec
     for role, part in (("prefill", spec.prefill), ("decode", spec.decode)):
         if labels.get(ROLE_LABEL) == role:
-            return f"spec.{role}.pod.patch", part.pod.patch
+            return f"spec.{role}.pod", part.pod
     place = _PLACES.get(labels.get("app.kubernetes.io/component", ""), "")
     pool, redis = spec.gateway.inference_pool, spec.redis.managed
-    patches = {
-        "gateway": spec.gateway.pod.patch,
-        "gateway.inferencePool": {} if pool is None else pool.pod.patch,
-        "redis.managed": {} if redis is None else redis.pod.patch,
+    overrides = {
+        "gateway": spec.gateway.pod,
+        "gateway.inferencePool": PodOverrides() if pool is None else pool.pod,
+        "redis.managed": PodOverrides() if redis is None else redis.pod,
     }
-    return f"spec.{place}.pod.patch", patches.get(place, {})
+    return f"spec.{place}.pod", overrides.get(place, PodOverrides())
 
 
 def with_templates(manifest: Manifest, change: Callable[[Manifest], Manifest]) -> Manifest:

@@ -23,6 +23,7 @@ from tandem_operator.controller.model_caches import (
     directories_of_gateways,
     has_former_writers,
     jobs_of,
+    policies_of,
     progress_url,
 )
 from tandem_operator.controller.observations import Parts
@@ -152,6 +153,7 @@ class CacheReconciler:
             token_missing=token is not None and token.name not in found,
             progress=self._progress(key),
             used=used,
+            policies=policies_of(known, cache.uid),
         )
 
     async def _finish(self, cache: Seen, parts: Parts, before: ModelCacheStatus, plan: CachePlan) -> ReconcileResult:

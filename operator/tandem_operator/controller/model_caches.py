@@ -18,6 +18,7 @@ from tandem_operator.controller.store import (
     JOB,
     LEADER_WORKER_SET,
     MODEL_CACHE,
+    NETWORK_POLICY,
     POD,
     Seen,
     ServiceKey,
@@ -28,7 +29,7 @@ from tandem_operator.controller.store import (
 )
 from tandem_operator.planning.model_cache import REFUSED, DownloadResult, JobSeen
 from tandem_operator.planning.model_gateway import Former
-from tandem_operator.planning.observed import CacheSeen
+from tandem_operator.planning.observed import CacheSeen, Ref
 from tandem_operator.planning.pod_failure import on_one_line, pod_failure
 from tandem_operator.planning.status import READY
 from tandem_operator.telemetry.pods import PROGRESS_PATH
@@ -127,6 +128,11 @@ def jobs_of(parts: Iterable[Seen], uid: str) -> tuple[JobSeen, ...]:
     parts = list(parts)
     jobs = [one for one in parts if one.ref.kind == JOB.name and one.owner == uid and not one.deleting]
     return tuple(_job(job, [pod for pod in parts if pod.ref.kind == POD.name and pod.owner == job.uid]) for job in jobs)
+
+
+def policies_of(parts: Iterable[Seen], uid: str) -> tuple[Ref, ...]:
+    """NetworkPolicies of the ModelCache of that `uid`."""
+    return tuple(one.ref for one in parts if one.ref.kind == NETWORK_POLICY.name and one.owner == uid)
 
 
 def has_former_writers(parts: Iterable[Seen], uid: str) -> bool:

@@ -107,6 +107,8 @@ class CacheObserved:
     progress: ProgressReading = field(default_factory=ProgressReading)
     used: frozenset[str] = frozenset()
     """Directories within the claim that pods mount, or would."""
+    policies: tuple[Ref, ...] = ()
+    """NetworkPolicies of the ModelCache."""
     foreign: frozenset[Ref] = frozenset()
     """Objects with a name that a plan needs, and with another owner."""
 
@@ -296,11 +298,15 @@ def _carried(
 ) -> CachePlan:
     """`job`: the one that is to be there. One at a time, so that two pods never write to the volume."""
     name, namespace, spec = cache.name, cache.namespace, cache.spec
-    superfluous = tuple(one.ref for one in observed.jobs if not _is(one, job) or _is_over(one, observed.now))
-    apply = [*new_claim(name, namespace, spec), *download_policy(name, namespace, spec, settings)]
+    superfluous = [one.ref for one in observed.jobs if not _is(one, job) or _is_over(one, observed.now)]
+    policies = download_policy(name, namespace, spec, settings)
+    superfluous += [one for one in observed.policies if one not in map(Ref.of, policies)]
+    apply = [*new_claim(name, namespace, spec), *policies]
     if job is not None:
         apply += _job_to_apply(job, observed)
-    return CachePlan(apply=tuple(apply), delete=superfluous, status=_status(cache, observed, before, commits, state))
+    return CachePlan(
+        apply=tuple(apply), delete=tuple(superfluous), status=_status(cache, observed, before, commits, state)
+    )
 
 
 def _job_to_apply(job: Manifest, observed: CacheObserved) -> list[Manifest]:

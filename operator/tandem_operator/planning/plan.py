@@ -24,17 +24,17 @@ LeaderWorkerSet has no such field, but replaces no group below its partition, wh
 import hashlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import msgspec
 
 from tandem_engine.base.addresses import Address
 from tandem_operator.api.model_adapter import ModelAdapterStatus
 from tandem_operator.api.model_service import GROUP, VERSION, ModelServiceStatus, RevisionStatus, RoleStatus
+from tandem_operator.api.pods import PodOverrides
 from tandem_operator.api.types import ROLES, Condition, RoleName, condition
 from tandem_operator.api.worker_pool import WorkerPoolStatus
 from tandem_operator.builders.arguments import decisive, worker_arguments
-from tandem_operator.builders.containers import Manifest
+from tandem_operator.builders.containers import Manifest, host_path_problems
 from tandem_operator.builders.gateway import gateway_deployment, gateway_service, http_route
 from tandem_operator.builders.inference_pool import inference_pool
 from tandem_operator.builders.naming import (
@@ -47,7 +47,7 @@ from tandem_operator.builders.naming import (
     router_name,
     selector_of,
 )
-from tandem_operator.builders.pod_patch import patch_of, patch_problems, with_patch, with_templates
+from tandem_operator.builders.pod_patch import overrides_of, patch_problems, with_patch, with_templates
 from tandem_operator.builders.policies import WorkerSet, disruption_budgets, network_policies, pod_monitors
 from tandem_operator.builders.redis import redis_deployment, redis_service
 from tandem_operator.builders.served import Served, worker_pool
@@ -255,17 +255,18 @@ def _manifests(
 def with_patches(
     service: Served, manifests: Iterable[Manifest], settings: OperatorSettings
 ) -> tuple[list[Manifest], list[str]]:
-    """`manifests` with the patches of the spec, and what is wrong with these."""
+    """`manifests` with the patches of the spec, and what is wrong with these, and with its host paths."""
     results, problems = [], []
     for manifest in manifests:
-        place, patch = patch_of(service, manifest["metadata"].get("labels", {}))
+        place, overrides = overrides_of(service, manifest["metadata"].get("labels", {}))
 
-        def change(template: Manifest, place: str = place, patch: Mapping[str, Any] = patch) -> Manifest:
-            found = list(patch_problems(place, patch, template, settings.allow))
+        def change(template: Manifest, place: str = place, overrides: PodOverrides = overrides) -> Manifest:
+            found = list(host_path_problems(f"{place}.hostPaths", overrides.host_paths, template))
+            found += patch_problems(f"{place}.patch", overrides.patch, template, settings.allow)
             problems.extend(found)
-            return template if found else with_patch(template, patch)
+            return template if found else with_patch(template, overrides.patch)
 
-        results.append(with_templates(manifest, change) if patch else manifest)
+        results.append(with_templates(manifest, change) if overrides.patch or overrides.host_paths else manifest)
     return results, list(dict.fromkeys(problems))
 
 

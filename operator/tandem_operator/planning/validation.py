@@ -81,7 +81,6 @@ def _pod_problems(service: Served, apis: ClusterApis, allow: Set[Privilege]) -> 
     yield from _privileges(service, allow)
     yield from _objects(service, apis, allow)
     yield from _ways_back(service)
-    yield from _host_paths(service)
     yield from argument_problems(service)
     yield from _quantities(service)
     yield from _processes(service)
@@ -170,17 +169,6 @@ def _objects(service: Served, apis: ClusterApis, allow: Set[Privilege]) -> Itera
                 f"{one.field}: needs {one.api}, which this cluster does not serve; install it ({one.url}) and restart "
                 f"the operator, or take the field out"
             )
-
-
-def _host_paths(service: Served) -> Iterator[str]:
-    """What the API server would refuse in the middle of a plan."""
-    for path, overrides in _pods(service).items():
-        taken: set[str] = set()
-        for number, one in enumerate(overrides.host_paths):
-            field = f"spec.{path}.pod.hostPaths[{number}]"
-            if one.mount_path in taken:
-                yield f"{field}.mountPath: {one.mount_path!r} is another one's already; give each its own"
-            taken.add(one.mount_path)
 
 
 def _ways_back(service: Served) -> Iterator[str]:

@@ -13,6 +13,7 @@ import ssl
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ import httpx
 import pytest
 import yaml
 
+from tandem_testing.api_schemas import neighbour_definitions
 from tandem_testing.waiting import wait_equal
 
 Manifest = dict[str, Any]
@@ -152,6 +154,23 @@ def install_crds(cluster: ControlPlane) -> None:
         spec = crd["spec"]
         path = f"/apis/{spec['group']}/{spec['versions'][0]['name']}/{spec['names']['plural']}"
         wait_equal(lambda path=path: cluster.api.get(path).status_code, 200, PATIENCE_S, lambda path=path: path)
+
+
+@contextmanager
+def neighbour_apis(cluster: ControlPlane, *kinds: str) -> Iterator[None]:
+    """APIs of tools/neighbours/crds, there within the block: other tests are about clusters without them."""
+    found = [one for one in neighbour_definitions() if one["spec"]["names"]["kind"] in kinds]
+    assert len(found) == len(kinds), kinds
+    paths = [f"/apis/{one['spec']['group']}/v1/{one['spec']['names']['plural']}" for one in found]
+    for one in found:
+        cluster.apply(one).raise_for_status()
+    for path in paths:
+        wait_equal(lambda path=path: cluster.api.get(path).status_code, 200, PATIENCE_S, lambda path=path: path)
+    yield
+    for one in found:
+        cluster.api.delete(f"{CRDS}/{one['metadata']['name']}").raise_for_status()
+    for path in paths:
+        wait_equal(lambda path=path: cluster.api.get(path).status_code, 404, PATIENCE_S, lambda path=path: path)
 
 
 def _about(cluster: ControlPlane, seconds: float) -> str:

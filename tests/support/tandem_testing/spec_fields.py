@@ -50,7 +50,7 @@ def others(value: Any) -> Iterator[Any]:
     if isinstance(value, bool):
         yield not value
     elif isinstance(value, int | float):
-        yield from (value + 1, value / 2, 1, 0.75)
+        yield from (value + 1, value / 2, 1, 0.75, value * 2)
     else:
         yield from (f"{value}x", *WORDS)
 

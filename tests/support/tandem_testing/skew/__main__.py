@@ -3,9 +3,9 @@
 Until there are three releases, commits of this repository stand for them. Prints a table for each pair, a line for each
 stage: requests served, those equal to the answers of the old release alone, failed; KV handed over, requests moved with
 their KV, and prompts computed again, all three in choices. Then a gateway of each in front of two services, one of
-which is rolled. Then a fleet of this release and of one outside its window, which refuse each other. Ends with 1 if a
-request failed, an answer differs, no KV was handed over between releases of equal KV, or a release outside the window
-was not refused.
+which is rolled. Then a fleet of this release and of one outside its window, which refuse each other. `--only` chooses
+parts of it. Ends with 1 if a request failed, an answer differs, no KV was handed over between releases of equal KV, or
+a release outside the window was not refused.
 """
 
 import argparse
@@ -26,6 +26,8 @@ LAST = "HEAD"
 """The last commit, whose KV is that of the working tree unless a change of KV is not committed yet."""
 TREES = Path.home() / ".cache" / "tandem-skew"
 """Trees of `COMMITS` stay there, with the kernels that they have compiled."""
+
+PARTS = ("rollout", "shared", "outside")
 
 LINE = "{:<34} {:>6} {:>6} {:>6} {:>11} {:>6} {:>10}"
 
@@ -74,6 +76,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--old", nargs="*", default=[*COMMITS, LAST], metavar="COMMIT", help="releases to start from; none: no rollout"
     )
     parser.add_argument("--new", metavar="COMMIT", help="release to roll to (default: the working tree)")
+    parser.add_argument(
+        "--only", nargs="+", choices=PARTS, default=PARTS, metavar="PART", help=f"{', '.join(PARTS)} (default: all)"
+    )
     parser.add_argument("--keep", type=Path, metavar="FOLDER", help="keep the logs of all processes in this folder")
     args = parser.parse_args(argv)
     sound = True
@@ -83,11 +88,14 @@ def main(argv: Sequence[str] | None = None) -> int:
             new = take(args.new, Path(temporary)) if args.new else HERE
             for commit in args.old:
                 old = take(commit, TREES if commit in COMMITS else Path(temporary))
-                sound &= asyncio.run(roll(old, new, new_folder(logs / old.name), shares_kv=commit == LAST))
-                sound &= asyncio.run(share(old, new, new_folder(logs / f"{old.name}-shared")))
+                if "rollout" in args.only:
+                    sound &= asyncio.run(roll(old, new, new_folder(logs / old.name), shares_kv=commit == LAST))
+                if "shared" in args.only:
+                    sound &= asyncio.run(share(old, new, new_folder(logs / f"{old.name}-shared")))
         except MissingCommitError as error:
             parser.error(str(error))
-        sound &= asyncio.run(refuse(new_folder(logs / "outside"), later_release(Path(temporary))))
+        if "outside" in args.only:
+            sound &= asyncio.run(refuse(new_folder(logs / "outside"), later_release(Path(temporary))))
     return int(not sound)
 
 

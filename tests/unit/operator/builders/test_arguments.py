@@ -107,6 +107,16 @@ def test_flag_with_another_place_is_refused_by_name(place: str, words: list[str]
     assert problem in found
 
 
+@pytest.mark.parametrize("place", ["engine.args", "gateway.args"])
+def test_no_spelling_of_a_flag_of_the_operator_or_a_field_is_accepted(place: str) -> None:
+    """With a value and without, by every name that the command knows, and as `--no-`."""
+    table = KNOWN[place]
+    taken = {*table.operator, *table.fields}
+    flags = taken | {name for name, flag in table.aliases.items() if flag in taken}
+    spellings = [*flags, *(f"{flag}=7" for flag in flags), *(f"--no-{flag.removeprefix('--')}" for flag in taken)]
+    assert [word for word in spellings if not [*argument_problems(service_of(spec_with(place, word)))]] == []
+
+
 @pytest.mark.parametrize("word", ["watermark", "-x", "--", "--a b", "--Tp=1", "--x=a\nb", "--x=" + "a" * 1024])
 def test_word_that_is_not_one_flag_is_refused_by_the_schema(word: str) -> None:
     with pytest.raises(msgspec.ValidationError, match="args"):

@@ -105,14 +105,11 @@ def test_patch_changes_pods_within_the_revision() -> None:
     assert revision_of(service_of(spec_with(pod(containers=[SIDECAR])))) == revision_of(service_of(BASE))
 
 
-def test_init_containers_come_after_those_of_the_operator() -> None:
-    args = {"engine": {"args": ["--watermark=0.1"]}}
-    names = [
-        [one["name"] for one in template["spec"]["initContainers"]]
-        for name, template in templates_of(spec_with(pod(initContainers=[SIDECAR]), **args)).items()
-        if name.startswith("chat-prefill")
-    ]
-    assert names == [["check-arguments", "shipper"]]
+def test_init_containers_come_after_those_of_the_operator_and_are_restricted() -> None:
+    spec = spec_with(pod(initContainers=[SIDECAR]), engine={"args": ["--watermark=0.1"]})
+    (template,) = [one for name, one in templates_of(spec).items() if name.startswith("chat-prefill")]
+    assert [one["name"] for one in template["spec"]["initContainers"]] == ["check-arguments", "shipper"]
+    assert violations(template) == []
 
 
 def test_sidecar_may_loosen_only_what_restricted_pods_may() -> None:

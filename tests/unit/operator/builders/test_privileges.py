@@ -98,21 +98,78 @@ def test_allowed_privileges_reach_all_pods_of_a_group():
         assert container["securityContext"]["privileged"] is True
 
 
+def host_path_problem(spec: dict[str, Any]) -> str:
+    """What the status says; then nothing is applied."""
+    plan = plan_of(spec, "host-paths", "routes")
+    (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
+    assert (plan.apply == ()) == (valid.status == "False")
+    return valid.message
+
+
+def mounted(*paths: str) -> dict[str, Any]:
+    return {"hostPaths": [{"path": f"/mnt/{number}", "mountPath": path} for number, path in enumerate(paths)]}
+
+
 @pytest.mark.parametrize("part", PARTS)
 @pytest.mark.parametrize(
-    ("paths", "said"),
+    ("pod", "said"),
     [
-        ([("/mnt/../etc", "/a")], "hostPaths[0].path: '/mnt/../etc' leads out of the folder by '..'"),
-        ([("/mnt/a", "/a"), ("/mnt/b", "/a")], "hostPaths[1].mountPath: '/a' is another one's already"),
+        (
+            {"hostPaths": [{"path": "/mnt/../etc", "mountPath": "/a"}]},
+            "[0].path: '/mnt/../etc' leads out of the folder by '..'",
+        ),
+        (mounted("/a", "/a/"), "[1].mountPath: '/a/' is another one's already"),
+        (mounted("//"), "[0].mountPath: '/' is the root of the container"),
     ],
+    ids=["way back", "twice", "root"],
 )
-def test_impossible_host_paths_are_rejected_by_name(part, paths, said):
-    """The API server refused the pods of one part, when others had been made."""
-    folders = [{"path": path, "mountPath": mount} for path, mount in paths]
-    plan = plan_of(PARTS[part]({"hostPaths": folders}), "host-paths", "routes")
-    assert plan.apply == ()
-    (valid,) = [one for one in plan.status.conditions if one.type == "Valid"]
-    assert f"spec.{part}.pod.{said}" in valid.message
+def test_impossible_host_paths_are_rejected_by_name(part, pod, said):
+    """The API server refused the pods of one part, when others had been made, or one mount covered the other."""
+    assert f"spec.{part}.pod.hostPaths{said}" in host_path_problem(PARTS[part](pod))
+
+
+@pytest.mark.parametrize("part", PARTS)
+def test_host_path_at_a_volume_of_any_part_is_rejected(part):
+    name, folder = ("data", "/data/") if part == "redis.managed" else ("tmp", "/tmp/")
+    ours = (
+        f"spec.{part}.pod.hostPaths[1].mountPath: {folder!r} is the operator's (volume {name}); choose another folder"
+    )
+    assert ours in host_path_problem(PARTS[part](mounted("/a", folder)))
+
+
+MOUNTS = {
+    "/kv": {"engine": {"storage": {"claimName": "kv"}, "hostCache": {"sizeGib": 1}}},
+    "/kernels": {
+        "kernelCacheClaim": "kernels",
+        **{role: {"resources": {"limits": {"nvidia.com/gpu": "1"}}} for role in ("prefill", "decode")},
+    },
+    "/models": {"model": {"claim": {"claimName": "models"}}},
+    "/dev/shm": {},
+    "/etc/tandem/curve": {},
+}
+"""Folders of workers that a spec decides about, with that spec."""
+
+
+@pytest.mark.parametrize("folder", MOUNTS)
+def test_host_path_at_a_folder_of_the_spec_is_rejected(folder):
+    """Without the field of the spec that takes it, a folder is free."""
+
+    def told(path: str, spec: dict[str, Any]) -> str:
+        return host_path_problem({**spec, "decode": {**spec.get("decode", {}), "pod": mounted(path)}})
+
+    spec = MOUNTS[folder]
+    assert f"spec.decode.pod.hostPaths[0].mountPath: {folder!r} is the operator's" in told(folder, spec)
+    read_only = folder in ("/models", "/etc/tandem/curve")
+    within = f"{folder}/below' is within {folder!r}, which is read-only"
+    assert (within in told(f"{folder}/below", spec)) == read_only
+    assert told("/nvme", spec) == ""
+    if spec:
+        assert told(folder, {}) == ""
+
+
+def test_host_path_of_followers_is_rejected_once():
+    group = {"engine": {"tensorParallelSize": 2}, "prefill": {"engine": {"nodes": 2}, "pod": mounted("/tmp")}}
+    assert host_path_problem(group).count("/tmp") == 1
 
 
 OBJECTS = {

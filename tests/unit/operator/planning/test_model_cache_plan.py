@@ -51,6 +51,7 @@ class Cluster:
             used=self.used,
             progress=self.progress,
             token_missing=self.token_missing,
+            policies=tuple(Ref.of(one) for kind, one in self.others.items() if kind == "NetworkPolicy"),
         )
 
     def reconcile(self, cache):
@@ -65,7 +66,10 @@ class Cluster:
             else:
                 self.others[ref.kind] = manifest
         for ref in plan.delete:
-            del self.jobs[ref]
+            if ref.kind == "Job":
+                del self.jobs[ref]
+            else:
+                assert Ref.of(self.others.pop(ref.kind)) == ref
         self.status = plan.status
         return plan
 
@@ -294,6 +298,16 @@ def test_missing_token_makes_no_job(cluster):
     cluster.token_missing = False
     cluster.settle(cache)
     assert cluster.job
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_policy_that_is_no_longer_wanted_is_deleted(cluster, ready):
+    """It stayed, and its pods were held to a policy that the spec does not have."""
+    (downloaded if ready else Cluster.settle)(cluster, wanted())
+    cluster.settle(wanted(download={"networkPolicy": False}))
+    assert set(cluster.others) == {"PersistentVolumeClaim"}
+    cluster.settle(wanted())
+    assert set(cluster.others) == {"PersistentVolumeClaim", "NetworkPolicy"}
 
 
 def test_no_job_begins_while_another_may_still_write():

@@ -1,5 +1,6 @@
 """Predicted latencies: the header, the record, the metrics, and which requests are learned from."""
 
+import asyncio
 from dataclasses import replace
 from math import nan
 from typing import Any
@@ -13,6 +14,7 @@ from tandem_services.gateway.console.latency_rows import latency_rows
 from tandem_services.gateway.objectives import Objectives, SloFields, SloMode, objectives_of
 from tandem_services.gateway.observe.explain import AttemptRecord, ChoiceRecord, RequestJournal, RequestRecord
 from tandem_services.gateway.observe.predictions import LEARNED_PER_SECOND, Predictions, judged
+from tandem_services.gateway.queueing.late_binding import LateBinding
 from tandem_services.router.calibration import MAX_HANDLING_S, MIN_SAMPLES, Calibration
 from tandem_services.router.decision import Latency, Placement, ScoreTerm
 from tandem_testing.gateway_builders import events, live_gateway
@@ -21,6 +23,7 @@ from tandem_testing.mock_engine import MockBehavior, hash_tokens
 from tandem_testing.router_builders import make_choice, make_view
 from tandem_testing.service_clock import ServiceClock
 from tandem_testing.tokenizer_builders import EOS
+from tandem_testing.waiting import until
 
 HEADER = "x-tandem-predicted-ttft-ms"
 LATENCY = Latency(
@@ -343,3 +346,25 @@ async def test_strict_gateway_rejects_with_a_time_to_retry(strict):
     assert strict.chooser.open == 0
     bad = 'tandem_gateway_slo_requests_total{model_name="mock",objective="ttft",result="bad"} 1.0'
     assert bad in text
+
+
+async def test_request_rejected_for_its_wait_is_demand(strict, monkeypatch):  # [rejected-is-demand]
+    """It never arrives in the queue, which counts all others: the planner would see a fleet that has little to do."""
+
+    async def value(name: str) -> float:
+        return metric_sum((await strict.http.get("/metrics")).text, f"tandem_gateway_{name}")
+
+    async def is_held() -> bool:
+        return await value("num_requests_waiting") == 1
+
+    monkeypatch.setattr(LateBinding, "expected_wait_s", lambda *_, **__: 60.0)
+    strict.chooser.room = 0
+    first = asyncio.create_task(strict.complete(max_tokens=3))
+    await until(is_held, 30.0, "a request waits")
+    before = await value("asked_prompt_tokens_total")
+    response = await strict.complete(max_tokens=3, slo={"ttft_ms": 100})
+    assert response.status_code == 429
+    assert await value("asked_prompt_tokens_total") > before
+    assert await value("num_requests_waiting") == 1
+    first.cancel()
+    await asyncio.gather(first, return_exceptions=True)
