@@ -105,10 +105,11 @@ class ForwardThread:
         self._close()
 
     def _submit(self, function: Callable[[], T]) -> Future[T]:
-        if self._closing:
-            raise RuntimeError("the forward thread is shut down")
         task = Task(function)
         self._tasks.put(task)
+        # Looked at afterwards: a thread that fails closes itself before it cancels what is queued.
+        if self._closing or not self._thread.is_alive():
+            raise RuntimeError("the forward thread is shut down")
         return task.future
 
     def _close(self) -> None:
@@ -124,14 +125,25 @@ class ForwardThread:
             return None
 
     def _serve(self, threads: int | None, cpus: Collection[int]) -> None:
-        # Before the team is started: its threads stay where the one is that starts them.
-        bind_thread(cpus)
-        if threads is not None:
-            torch.set_num_threads(threads)
-        while (task := self._tasks.get()) is not None:
-            task.run()
-            # Waiting for the next one must not keep tensors of this one.
-            del task
+        task: Task[Any] | None = None
+        try:
+            # Before the team is started: its threads stay where the one is that starts them.
+            bind_thread(cpus)
+            if threads is not None:
+                torch.set_num_threads(threads)
+            while (task := self._tasks.get()) is not None:
+                task.run()
+                # Waiting for the next one must not keep tensors of this one.
+                task = None
+        except BaseException as error:
+            # Nobody but this thread completes futures, and who waits for one has no deadline.
+            self._closing = True
+            if task is not None and not task.future.done():
+                task.future.set_exception(error)
+            while not self._tasks.empty():
+                if (waiting := self._tasks.get()) is not None:
+                    waiting.future.cancel()
+            raise
 
     def _compute(self, batch: ForwardBatch) -> ForwardResult:
         # Grad mode belongs to a thread, so it is set where the forward runs.

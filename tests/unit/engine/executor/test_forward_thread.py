@@ -1,10 +1,11 @@
 import threading
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 
 import pytest
 import torch
 
-from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor
+from tandem_engine.executor import forward_thread
+from tandem_engine.executor.forward_thread import ForwardThread, InlineExecutor, Task
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.memory.page_copies import CopyKind, CopyReport, PageCopy
 from tandem_testing.forward_builders import Seq, make_batch
@@ -150,3 +151,37 @@ def test_failed_copy_fails_its_future_and_next_step_runs(make):
         failed.result(TIMEOUT)
     assert executor.launch(batch(0)).result(TIMEOUT).step == 0
     executor.shutdown()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_step_outcomes_do_not_wait_for_a_forward_thread_that_failed(monkeypatch):
+    reached, go = threading.Event(), threading.Event()
+
+    def fail(self: Task) -> None:
+        reached.set()
+        go.wait(TIMEOUT)
+        raise MemoryError
+
+    monkeypatch.setattr(Task, "run", fail)
+    executor = ForwardThread(echo)
+    first = executor.launch(batch(0))
+    assert reached.wait(TIMEOUT)
+    queued = executor.launch(batch(1))
+    go.set()
+    assert isinstance(first.exception(TIMEOUT), MemoryError)
+    with pytest.raises(CancelledError):
+        queued.result(TIMEOUT)
+    executor.shutdown()
+    with pytest.raises(RuntimeError, match="shut down"):
+        executor.launch(batch(2))
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_forward_thread_that_failed_to_start_takes_no_batch(monkeypatch):
+    def fail(cpus: object) -> None:
+        raise OSError
+
+    monkeypatch.setattr(forward_thread, "bind_thread", fail)
+    executor = ForwardThread(echo)
+    with pytest.raises((RuntimeError, CancelledError)):
+        executor.launch(batch(0)).result(TIMEOUT)
