@@ -200,6 +200,7 @@ class DecodeStage:
                 kind=self.config.kv_digest,
                 tail=tail,
                 writers=record.ranks,
+                packed=record.packed,
                 states=receiving.hold.states,
             )
         )

@@ -185,6 +185,7 @@ class PrefixFetcher:
                 kind=self.config.kv_digest,
                 tail=0,
                 writers=record.ranks,
+                packed=record.packed,
                 states=fetch.hold.states,
             )
         )

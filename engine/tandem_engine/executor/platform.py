@@ -9,13 +9,15 @@ model when they are built.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
 from tandem_engine.base.linux import bind_thread
+from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.executor.cuda.graphs import CudaGraphCapturer, Decoding, GraphCapturer, can_capture
-from tandem_engine.executor.cuda.prompt_graphs import can_capture_prompts
+from tandem_engine.executor.cuda.prompt_graphs import can_capture_prompts, prompt_sizes
 from tandem_engine.executor.cuda.runner import StreamRunner
 from tandem_engine.executor.cuda.step_graphs import StepGraphs, capture_steps, measure_steps
 from tandem_engine.executor.cuda.streams import (
@@ -41,6 +43,7 @@ from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
 from tandem_engine.model.attention.grouped import GroupedAttention, GroupedGraphAttention
+from tandem_engine.model.attention.prompt_choice import LEAST_QUERIES, PromptChooser, choices_folder
 from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import JointWork, SingleRank, TpGroup, use_device
@@ -287,22 +290,41 @@ class OnStreams:
         )
 
 
-def platform_for(device: str) -> Platform:
-    """Of a device that `require_device` has accepted. The calling thread is to run its steps."""
+def platform_for(device: str, chooser: PromptChooser | None = None) -> Platform:
+    """Of a device that `require_device` has accepted. The calling thread is to run its steps. `chooser`: of libraries
+    for long prompts, on a GPU.
+    """
     if device == "cpu":
         return OnHost()
     require_private_kernels()
     use_device(device)
     streams = CudaStreams(torch.device(device))
-    return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=gpu_attention)
+    attention = partial(gpu_attention, chooser=chooser)
+    return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=attention)
 
 
-def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> GraphBackend:
-    """Kernels; torch for latents that are too large for them."""
+def platform_of(config: EngineConfig, model: ModelConfig) -> Platform:
+    """Of an engine's device. Libraries compute prompts of more tokens than a graph has."""
+    graphs = prompt_sizes(config.graphs, model, most=config.most_tokens)
+    least = max(LEAST_QUERIES, 1 + max(graphs, default=0))
+    return platform_for(
+        config.device, PromptChooser(wanted=config.attention, least_queries=least, folder=choices_folder)
+    )
+
+
+def gpu_attention(
+    pool: KvPool,
+    num_heads: int,
+    specs: Sequence[AttentionSpec],
+    dtype: torch.dtype,
+    *,
+    chooser: PromptChooser | None = None,
+) -> GraphBackend:
+    """Kernels, and what `chooser` finds for long prompts; torch for latents that are too large for kernels."""
     # Only an engine on a device needs Triton.
     from tandem_engine.kernels.triton.latent_attention import MAX_RANK
     from tandem_engine.model.attention.triton import TritonBackend
 
     if pool.value_width is not None and pool.value_width > MAX_RANK:
         return TorchReferenceBackend(pool, specs=specs)
-    return TritonBackend(pool, num_heads=num_heads, specs=specs, dtype=dtype)
+    return TritonBackend(pool, num_heads=num_heads, specs=specs, dtype=dtype, chooser=chooser)
