@@ -34,7 +34,7 @@ from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
-from tandem_engine.kernels.compiles import require_private_kernels
+from tandem_engine.kernels.compiles import kernel_folder, require_private_kernels
 from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
@@ -43,7 +43,7 @@ from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
 from tandem_engine.model.attention.grouped import GroupedAttention, GroupedGraphAttention
-from tandem_engine.model.attention.prompt_choice import LEAST_QUERIES, PromptChooser, choices_folder
+from tandem_engine.model.attention.prompt_choice import LEAST_QUERIES, PromptChooser
 from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import JointWork, SingleRank, TpGroup, use_device
@@ -308,7 +308,10 @@ def platform_of(config: EngineConfig, model: ModelConfig) -> Platform:
     graphs = prompt_sizes(config.graphs, model, most=config.most_tokens)
     least = max(LEAST_QUERIES, 1 + max(graphs, default=0))
     return platform_for(
-        config.device, PromptChooser(wanted=config.attention, least_queries=least, folder=choices_folder)
+        config.device,
+        PromptChooser(
+            wanted=config.attention, least_queries=least, folder=lambda: kernel_folder() / "prompt-attention"
+        ),
     )
 
 

@@ -16,7 +16,6 @@ import hashlib
 import json
 import logging
 import os
-import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -88,13 +87,6 @@ class PromptChoice(NamedTuple):
 NONE = PromptChoice(None, None)
 
 
-def choices_folder() -> Path:
-    """Next to the kernels that Triton keeps; made by whoever writes there."""
-    import triton
-
-    return Path(triton.knobs.cache.dir, "prompt-attention")
-
-
 def device_seconds(run: Callable[[], Tensor]) -> float:
     """Median of five calls on the current device, after two that compile and load."""
     for _ in range(2):
@@ -108,7 +100,7 @@ def device_seconds(run: Callable[[], Tensor]) -> float:
         ended.record()
         ended.synchronize()
         times.append(began.elapsed_time(ended) / 1000)
-    return statistics.median(times)
+    return sorted(times)[len(times) // 2]
 
 
 @dataclass(kw_only=True, slots=True)

@@ -153,18 +153,24 @@ def load_flash(facts: AttentionFacts) -> DenseAttend:
     logging.getLogger("torch.nn.attention.varlen").setLevel(logging.WARNING)
     if facts.capability[:1] == HOPPER[:1] and _installed("flash_attn_interface"):
         attention.activate_flash_attention_impl("FA3")
-    # torch 2.11 shares heads without being told, and has no splits to switch off.
+    # Parameters differ between versions of torch: older ones share heads without being told, have no splits to switch
+    # off, and the oldest have no windows.
     known = inspect.signature(varlen_attn).parameters
     further = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in known}
     compute: Callable[..., Any] = varlen_attn
 
     def attend(q: Tensor, keys: Tensor, values: Tensor, spec: AttentionSpec) -> Tensor:
         queries, tokens = len(q), keys.shape[1]
+        masked: dict[str, Any] = {"window_size": (_left(spec), 0)}
+        if "window_size" not in known:
+            if spec.window is not None:
+                raise NotImplementedError("varlen_attn of this torch has no windows")
+            masked = {"is_causal": True}
         # Made on the device: a copy from the host could wait for it.
         starts = [torch.arange(0, n + 1, n, dtype=torch.int32, device=q.device) for n in (queries, tokens)]
         out: Tensor = compute(
             q, keys.transpose(0, 1), values.transpose(0, 1), *starts, queries, tokens,
-            scale=spec.scale, window_size=(_left(spec), 0), **further,
+            scale=spec.scale, **masked, **further,
         )  # fmt: skip
         return out
 

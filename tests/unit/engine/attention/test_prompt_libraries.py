@@ -66,27 +66,34 @@ def test_library_computes_what_the_reference_does(name, spec, before, monkeypatc
     torch.testing.assert_close(out.float(), attend_dense(q.float(), keys, values, before, spec), rtol=0.02, atol=0.02)
 
 
-def test_torch_flash_attention_is_called_as_both_versions_of_torch_have_it(monkeypatch):
-    """torch 2.11 knows no `enable_gqa` and `num_splits`; a causal window of all tokens is (-1, 0) in both."""
+def test_torch_flash_attention_is_called_as_each_version_of_torch_has_it(monkeypatch):
+    """A causal window of all tokens is (-1, 0), or a flag; heads and splits are said where they can be."""
     from torch.nn.attention import varlen
 
     q, keys, values = (torch.zeros(n, NUM_HEADS, HEAD_DIM) for n in (5, NUM_KV_HEADS, NUM_KV_HEADS))
     calls = []
 
-    def of_211(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
-        calls.append(([*cu_seq_q.tolist(), *cu_seq_k.tolist()], max_q, max_k, window_size))
+    def flagged(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False, scale=None):
+        calls.append(([*cu_seq_q.tolist(), *cu_seq_k.tolist()], max_q, max_k, is_causal))
         return query
 
-    def of_213(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, num_splits):
-        assert (enable_gqa, num_splits) == (True, 1)
-        return of_211(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+    def windowed(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale=None, window_size=(-1, -1)):
+        return flagged(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, window_size)
 
-    for each in (of_211, of_213):
+    def newest(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, *, scale, window_size, enable_gqa, num_splits):
+        assert (enable_gqa, num_splits) == (True, 1)
+        return windowed(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, scale=scale, window_size=window_size)
+
+    for each in (windowed, newest):
         monkeypatch.setattr(varlen, "varlen_attn", each)
         for spec in (SPEC, WINDOW):
             load_flash(FACTS)(q, keys, values, spec)
-    expected = [([0, 5, 0, NUM_HEADS], 5, NUM_HEADS, window) for window in ((-1, 0), (19, 0))]
-    assert calls == expected * 2
+    assert calls == [([0, 5, 0, NUM_HEADS], 5, NUM_HEADS, window) for window in ((-1, 0), (19, 0))] * 2
+    monkeypatch.setattr(varlen, "varlen_attn", flagged)
+    load_flash(FACTS)(q, keys, values, SPEC)
+    assert calls[-1][-1] is True
+    with pytest.raises(NotImplementedError, match="no windows"):
+        load_flash(FACTS)(q, keys, values, WINDOW)
 
 
 @pytest.mark.parametrize("library", LIBRARIES, ids=lambda library: library.name)

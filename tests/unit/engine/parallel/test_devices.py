@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import AttentionLibrary, EngineConfig, GraphConfig, SchedulerConfig
 from tandem_engine.executor import platform
-from tandem_engine.executor.platform import OnStreams, platform_for
+from tandem_engine.executor.platform import OnStreams, platform_for, platform_of
 from tandem_engine.parallel.group import device_of_rank, require_device, use_device
+from tandem_testing.random_weights import small_config
 
 
 @pytest.mark.parametrize(
@@ -66,3 +68,17 @@ def test_step_thread_launches_kernels_on_its_gpu(monkeypatch):
     monkeypatch.setattr(platform, "CudaGraphCapturer", lambda streams: None)  # noqa: ARG005
     assert isinstance(platform_for("cuda:2"), OnStreams)
     assert calls == [("use", 2), ("streams", 2)]
+
+
+@pytest.mark.parametrize(("graphs", "least"), [(GraphConfig(), 2049), (GraphConfig(prompts=False), 1024)])
+def test_libraries_compute_prompts_that_no_graph_has_room_for(monkeypatch, graphs, least):
+    """Else the kernel of a row would depend on its company, by which it is in a graph or not."""
+    made = []
+    monkeypatch.setattr(platform, "platform_for", lambda *given: made.append(given))
+    limits = SchedulerConfig(max_prefill_tokens=8192, chunked_prefill_size=8192)
+    config = EngineConfig(
+        model_path="m", device="cuda", graphs=graphs, attention=AttentionLibrary.FLASH, scheduler=limits
+    )
+    platform_of(config, small_config(hidden_size=2048))
+    [(device, chooser)] = made
+    assert (device, chooser.wanted, chooser.least_queries) == ("cuda", "flash_attn", least)
