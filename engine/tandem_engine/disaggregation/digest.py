@@ -121,9 +121,19 @@ class PageDigester:
 
     def begin_order(self, order: DigestOrder) -> Making:
         """Have what `order` names digested, once it is unpacked where it came so."""
-        if order.unpack:
-            with queue_of(self._words.device).on():
+        if not order.unpack:
+            return self._begin_order(order)
+        queue = queue_of(self._words.device)
+        try:
+            with queue.on():
                 unpack(self._words, order.pages, self._layout, order.unpack)
+            return self._begin_order(order)
+        except Exception:
+            # The pages may be free once the order is answered [late-write].
+            queue.record().synchronize()
+            raise
+
+    def _begin_order(self, order: DigestOrder) -> Making:
         pages = self.begin(
             order.pages,
             room=order.room,

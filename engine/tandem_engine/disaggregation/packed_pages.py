@@ -17,9 +17,11 @@ grants, digests and acks are of pages as before. The receiver unpacks after the 
 it digests.
 
 Copies and digests of a device are queued on one stream, which is ahead of others (`DeviceQueue`). The ring is made and
-registered for the first slice that needs it. A slot is taken until its WRITE is over.
+registered for the first slice that needs it. A slot is taken until its WRITE is over. Without memory for the ring, or
+where peers that stand still have all slots, a slice is written to the same place by a range for each layer and part.
 """
 
+import logging
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -29,10 +31,13 @@ from typing import Protocol, Self
 import torch
 from torch import Tensor
 
+from tandem_engine.base.errors import TransferError
 from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.digest_words import word_bytes
 from tandem_engine.disaggregation.transport import PagePool
 from tandem_engine.memory.pool import PageLayout
+
+logger = logging.getLogger(__name__)
 
 WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
@@ -42,6 +47,9 @@ SLOT_BYTES = 64 << 20
 SLOTS = 4
 """Of the ring: while one is written, others are filled."""
 
+SLOT_WAIT_S = 1.0
+"""After so many seconds without a slot a push goes without one: peers that stand still have them all
+[peer-error-contained]."""
 
 AHEAD = -1
 """Priority of the stream."""
@@ -92,6 +100,12 @@ class DeviceQueue:
         with torch.cuda.device(self.device) if self.on_gpu else nullcontext():
             return torch.empty(shape, dtype=torch.int64, pin_memory=self.on_gpu)
 
+    def indices(self, pages: Sequence[PageId]) -> Tensor:
+        """[pages] int64 on the device, of which the host waits for nothing. Called where `on` is."""
+        there = self.host_memory(len(pages))
+        there.copy_(torch.tensor(pages, dtype=torch.int64))
+        return there.to(self.device, non_blocking=True)
+
     def record(self) -> "Arrival":
         """What is queued until now."""
         if self._stream is None:
@@ -113,6 +127,8 @@ class PackedSlot:
 
     number: int
     address: int
+    pages: int
+    """How many pages' heads."""
     filled: Arrival
     """Nothing reads the slot before."""
 
@@ -130,6 +146,8 @@ class PackedPages:
     slots: int = SLOTS
     _ring: Tensor | None = None
     """[slots, words of a slot]"""
+    _refused: str = ""
+    """Why there is none, and will be none."""
     _free: list[int] = field(default_factory=list)
 
     @classmethod
@@ -146,7 +164,7 @@ class PackedPages:
     def pack(self, pages: Sequence[PageId], layers: range, heads: range) -> PackedSlot | None:
         """Queue a copy of these heads of the first `room_for` of `pages`; None while no slot is free.
 
-        The copy is [page, layer, part, head, slot, row]. Raises what `register` raises.
+        The copy is [page, layer, part, head, slot, row]. Raises `TransferError` if memory is short.
         """
         ring = self._ring if self._ring is not None else self._make()
         if not self._free:
@@ -160,11 +178,16 @@ class PackedPages:
         shape = (count, *source.shape[1:])
         target = ring[number, : count * source[0].numel()].view(shape)
         queue = queue_of(self.words.device)
-        with queue.on():
-            where = torch.tensor(pages[:count], device=self.words.device)
-            torch.index_select(source, 0, where, out=target)
-            filled = queue.record()
-        return PackedSlot(number=number, address=ring[number].data_ptr(), filled=filled)
+        try:
+            with queue.on():
+                torch.index_select(source, 0, queue.indices(pages[:count]), out=target)
+                filled = queue.record()
+        except Exception as error:
+            self._free.append(number)
+            if isinstance(error, torch.OutOfMemoryError):
+                raise TransferError(f"no memory to pack slices: {error}") from error
+            raise
+        return PackedSlot(number=number, address=ring[number].data_ptr(), pages=count, filled=filled)
 
     def room_for(self, layers: range, heads: range) -> int:
         """How many pages' slices a slot holds, at least one."""
@@ -175,9 +198,18 @@ class PackedPages:
         self._free.append(slot.number)
 
     def _make(self) -> Tensor:
+        if self._refused:
+            raise TransferError(self._refused)
         words = self.slot_bytes // self.words.dtype.itemsize
-        ring = torch.empty((self.slots, words), dtype=self.words.dtype, device=self.words.device)
-        self.register(ring.data_ptr(), ring.numel() * ring.dtype.itemsize)
+        try:
+            # Where it is used: another stream may still be using memory that torch gives out again.
+            with queue_of(self.words.device).on():
+                ring = torch.empty((self.slots, words), dtype=self.words.dtype, device=self.words.device)
+            self.register(ring.data_ptr(), ring.numel() * ring.dtype.itemsize)
+        except (TransferError, RuntimeError) as error:
+            self._refused = f"no {self.slots} x {self.slot_bytes} bytes to pack slices in: {error}"
+            logger.warning("%s; they go by a range for each layer", self._refused)
+            raise TransferError(self._refused) from error
         self._ring, self._free = ring, [*range(self.slots)]
         return ring
 
@@ -211,7 +243,7 @@ def unpack(words: Tensor, pages: Sequence[PageId], layout: PageLayout, slices: S
             in_place(page, words[page].clone())
         return
     step = max(1, SLOT_BYTES // (words.shape[1] * words.dtype.itemsize))
-    for some in torch.split(torch.tensor(pages, device=words.device), step):
+    for some in torch.split(queue_of(words.device).indices(pages), step):
         in_place(some, words.index_select(0, some))
 
 

@@ -147,8 +147,11 @@ def describe_packed(
 ) -> Descriptors:
     """One range per page of `heads` of `layers`, which are one run on both sides (`packed_pages`).
 
-    `slot`: address of a copy of them, page after page; None where they are all heads of pages here.
+    `slot`: address of a copy of them, page after page. None takes them from the pages, by a range for each layer and
+    part unless they are all heads there.
     """
+    if slot is None and len(heads.source) < here.heads:
+        return _to_packed(here, source, there, target, layers, heads)
     layer_bytes = here.parts * len(heads.target) * here.head_bytes
     size = np.uint64(layer_bytes * len(layers))
     run = heads.target.start * (there.page_bytes // there.heads) + layers.start * layer_bytes
@@ -167,6 +170,23 @@ def describe_packed(
     ranges[1, :, 0] = targets * np.uint64(there.page_bytes) + np.uint64(there.address + run)
     ranges[:, :, 1] = size
     return Descriptors(*ranges)
+
+
+def _to_packed(
+    here: Region, source: Sequence[PageId], there: Region, target: Sequence[PageId], layers: range, heads: HeadPart
+) -> Descriptors:
+    blocks = np.arange(here.parts * layers.start, here.parts * layers.stop, dtype=np.uint64)
+    size = np.uint64(len(heads.source) * here.head_bytes)
+    run = np.uint64(heads.target.start * (there.page_bytes // there.heads))
+    starts = (blocks * np.uint64(here.heads) + np.uint64(heads.source.start)) * np.uint64(here.head_bytes)
+    sides = []
+    for region, pages, offsets in ((here, source, starts), (there, target, run + blocks * size)):
+        at = np.fromiter(pages, np.uint64, len(pages)) * np.uint64(region.page_bytes) + np.uint64(region.address)
+        ranges = np.empty((len(pages) * len(blocks), 3), np.uint64)
+        ranges[:, 0] = (at[:, None] + offsets).ravel()
+        ranges[:, 1], ranges[:, 2] = size, region.device_id
+        sides.append(ranges)
+    return Descriptors(*sides)
 
 
 def regions_of(hello: Hello, own: Region, further: Sequence[Region]) -> tuple[Region, ...]:

@@ -39,8 +39,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-import torch
-
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import TransferError
 from tandem_engine.disaggregation.digest import Making, PageDigester, answer, unproved
@@ -57,7 +55,7 @@ from tandem_engine.disaggregation.nixl.queues import (
     TransportErrors,
     Wake,
 )
-from tandem_engine.disaggregation.packed_pages import PackedPages, PackedSlot
+from tandem_engine.disaggregation.packed_pages import SLOT_WAIT_S, PackedPages, PackedSlot
 from tandem_engine.disaggregation.transport import (
     MIN_RATE,
     DigestOrder,
@@ -123,6 +121,8 @@ class _Outstanding:
     """Of the next layers, pages [0, pages) too, of a push that is packed in several parts."""
     until: int = 0
     """Where those layers stop."""
+    slot_by: float = 0.0
+    """When it waits no longer for a slot; 0.0 if it does not wait."""
     slot: PackedSlot | None = None
     """What is to be written next, or is being written."""
     write: Write | None = None
@@ -379,41 +379,50 @@ class TransferThread:
         return False
 
     def _write_packed(self, outstanding: _Outstanding, layers: range, heads: HeadPart) -> bool:
-        """Write a push whose heads are whole pages here, or begin to pack as much of it as a slot holds.
-
-        False: no slot is free, or the push has failed.
+        """Begin to pack as much of a push as a slot holds, or write it from the pages, if its heads are all of theirs
+        or there is no slot to wait for. False: no slot is free.
         """
-        push = outstanding.push
-        if len(heads.source) == self.region.heads:
-            there = self._peers[push.peer][push.key.group]
-            ranges = describe_packed(self.region, push.source, there, push.target, layers, heads, slot=None)
-            self._write(outstanding, layers, ranges)
-            return True
+        push, first = outstanding.push, outstanding.pages
+        if len(heads.source) < self.region.heads and self._pack(outstanding, layers, heads):
+            outstanding.until = layers.stop
+            return outstanding.slot is not None
+        there = self._peers[push.peer][push.key.group]
+        ranges = describe_packed(self.region, push.source[first:], there, push.target[first:], layers, heads, slot=None)
+        outstanding.pages, outstanding.slot_by = 0, 0.0
+        self._write(outstanding, layers, ranges)
+        return True
+
+    def _pack(self, outstanding: _Outstanding, layers: range, heads: HeadPart) -> bool:
+        """Whether it is being packed, or waits for a slot."""
         assert self.packed is not None, "a push is packed by a transport that packs"
         try:
-            outstanding.slot = self.packed.pack(push.source[outstanding.pages :], layers, heads.source)
-        except (TransferError, torch.OutOfMemoryError) as error:
-            self._fail(outstanding, f"no memory to pack slices in: {error}", peer_lost=False)
+            outstanding.slot = self.packed.pack(outstanding.push.source[outstanding.pages :], layers, heads.source)
+        except TransferError:
             return False
-        outstanding.until = layers.stop
-        return outstanding.slot is not None
+        if outstanding.slot is not None:
+            outstanding.slot_by = 0.0
+            return True
+        outstanding.slot_by = outstanding.slot_by or self.clock.now() + SLOT_WAIT_S
+        return self.clock.now() < outstanding.slot_by
 
     def _write_slot(self, outstanding: _Outstanding) -> bool:
-        """Start to write what is packed. False: a device is still packing it."""
-        push, slot, packed = outstanding.push, outstanding.slot, self.packed
+        """Start to write what is packed. False: a device is still packing it, or the push has failed."""
+        push, slot = outstanding.push, outstanding.slot
         assert slot is not None, f"push {push.key} has nothing packed"
-        assert packed is not None, f"push {push.key} has nothing packed"
         assert push.heads is not None, f"push {push.key} is of whole pages"
+        if self.clock.now() >= push.start_before:
+            self._fail(outstanding, "the grant expired", peer_lost=False)
+            return False
         if not slot.filled.query():
             return False
         layers = range(outstanding.layers, outstanding.until)
-        first, count = outstanding.pages, packed.room_for(layers, push.heads.source)
-        source, target = push.source[first : first + count], push.target[first : first + count]
+        first, stop = outstanding.pages, outstanding.pages + slot.pages
+        source, target = push.source[first:stop], push.target[first:stop]
         there = self._peers[push.peer][push.key.group]
         ranges = describe_packed(self.region, source, there, target, layers, push.heads, slot=slot.address)
-        last = first + count >= len(push.source)
+        last = stop == len(push.source)
         self._write(outstanding, layers if last else layers[:0], ranges)
-        outstanding.pages = 0 if last else first + count
+        outstanding.pages = 0 if last else stop
         return True
 
     def _write(self, outstanding: _Outstanding, layers: range, descriptors: Descriptors) -> None:

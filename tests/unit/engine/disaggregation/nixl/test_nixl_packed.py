@@ -1,6 +1,7 @@
 """Packed slices in the transfer thread: a ring with one slot, larger pushes, lost peers, layers in turn."""
 
 import ctypes
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -11,15 +12,17 @@ import torch
 
 from tandem_engine.base.errors import TransferError
 from tandem_engine.base.names import PageId
+from tandem_engine.disaggregation import packed_pages
 from tandem_engine.disaggregation.digest import PageDigester
 from tandem_engine.disaggregation.nixl.layout import Descriptors
 from tandem_engine.disaggregation.nixl.queues import Command, Connect, Forget, Outbox, StartPush, Stop, Wake
 from tandem_engine.disaggregation.nixl.thread import TransferThread
 from tandem_engine.disaggregation.nixl.transport import region_of
-from tandem_engine.disaggregation.packed_pages import PackedPages, unpack, words_of
+from tandem_engine.disaggregation.packed_pages import SLOT_WAIT_S, PackedPages, unpack, words_of
 from tandem_engine.disaggregation.ranks.slices import head_slices
 from tandem_engine.disaggregation.transport import HeadPart, Push, PushDone, PushFailed, PushKey, TransportEvent
 from tandem_engine.memory.pool import KvPool
+from tandem_engine.messages.transfer import Hello
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.nixl_hello import hello_like
 from tandem_testing.scheduler_builders import ManualClock
@@ -44,6 +47,8 @@ class Mover:
     """NIXL whose WRITEs are over after so many looks, and move bytes then."""
 
     looks: int = 1
+    stopped: str = ""
+    """A peer whose WRITEs never end."""
     registered: list[int] = field(default_factory=list)
     writes: list[int] = field(default_factory=list)
     """Ranges of each."""
@@ -63,7 +68,7 @@ class Mover:
         self.writes.append(len(descriptors.source))
         self.open += 1
         self.most_open = max(self.most_open, self.open)
-        return [self.looks, descriptors]
+        return [math.inf if peer == self.stopped else self.looks, descriptors]
 
     def progress(self, write: list[object]) -> bool:
         write[0] -= 1
@@ -111,20 +116,20 @@ def run(
     *,
     slot_pages: int,
     heads: int,
+    clock: ManualClock | None = None,
 ) -> list[TransportEvent]:
     """What becomes of `commands` with a ring of one slot, of so many pages with `heads` of all layers."""
-    outbox, region, target = Outbox(), region_of(here), region_of(there)
+    outbox, region = Outbox(), region_of(here)
     packed = PackedPages.of(here, register=agent.register)
     packed.slots = 1
     packed.slot_bytes = slot_pages * packed.slice_bytes(range(LAYERS), range(heads))
-    hello = msgspec.structs.replace(hello_like(target, THERE), pool_address=target.address)
     TransferThread(
         agent=agent,
         digester=PageDigester(here),
         region=region,
         packed=packed,
-        clock=ManualClock(),
-        inbox=Turns([Connect(hello), *commands]),
+        clock=clock or ManualClock(),
+        inbox=Turns([Connect(hello_of(there)), *commands]),
         outbox=outbox,
     ).run()
     assert agent.open == 0, "every write was given back"
@@ -132,6 +137,11 @@ def run(
     events = outbox.take()
     outbox.close()
     return events
+
+
+def hello_of(there: KvPool) -> Hello:
+    target = region_of(there)
+    return msgspec.structs.replace(hello_like(target, THERE), pool_address=target.address)
 
 
 def push_of(heads: HeadPart, *, first: int = 0, pages: slice = slice(None), **more: object) -> Push:
@@ -172,17 +182,70 @@ def test_slot_of_a_lost_peer_is_free_again():
     assert [type(event) for event in events] == [PushFailed] * 2
 
 
-def test_ring_that_cannot_be_registered_fails_the_push_alone(monkeypatch):
-    agent, here, there = Mover(), pool_of(HEADS), pool_of(2)
+@pytest.mark.parametrize(
+    "refusal", [TransferError("no memory"), torch.OutOfMemoryError(), RuntimeError("can't allocate")]
+)
+def test_slices_go_by_ranges_to_the_same_place_without_a_ring(refusal, monkeypatch, caplog):
+    """Else no push to such a peer would succeed on a card that is full."""
+    agent, here, there = Mover(), pool_of(HEADS), pool_of(4)
 
     def refuse(address: int, size: int) -> None:
-        raise TransferError("no memory")
+        raise refusal
 
     monkeypatch.setattr(agent, "register", refuse)
-    (event,) = run(agent, here, there, [StartPush(push_of(HeadPart(range(2), range(2))))], slot_pages=9, heads=2)
+    steps = Steps(1)
+    part = HeadPart(range(1, 3), range(2, 4))
+    pushes = [replace(push_of(part, pages=slice(0, 2)), progress=steps), push_of(part, first=2, pages=slice(2, 5))]
+    commands = [*(StartPush(push) for push in pushes), Wake(), partial(steps.reach, 3)]
+    packed = there.data.clone()
+    events = run(agent, here, there, commands, slot_pages=9, heads=2)
+    assert [type(event) for event in events] == [PushDone] * 2
+    for page, source in zip(TARGET, SOURCE, strict=True):
+        run_of_heads = packed[page].flatten()[packed[page].numel() // 2 :]
+        run_of_heads.copy_(here.data[source][:, :, 1:3].flatten())
+    assert torch.equal(there.data, packed), "nothing else is written"
+    assert caplog.text.count("to pack slices in") == 1
+
+
+def test_stopped_peer_with_all_slots_does_not_hold_up_others():  # [peer-error-contained]
+    """A peer that stands still has its WRITEs for as long as `STUCK_S`."""
+    agent, here, there = Mover(stopped=THERE.incarnation), pool_of(HEADS), pool_of(2)
+    clock, part, healthy = ManualClock(), HeadPart(range(2), range(2)), make_peer("healthy")
+    commands = [
+        Connect(msgspec.structs.replace(hello_of(there), sender=healthy)),
+        StartPush(push_of(part, pages=slice(1, 5))),
+        StartPush(replace(push_of(part, first=5, pages=slice(0, 1)), peer=healthy.incarnation)),
+        Wake(),
+        lambda: setattr(clock, "time", SLOT_WAIT_S),
+    ]
+    events = run(agent, here, there, commands, slot_pages=9, heads=2, clock=clock)
+    assert [type(event) for event in events] == [PushDone, PushFailed]
+    assert torch.equal(there.data[TARGET[0]], here.data[SOURCE[0]][:, :, :2])
+
+
+def test_packed_slice_is_not_written_after_its_grant_expired(monkeypatch):  # [grant-expiry]
+    """A device may be packing it for long."""
+    agent, here, there = Mover(), pool_of(HEADS), pool_of(2)
+    clock, filled = ManualClock(), []
+    monkeypatch.setattr(packed_pages.Arrived, "query", lambda _: bool(filled))
+    push = replace(push_of(HeadPart(range(2), range(2))), start_before=1.0)
+    commands = [StartPush(push), Wake(), lambda: setattr(clock, "time", 1.0), partial(filled.append, True)]
+    (event,) = run(agent, here, there, commands, slot_pages=9, heads=2, clock=clock)
     assert isinstance(event, PushFailed)
-    assert "no memory" in event.reason
-    assert not event.peer_lost
+    assert event.reason == "the grant expired"
+    assert agent.writes == []
+
+
+def test_slot_is_free_again_after_a_copy_that_failed(monkeypatch):
+    agent, here, there = Mover(), pool_of(HEADS), pool_of(2)
+
+    def full(*_: object, **__: object) -> None:
+        raise torch.OutOfMemoryError
+
+    monkeypatch.setattr(torch, "index_select", full)
+    (event,) = run(agent, here, there, [StartPush(push_of(HeadPart(range(2), range(2))))], slot_pages=9, heads=2)
+    assert isinstance(event, PushDone), "by ranges"
+    assert torch.equal(there.data[list(TARGET)], here.data[list(SOURCE)][:, :, :, :2])
 
 
 @pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (2, 1), (3, 2), (2, 3), (6, 1)])
