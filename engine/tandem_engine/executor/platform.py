@@ -195,10 +195,19 @@ class OnHost:
 class OnStreams:
     """Implements `Platform` for a device with streams."""
 
-    def __init__(self, *, streams: DeviceStreams, capturer: GraphCapturer, attention: AttentionMaker) -> None:
+    def __init__(
+        self,
+        *,
+        streams: DeviceStreams,
+        capturer: GraphCapturer,
+        attention: AttentionMaker,
+        chooser: PromptChooser | None = None,
+    ) -> None:
+        """`chooser`: of `attention`, to be asked whether a library that a flag names is used."""
         self.streams = streams
         self._capturer = capturer
         self._attention = attention
+        self._chooser = chooser
 
     def attention(
         self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype
@@ -267,11 +276,12 @@ class OnStreams:
 
     def _backend(self, parts: RunnerParts) -> GraphBackend:
         specs, groups = parts.model.attention, parts.groups
+        pools = [(parts.pool, specs)] if groups is None else groups.with_specs(specs)
+        backends = [self._attention(pool, parts.num_heads, each, parts.dtype) for pool, each in pools]
+        if self._chooser is not None:
+            self._chooser.require_use()
         if groups is None:
-            return self._attention(parts.pool, parts.num_heads, specs, parts.dtype)
-        backends = [
-            self._attention(pool, parts.num_heads, each, parts.dtype) for pool, each in groups.with_specs(specs)
-        ]
+            return backends[0]
         return GroupedGraphAttention(backends, windows=groups.layout.windows, places=groups.places)
 
     def _capture(self, decoding: Decoding, decodes: Sequence[int], prompts: Sequence[int]) -> StepGraphs:
@@ -300,7 +310,7 @@ def platform_for(device: str, chooser: PromptChooser | None = None) -> Platform:
     use_device(device)
     streams = CudaStreams(torch.device(device))
     attention = partial(gpu_attention, chooser=chooser)
-    return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=attention)
+    return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=attention, chooser=chooser)
 
 
 def platform_of(config: EngineConfig, model: ModelConfig) -> Platform:
@@ -329,5 +339,7 @@ def gpu_attention(
     from tandem_engine.model.attention.triton import TritonBackend
 
     if pool.value_width is not None and pool.value_width > MAX_RANK:
+        if chooser is not None:
+            chooser.leave("the model stores latents")
         return TorchReferenceBackend(pool, specs=specs)
     return TritonBackend(pool, num_heads=num_heads, specs=specs, dtype=dtype, chooser=chooser)

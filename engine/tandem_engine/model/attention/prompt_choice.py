@@ -2,22 +2,27 @@
 
     1. refused    by what it supports (`prompt_libraries`), without an import
     2. checked    a short row by it and by our kernels: dropped if it raises, or differs by more than its dtype rounds
-    3. measured   long rows of the model's shape, pages gathered; until `BUDGET_S` is used up
+    3. measured   long rows of the model's shape, pages gathered, each of another length: prompts have one each, and
+                  cuDNN builds a plan for each, in half a second; until `BUDGET_S` is used up
     4. chosen     the fastest, if it is faster than ours by `MARGIN`; and the log has all times and reasons
 
 Rows with a prefix and without are chosen for apart, since not every library takes both. Results of 3 are kept in a
 file in Triton's folder, by card, versions and shapes. A start that finds one measures nothing, and still checks what it
 uses.
 
-`--attention-backend NAME` measures nothing: it is that library, or an error with the reason.
+`--attention-backend NAME` measures nothing: it is that library, or an error with the reason. Layers and rows that it
+does not take are ours, which the log says; a model of which it takes none is an error, too (`require_use`).
+
+A library that raises in service is used no more, and our kernels compute what it failed at (`long_rows`).
 """
 
 import hashlib
 import json
 import logging
+import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -50,14 +55,17 @@ MARGIN = 0.95
 LEAST_QUERIES = 1024
 """Rows of fewer are always ours: graphs run them, and libraries gain little."""
 
+FILE_CHARACTERS = 4096
+"""More than a file of results has."""
+
 ROUNDINGS = 2.0
 """A library may differ from ours by so many roundings of the largest number: each rounds weights and results once."""
 
 Run = Callable[[DenseAttend | None, int, int], Callable[[], Tensor]]
 """(library or ours, queries, tokens before them) to a call that computes such a row, the same numbers each time."""
 
-TimeOf = Callable[[Callable[[], Tensor]], float]
-"""Seconds of one call."""
+TimeOf = Callable[[Iterable[Callable[[], Tensor]]], float]
+"""Seconds of one of these calls."""
 
 
 class Shape(NamedTuple):
@@ -70,6 +78,12 @@ class Shape(NamedTuple):
 CHECKED = {False: Shape(70, 0), True: Shape(40, 57)}
 MEASURED = {False: Shape(4096, 0), True: Shape(2048, 6144)}
 """By whether there is a prefix."""
+
+SHORTER = tuple(range(0, 35, 5))
+"""By so many queries, one after the other."""
+
+FIRST = 2
+"""Of those, which are not timed: they compile and load."""
 
 
 class PromptChoice(NamedTuple):
@@ -87,20 +101,19 @@ class PromptChoice(NamedTuple):
 NONE = PromptChoice(None, None)
 
 
-def device_seconds(run: Callable[[], Tensor]) -> float:
-    """Median of five calls on the current device, after two that compile and load."""
-    for _ in range(2):
-        run()
-    torch.cuda.synchronize()
+def device_seconds(runs: Iterable[Callable[[], Tensor]]) -> float:
+    """Median on the current device, the first left out. What the host does in the meantime counts."""
     times: list[float] = []
-    for _ in range(5):
+    for run in runs:
+        torch.cuda.synchronize()
         began, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         began.record()
         run()
         ended.record()
         ended.synchronize()
         times.append(began.elapsed_time(ended) / 1000)
-    return sorted(times)[len(times) // 2]
+    times = sorted(times[FIRST:])
+    return times[len(times) // 2]
 
 
 @dataclass(kw_only=True, slots=True)
@@ -117,14 +130,16 @@ class PromptChooser:
     time_of: TimeOf = device_seconds
     now: Callable[[], float] = time.monotonic
     _chosen: dict[tuple[AttentionFacts, AttentionSpec, bool], PromptChoice] = field(default_factory=dict)
+    _loaded: dict[tuple[str, AttentionFacts], DenseAttend] = field(default_factory=dict)
+    _left: dict[str, None] = field(default_factory=dict)
+    """Why layers are ours although a flag names a library."""
 
     def choose(self, facts: AttentionFacts, spec: AttentionSpec, run: Run) -> PromptChoice:
-        """For layers of `spec`. Raises `ConfigError` if a flag names a library that takes no layer of such a shape, or
-        fails; layers of other specs than it takes are ours.
+        """For layers of `spec`. Raises `ConfigError` if a flag names a library that fails; what it does not take is
+        ours.
         """
         key = facts, spec, spec.sinks is not None
         if key not in self._chosen:
-            self._require_wanted(facts, spec)
             # As steps run: what is compiled for one mode is compiled again for the other.
             with torch.inference_mode():
                 chosen = [self._for_rows(facts, spec, run, before=before) for before in (False, True)]
@@ -133,6 +148,22 @@ class PromptChooser:
                 torch.cuda.empty_cache()
         return self._chosen[key]
 
+    def leave(self, reason: str) -> None:
+        """Layers that only we compute."""
+        self._left[reason] = None
+
+    def require_use(self) -> None:
+        """Called once all layers of a model have been chosen for. Raises `ConfigError` if a flag names a library that
+        takes none of them, nor any before.
+        """
+        if self.wanted not in (AUTO, OURS) and not self._used:
+            why = ", ".join(self._left) or "no layer has attention"
+            raise ConfigError(f"{FLAG} {self.wanted}: {why}; use {AUTO}")
+
+    @property
+    def _used(self) -> bool:
+        return any(choice != NONE for choice in self._chosen.values())
+
     def _candidates(self) -> Sequence[Library]:
         return self.libraries if self.wanted == AUTO else [one for one in self.libraries if one.name == self.wanted]
 
@@ -140,9 +171,14 @@ class PromptChooser:
         """Without a library that could take such rows nothing is run, imported or logged."""
         refused = {one.name: _refusal(one, facts, spec, before=before) for one in self._candidates()}
         candidates = [one for one in self._candidates() if not refused[one.name]]
-        if self.wanted == OURS or not candidates:
+        if self.wanted == OURS or (self.wanted == AUTO and not candidates):
             return None
-        trial = _Trial(run=run, before=before, dropped={name: reason for name, reason in refused.items() if reason})
+        dropped = {name: reason for name, reason in refused.items() if reason}
+        trial = _Trial(run=run, before=before, dropped=dropped, loaded=self._loaded)
+        if not candidates:
+            self.leave(refused[self.wanted])
+            self._report(facts, spec, trial, OURS, "whatever the flag says")
+            return None
         if self.wanted != AUTO:
             chosen = trial.checked(candidates[0], facts)
             if chosen is None:
@@ -167,7 +203,11 @@ class PromptChooser:
 
     def _measure(self, facts: AttentionFacts, candidates: Sequence[Library], trial: "_Trial") -> dict[str, float]:
         began, shape = self.now(), MEASURED[trial.before]
-        times = {OURS: self.time_of(trial.run(None, *shape))}
+
+        def rows(attend: DenseAttend | None) -> Iterator[Callable[[], Tensor]]:
+            return (trial.run(attend, shape.queries - less, shape.before) for less in SHORTER)
+
+        times = {OURS: self.time_of(rows(None))}
         for one in candidates:
             if self.now() - began > BUDGET_S:
                 trial.dropped[one.name] = f"not tried: {BUDGET_S:g} s of measuring are over"
@@ -176,19 +216,10 @@ class PromptChooser:
             if attend is None:
                 continue
             try:
-                times[one.name] = self.time_of(trial.run(attend, *shape))
+                times[one.name] = self.time_of(rows(attend))
             except Exception as error:  # noqa: BLE001 - whatever a library raises costs it its place
                 trial.dropped[one.name] = f"a row of {shape.queries} tokens failed: {_clause(error)}"
         return times
-
-    def _require_wanted(self, facts: AttentionFacts, spec: AttentionSpec) -> None:
-        """Raise `ConfigError` unless a library that a flag names takes plain layers of this shape."""
-        if self.wanted in (AUTO, OURS):
-            return
-        [named] = self._candidates()
-        refusal = named.supports.refusal(facts, AttentionSpec(scale=spec.scale))
-        if refusal:
-            raise ConfigError(f"{FLAG} {self.wanted}: {refusal}; use {AUTO}")
 
     def _report(self, facts: AttentionFacts, spec: AttentionSpec, trial: "_Trial", name: str, source: str) -> None:
         dtype = str(facts.dtype).removeprefix("torch.")
@@ -234,6 +265,8 @@ class _Trial:
     dropped: dict[str, str] = field(default_factory=dict)
     """Why, by name."""
     times: Mapping[str, float] = field(default_factory=dict)
+    loaded: dict[tuple[str, AttentionFacts], DenseAttend] = field(default_factory=dict)
+    """So that layers of one kind have one, whichever spec it was tried for."""
     _checked: dict[str, DenseAttend | None] = field(default_factory=dict)
 
     def checked(self, library: Library, facts: AttentionFacts) -> DenseAttend | None:
@@ -245,7 +278,8 @@ class _Trial:
     def _check(self, library: Library, facts: AttentionFacts) -> DenseAttend | None:
         shape = CHECKED[self.before]
         try:
-            attend = library.load(facts)
+            key = library.name, facts
+            attend = self.loaded[key] if key in self.loaded else self.loaded.setdefault(key, library.load(facts))
             ours, theirs = (self.run(each, *shape)().float() for each in (None, attend))
         except Exception as error:  # noqa: BLE001 - whatever a library raises costs it its place
             self.dropped[library.name] = f"failed: {_clause(error)}"
@@ -276,15 +310,18 @@ def _clause(error: Exception) -> str:
 
 def _read(file: Path | None, names: set[str]) -> dict[str, float] | None:
     """Times by name; None where there is no file of those names. What it holds is not trusted beyond that."""
+    if file is None:
+        return None
     try:
-        times = json.loads(file.read_text()) if file is not None else None
-    except (OSError, ValueError):
+        with file.open() as opened:
+            times = json.loads(opened.read(FILE_CHARACTERS))
+    except (OSError, ValueError, RecursionError):
         return None
     good = (
         isinstance(times, dict)
         and OURS in times
         and names >= set(times)
-        and all(isinstance(seconds, float) and seconds > 0.0 for seconds in times.values())
+        and all(isinstance(seconds, float) and 0.0 < seconds < math.inf for seconds in times.values())
     )
     return times if good else None
 

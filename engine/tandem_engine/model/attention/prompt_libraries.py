@@ -190,7 +190,7 @@ def load_flashinfer(_facts: AttentionFacts) -> DenseAttend:
 
 
 def load_flex(facts: AttentionFacts) -> DenseAttend:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
     on_gpu = facts.device.type == "cuda"
     compute: Callable[..., Tensor] = flex_attention
@@ -211,7 +211,11 @@ def load_flex(facts: AttentionFacts) -> DenseAttend:
             assert spec.soft_cap is not None
             return spec.soft_cap * torch.tanh(score / spec.soft_cap)
 
-        mask = create_block_mask(sees, None, None, queries, tokens, device=q.device.type)
+        # `create_block_mask` makes a number of each query and key: gigabytes of a long prefix.
+        partial, full = (_ordered(blocks) for blocks in seen_blocks(queries, tokens, spec.window, q.device))
+        mask = BlockMask.from_kv_blocks(
+            *partial, *full, BLOCK_SIZE=FLEX_BLOCK, mask_mod=sees, seq_lengths=(queries, tokens), compute_q_blocks=False
+        )
         out = compute(
             q.transpose(0, 1)[None], keys[None], values[None], block_mask=mask, scale=spec.scale, enable_gqa=grouped,
             score_mod=None if spec.soft_cap is None else capped,
@@ -219,6 +223,28 @@ def load_flex(facts: AttentionFacts) -> DenseAttend:
         return out[0].transpose(0, 1)
 
     return attend
+
+
+FLEX_BLOCK = 128
+"""Queries, and keys, that FlexAttention looks up together."""
+
+
+def seen_blocks(queries: int, tokens: int, window: int | None, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Which blocks of keys the blocks of queries see in part, and which wholly: bool [blocks of queries, of keys]."""
+    first = torch.arange(0, queries, FLEX_BLOCK, device=device)[:, None] + (tokens - queries)
+    key = torch.arange(0, tokens, FLEX_BLOCK, device=device)
+    last, last_key = first + FLEX_BLOCK - 1, key + FLEX_BLOCK - 1
+    some, full = key <= last, last_key <= first
+    if window is not None:
+        some &= first - last_key < window
+        full &= last - key < window
+    return some & ~full, full
+
+
+def _ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """How many blocks of keys are true, and which, those first: int32, as a `BlockMask` has them."""
+    counts = blocks.sum(1, dtype=torch.int32)
+    return counts[None, None], blocks.int().argsort(dim=1, descending=True, stable=True).int()[None, None]
 
 
 def _left(spec: AttentionSpec) -> int:

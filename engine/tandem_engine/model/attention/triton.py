@@ -64,8 +64,19 @@ class TritonPlan(TurningPlan):
         if long is None or not long.alone:
             self.attention.attend(layer, q, out, self.rows, self.lists[spec.span], self.partials)
         if long is not None:
-            long.attend(self.attention.pool, layer, spec, q, out, self.rows.page_table)
+            left = long.attend(self.attention.pool, layer, spec, q, out, self.rows.page_table)
+            if left:
+                self._attend_left(layer, q, out, long, left)
         return out
+
+    def _attend_left(self, layer: int, q: Tensor, out: Tensor, long: LongRows, left: tuple[LongRow, ...]) -> None:
+        """Rows that a library has failed at are ours, in this layer and in those behind it."""
+        span = self.attention.specs[layer].span
+        work = self.lists[span]
+        self.long[span], rows = long.without(left, self.rows)
+        work.fill(rows)
+        self.attention.attend(layer, q, out, rows, work, self.partials)
+        work.fill(self.long[span].others)
 
     def fill(self) -> None:
         """List the work of the rows as they are now."""
@@ -169,7 +180,7 @@ class TritonBackend:
             max_queries: longest row that decodes: 1 + the drafts that a step may verify.
             chooser: of libraries for long prompts; None is none.
 
-        Raises `ConfigError` for a library that a flag names and that does not take these layers.
+        Raises `ConfigError` for a library that a flag names and that fails.
         """
         layers = pool.data.shape[1]
         assert len(specs) == layers, f"{len(specs)} specs for a pool of {layers} layers"
@@ -192,7 +203,7 @@ class TritonBackend:
             return self._plan(rows, slots, bounds)
         lens = batch.host.extend_lens.tolist(), batch.host.seq_lens.tolist()
         found = {span: self._long.rows_of(*lens, span) for span in self._long.choices}
-        long = {span: LongRows.of(some, rows) for span, some in found.items() if some}
+        long = {span: LongRows.of(some, rows, failed=self._long.failed) for span, some in found.items() if some}
         return self._plan(rows, slots, bounds, long=long)
 
     def graph_plan(self, max_rows: int, max_pages: int) -> TritonGraphPlan:

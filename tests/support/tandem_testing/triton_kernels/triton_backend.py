@@ -274,6 +274,36 @@ def check_long_prompts_go_to_a_library_and_other_rows_keep_their_bits(device: st
         assert torch.equal(alone, out[20:60]), "company changes nothing"
 
 
+def check_rows_that_a_library_fails_at_are_ours(device: str) -> None:
+    """In the layer where it raises and in those behind it, and in later steps; nothing is lost."""
+    _, pool = pools(device, dtype=torch.bfloat16)
+    dealer = PageDealer(pool=pool)
+    batch = make_batch([dealer.seq(20, 20), dealer.seq(40, 40), dealer.seq(150, 60), dealer.decode(70)])
+    numbers = [part.to(device) for part in make_qkv(batch.num_tokens, dtype=torch.bfloat16)]
+    full = False
+
+    def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        if full and len(q) == 60:
+            raise torch.OutOfMemoryError("no memory")
+        return dense(q, keys, values, spec)
+
+    library = Library(name="it", supports=Supports(capability=(0, 0), cpu=True), load=lambda _: attend)
+    chooser = PromptChooser(wanted="it", libraries=[library], least_queries=24)
+    theirs, ours = (
+        TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN, dtype=torch.bfloat16, chooser=one)
+        for one in (chooser, None)
+    )
+    plan, expected = theirs.plan(batch), ours.plan(batch)(0, *numbers)
+    full = True
+    failed = plan(0, *numbers)
+    assert torch.equal(failed[60:], expected[60:])
+    assert torch.equal(failed[:20], expected[:20])
+    torch.testing.assert_close(failed[20:60], expected[20:60], rtol=0.02, atol=0.02)
+    later = plan(1, *numbers)
+    assert torch.equal(later[60:], ours.plan(batch)(1, *numbers)[60:])
+    assert theirs.plan(batch).long == {}
+
+
 def check_no_row_is_long_without_a_library(device: str) -> None:
     """float32 is ours, whatever is installed, and nothing is loaded for it."""
     _, pool = pools(device)

@@ -1,5 +1,6 @@
 """Libraries for long prompts: what they compute, what they refuse, and which one is chosen."""
 
+import itertools
 import logging
 from dataclasses import dataclass, field, replace
 
@@ -12,7 +13,7 @@ from tandem_engine.config.engine import EngineConfig
 from tandem_engine.model.attention import prompt_libraries
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.long_rows import LongRow, attend_gathered
-from tandem_engine.model.attention.prompt_choice import BUDGET_S, NONE, PromptChoice, PromptChooser
+from tandem_engine.model.attention.prompt_choice import BUDGET_S, NONE, PromptChoice, PromptChooser, device_seconds
 from tandem_engine.model.attention.prompt_libraries import (
     AUTO,
     LIBRARIES,
@@ -24,6 +25,7 @@ from tandem_engine.model.attention.prompt_libraries import (
 )
 from tandem_engine.model.attention.reference import attend_dense
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, NUM_KV_HEADS, make_pool
+from tandem_testing.scheduler_builders import ManualClock
 
 SPEC = AttentionSpec(scale=HEAD_DIM**-0.5)
 WINDOW, CAPPED = replace(SPEC, window=20), replace(SPEC, soft_cap=2.0)
@@ -148,10 +150,11 @@ class Trials:
         call.name = attend or OURS
         return call
 
-    def time_of(self, call) -> float:
-        self.timed.append(call.name)
+    def time_of(self, runs) -> float:
+        [name] = {run.name for run in runs}
+        self.timed.append(name)
         self.seconds += 10.0
-        return self.times[call.name] / 1000
+        return self.times[name] / 1000
 
     def chooser(self, *names: str, wanted: str = AUTO, folder=None, **supports: object) -> PromptChooser:
         return PromptChooser(
@@ -225,6 +228,43 @@ def test_row_that_is_too_long_for_a_library_costs_it_its_place(caplog):
     assert "it: a row of 4096 tokens failed" in caplog.text
 
 
+def test_library_that_prepares_for_each_length_is_measured_with_that(monkeypatch):
+    """torch's cuDNN attention takes 0.4 s for each new length, and 3 ms for one that it has seen."""
+    clock = ManualClock()
+
+    class Event:
+        def __init__(self, **_: object) -> None:
+            self.time = 0.0
+
+        def record(self) -> None:
+            self.time = clock.now()
+
+        def synchronize(self) -> None:
+            """It is there."""
+
+        def elapsed_time(self, other: "Event") -> float:
+            return 1000 * (other.time - self.time)
+
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    seen = set()
+
+    def run(attend: object, queries: int, before: int):
+        def call() -> torch.Tensor:
+            new = (attend, queries) not in seen
+            seen.add((attend, queries))
+            clock.time += (0.4 if attend == "cudnn" and new else 0.0) + {None: 0.005, "cudnn": 0.003, "it": 0.004}[
+                attend
+            ]
+            return torch.ones(queries)
+
+        return call
+
+    chooser = Trials({}).chooser("cudnn", "it")
+    chooser.time_of, chooser.now = device_seconds, clock.now
+    assert chooser.choose(FACTS, SPEC, run) == PromptChoice("it", "it")
+
+
 def test_rows_with_a_prefix_are_chosen_for_apart():
     trials = Trials({OURS: 2.0, "it": 1.0})
     assert trials.chooser("it", prefix=False).choose(FACTS, SPEC, trials.run) == PromptChoice("it", None)
@@ -234,9 +274,9 @@ def test_flag_names_a_library_or_ours_and_nothing_is_measured():
     trials = Trials({})
     assert trials.chooser("other", "it", wanted="it").choose(FACTS, SPEC, trials.run) == PromptChoice("it", "it")
     assert trials.chooser("it", wanted="it").choose(FACTS, WINDOW, trials.run) == NONE
-    assert trials.loaded == ["it"] * 2
+    assert trials.loaded == ["it"]
     assert trials.chooser("it", wanted=OURS).choose(FACTS, SPEC, trials.run) == NONE
-    assert (trials.timed, len(trials.loaded)) == ([], 2)
+    assert (trials.timed, len(trials.loaded)) == ([], 1)
 
 
 def test_named_library_that_cannot_be_used_is_refused_with_the_reason():
@@ -245,10 +285,92 @@ def test_named_library_that_cannot_be_used_is_refused_with_the_reason():
         trials.chooser("it", wanted="it").choose(FACTS, SPEC, trials.run)
     absent = trials.chooser("it", wanted="it", module="no_such_library")
     with pytest.raises(ConfigError, match="--attention-backend it: no_such_library is not installed; use auto"):
-        absent.choose(FACTS, SPEC, trials.run)
+        use(absent, FACTS, SPEC)
     exact = FACTS._replace(dtype=torch.float32, pool_dtype=torch.float32)
     with pytest.raises(ConfigError, match="float32 is computed exactly"):
-        trials.chooser("it", wanted="it").choose(exact, SPEC, trials.run)
+        use(trials.chooser("it", wanted="it"), exact, SPEC)
+
+
+def use(chooser: PromptChooser, *layers: object) -> None:
+    """As the runner of a model with such layers does."""
+    for facts, spec in zip(layers[::2], layers[1::2], strict=True):
+        chooser.choose(facts, spec, Trials({}).run)
+    chooser.require_use()
+
+
+def test_named_library_that_takes_no_layer_of_a_model_is_refused():
+    """And never silently ignored: gpt-oss has sinks in all layers, others see windows alone."""
+    sinks = replace(SPEC, sinks=torch.zeros(NUM_HEADS))
+    trials = Trials({})
+    with pytest.raises(ConfigError, match="--attention-backend it: layers have sinks; use auto"):
+        use(trials.chooser("it", wanted="it", window=True), FACTS, sinks, FACTS, replace(sinks, window=9))
+    with pytest.raises(ConfigError, match="--attention-backend it: layers have a window; use auto"):
+        use(trials.chooser("it", wanted="it"), FACTS, WINDOW)
+    for wanted in (AUTO, OURS):
+        use(trials.chooser("it", wanted=wanted), FACTS, sinks)
+
+
+def test_log_names_layers_and_rows_that_a_named_library_does_not_take(caplog):
+    """A draft model may have others than the model, and large heads may be among small ones."""
+    caplog.set_level(logging.INFO)
+    chooser = Trials({}).chooser("it", wanted="it", prefix=False)
+    use(chooser, FACTS._replace(head_dim=512), SPEC, FACTS, SPEC, FACTS, WINDOW)
+    ours = [line for line in caplog.messages if "triton_attn (whatever the flag says)" in line]
+    reasons = [line.rpartition("not used: ")[2] for line in ours]
+    assert reasons == [*["it: heads have 512 numbers"] * 2, "it: it takes no prefix", *["it: layers have a window"] * 2]
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "[" * 100_000,
+        '{"triton_attn": NaN, "it": 1.0}',
+        '{"triton_attn": Infinity, "it": 1.0}',
+        '{"triton_attn": -1.0}',
+        '{"triton_attn": true}',
+        '{"triton_attn": 1.0, "other": 0.1}',
+        b"\xff",
+    ],
+    ids=range(7),
+)
+def test_file_of_times_that_nobody_wrote_is_measured_again(text, tmp_path):
+    trials = Trials({OURS: 2.0, "it": 1.0})
+    trials.chooser("it", folder=tmp_path).choose(FACTS, SPEC, trials.run)
+    for file in tmp_path.iterdir():
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    trials.timed.clear()
+    assert trials.chooser("it", folder=tmp_path).choose(FACTS, SPEC, trials.run) == PromptChoice("it", "it")
+    assert trials.timed == [OURS, "it"] * 2
+
+
+@pytest.mark.parametrize(("queries", "tokens", "window"), [(300, 300, None), (130, 900, None), (300, 700, 300)])
+def test_blocks_of_a_long_prompt_are_found_without_a_number_of_each_pair(queries, tokens, window):
+    """Of 8,192 queries behind 128k tokens, `create_block_mask` would make gigabytes in each layer."""
+    some, full = prompt_libraries.seen_blocks(queries, tokens, window, torch.device("cpu"))
+    query, key = torch.arange(queries)[:, None] + tokens - queries, torch.arange(tokens)
+    seen = query >= key if window is None else (query >= key) & (query - key < window)
+    for row, column in itertools.product(range(some.shape[0]), range(some.shape[1])):
+        block = seen[128 * row : 128 * (row + 1), 128 * column : 128 * (column + 1)]
+        assert not block.any() or some[row, column] or full[row, column]
+        assert block.all() or not full[row, column]
+    assert full.any()
+    assert not (some & full).any()
+
+
+def test_no_library_gets_one_head_of_several(monkeypatch):
+    """One that compiles would do it again for one, in the middle of a step."""
+    monkeypatch.setattr("tandem_engine.model.attention.long_rows.GATHER_BYTES", 1)
+    for kv_heads, expected in ((1, [1]), (2, [2]), (3, [3]), (5, [2, 3])):
+        pool, heads = make_pool(dtype=torch.bfloat16, num_kv_heads=kv_heads), []
+        q = torch.zeros(16, 2 * kv_heads, HEAD_DIM, dtype=torch.bfloat16)
+
+        def attend(q, keys, values, spec, heads=heads):
+            heads.append(len(keys))
+            return q
+
+        row = LongRow(row=0, start=0, queries=16, tokens=16, attend=attend)
+        attend_gathered(pool, 0, SPEC, row, q, torch.empty_like(q), torch.tensor([1]))
+        assert heads == expected
 
 
 def test_nothing_is_run_or_loaded_where_no_library_takes_the_layers():
