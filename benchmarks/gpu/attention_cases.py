@@ -15,7 +15,8 @@ from tandem_engine.kernels.triton.decode_attention import DecodeTiling
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
 from tandem_engine.model.attention.paged_kernels import PagedAttention
-from tandem_engine.model.attention.triton import TritonBackend, TritonPlan
+from tandem_engine.model.attention.prompt_libraries import LIBRARIES, AttentionFacts, Library
+from tandem_engine.model.attention.triton import TritonBackend, TritonPlan, trial_runs
 
 TARGET_BATCH, TARGET_CONTEXT = 16, 4096
 """Decodes of at least so many sequences and tokens have a target."""
@@ -53,6 +54,10 @@ class AttentionCases(CaseMaker):
         yield partial(self._decode, *self.sizes.decode[0], Setting())
         yield partial(self._decode, *self.sizes.decode[0], Setting(page=LARGE_PAGE))
         yield partial(self._prompt, *self.sizes.prompts[0])
+        facts, spec = self._facts(), AttentionSpec(scale=self.shape.head_dim**-0.5)
+        for library in LIBRARIES:
+            if not library.supports.refusal(facts, spec):
+                yield partial(self._library, library, *self.sizes.prompts[0])
         for batch, context in self.sizes.decode[1:]:
             yield partial(self._decode, batch, context, Setting())
         yield self._unequal
@@ -141,6 +146,29 @@ class AttentionCases(CaseMaker):
             work=4 * shape.heads * shape.head_dim * seen,
             target=0.6,
             peers={} if before else self._dense_prompt(q, tokens),
+        )
+
+    def _library(self, library: Library, tokens: int, before: int) -> Case:
+        """What `--attention-backend` chooses from: K and V are gathered from pages in each call."""
+        facts, shape = self._facts(), self.shape
+        run = trial_runs(facts, AttentionSpec(scale=shape.head_dim**-0.5))(library.load(facts), tokens, before)
+        return Case(
+            name=f"prompt attention by {library.name}, {tokens} tokens, pages of {facts.page_size}",
+            run=run,
+            ceiling="matmul",
+            work=4 * shape.heads * shape.head_dim * (tokens * before + tokens * tokens / 2),
+            target=0.75,
+        )
+
+    def _facts(self) -> AttentionFacts:
+        return AttentionFacts(
+            heads=self.shape.heads,
+            kv_heads=self.shape.kv_heads,
+            head_dim=self.shape.head_dim,
+            dtype=self.dtype,
+            pool_dtype=self.dtype,
+            page_size=LARGE_PAGE,
+            device=self.device,
         )
 
     def _dense_prompt(self, q: Tensor, tokens: int) -> dict[str, Callable[[], object]]:

@@ -9,8 +9,8 @@ from torch import Tensor
 from gpu.cases import PAGE, Case, CaseMaker
 from tandem_engine.base.names import DigestKind
 from tandem_engine.disaggregation import digest_triton
-from tandem_engine.disaggregation.digest import WORD_TYPES
 from tandem_engine.disaggregation.digest_words import mix_torch, sampled_digests_torch, sampled_rows, word_bytes
+from tandem_engine.disaggregation.packed_pages import WORD_TYPES
 from tandem_engine.kernels.triton.page_copy import copy_pages, gather_pages
 from tandem_engine.kernels.triton.penalties import RowPenalties, edit_logits
 from tandem_engine.kernels.triton.row_tables import gather_rows

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 
 from tandem_engine.base.names import RequestId
+from tandem_engine.disaggregation.ranks import transport as ranks_transport
 from tandem_engine.disaggregation.transport import Push
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.transfer import PeerMessage, TransferAborted
@@ -114,10 +115,30 @@ def test_unequal_ranks_give_the_output_of_one_engine(engine, senders, receivers,
     pair.assert_clean()
 
 
+@pytest.mark.parametrize(("senders", "receivers"), [(1, 2), (1, 4), (4, 1), (4, 2)])
+def test_packed_slices_give_the_output_of_one_engine(senders, receivers, monkeypatch):
+    """A run for each page in place of one for each layer, K and V; some layers at a time, in any order of slices."""
+    monkeypatch.setattr(ranks_transport, "pays_to_pack", lambda *_: True)
+    pair = ranked_pair(senders, receivers, **ENGINES["mixed"], config=replace(CONFIG, kv_push_layers=1))
+    packed = []
+
+    def fate(push: Push) -> Fate:
+        packed.append(push.packed)
+        return Fate(delay=random.Random(f"{push.key}{push.peer}").randrange(4))
+
+    pair.fabric.fates = fate
+    rids = drive(pair, random.Random(f"{senders}{receivers}"), aborts=0.0)
+    assert [is_complete(pair, rid) for rid in rids] == [True] * len(rids)
+    assert {*packed} == {True}
+    pair.assert_clean()
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
 @pytest.mark.parametrize("seed", range(2))
-def test_slice_faults_cause_no_wrong_token_or_page_leak(engine, senders, receivers, seed):
+def test_slice_faults_cause_no_wrong_token_or_page_leak(engine, senders, receivers, seed, monkeypatch):
+    """Of slices that are packed, and that are not."""
+    monkeypatch.setattr(ranks_transport, "pays_to_pack", lambda *_: seed == 1)
     pair = ranked_pair(senders, receivers, **ENGINES[engine])
     name = f"{engine}{senders}{receivers}{seed}"
     make_hostile(pair, name)

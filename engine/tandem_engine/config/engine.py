@@ -98,6 +98,19 @@ class LoadFormat(StrEnum):
     """Nowhere: random numbers of the shapes that config.json implies, to measure speed and memory."""
 
 
+class AttentionLibrary(StrEnum):
+    """What computes long prompts on a GPU. Names follow vLLM's backends."""
+
+    AUTO = "auto"
+    """The fastest, measured at start."""
+    TRITON = "triton_attn"
+    """The kernels of this repository, which compute everything else in any case."""
+    SDPA = "torch_sdpa"
+    FLASH = "flash_attn"
+    FLASHINFER = "flashinfer"
+    FLEX = "flex_attention"
+
+
 class Quantization(StrEnum):
     """How projections are held in memory."""
 
@@ -136,12 +149,15 @@ class EngineConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     grammar: GrammarConfig = field(default_factory=GrammarConfig)
     graphs: GraphConfig = field(default_factory=GraphConfig)
+    attention: AttentionLibrary = AttentionLibrary.AUTO
     operation: OperationConfig = field(default_factory=OperationConfig)
     adapters: AdapterConfig = field(default_factory=AdapterConfig)
 
     def __post_init__(self) -> None:
         if not DEVICES.fullmatch(self.device):
             raise ConfigError(f"--device must be cpu, cuda or cuda:N, got {self.device!r}")
+        if self.device == "cpu" and self.attention not in (AttentionLibrary.AUTO, AttentionLibrary.TRITON):
+            raise ConfigError(f"--attention-backend {self.attention} needs a GPU: drop it, or set --device cuda")
         if 0 < len(self.cpus) < self.threads:
             raise ConfigError(
                 f"--cpu-affinity names {len(self.cpus)} cores for --threads {self.threads}: name as many, or drop one"

@@ -192,6 +192,8 @@ class DecodeStage:
         self.counters.moves += 1
         receiving.record = record
         tail = len(receiving.tokens) % self.host.memory.page_size
+        if record.packed:
+            self.holds.unpack(key)
         self.transport.digest(
             DigestOrder(
                 room=key.room,
@@ -200,13 +202,16 @@ class DecodeStage:
                 kind=self.config.kv_digest,
                 tail=tail,
                 writers=record.ranks,
+                packed=record.packed,
                 states=receiving.hold.states,
             )
         )
 
     def on_digests(self, event: Digests) -> None:
         """Commit if every page is what the writer sent, or fail."""
-        receiving = self._receiving.get(room_key(event.room, event.generation))
+        key = room_key(event.room, event.generation)
+        self.holds.unpacked(key)
+        receiving = self._receiving.get(key)
         if receiving is None or receiving.record is None:
             self.counters.ignored += 1
             return

@@ -8,9 +8,7 @@ Nothing waits for the device: the caller transfers pages in the meantime, and lo
 a digest does not wait until a whole step has been computed; between two kernels of a step there is room for it.
 """
 
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -19,63 +17,9 @@ from torch import Tensor
 from tandem_engine.base.names import DigestKind
 from tandem_engine.disaggregation import digest_triton
 from tandem_engine.disaggregation.digest_words import gathered, mixed
+from tandem_engine.disaggregation.packed_pages import Arrival, queue_of
 from tandem_engine.kernels.cpu.page_digests import Indices, Keys
 from tandem_engine.memory.pool import PageLayout
-
-AHEAD = -1
-"""Priority of the stream."""
-
-
-class Arrival(Protocol):
-    """`torch.cuda.Event`, as far as it is used here."""
-
-    def query(self) -> bool:
-        """Whether the device got there."""
-        ...
-
-    def synchronize(self) -> None:
-        """Wait for it."""
-        ...
-
-
-class Arrived:
-    """An arrival that is over."""
-
-    def query(self) -> bool:
-        return True
-
-    def synchronize(self) -> None:
-        """There is nothing to wait for."""
-
-
-class DeviceQueue:
-    """Where digests are queued: a stream of a GPU. On a CPU, where kernels are interpreted, all is done at once."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self.on_gpu = device.type == "cuda"
-        self._stream: torch.cuda.Stream | None = None
-        if self.on_gpu:
-            self._stream = torch.cuda.Stream(device, priority=AHEAD)  # type: ignore[no-untyped-call]
-
-    def on(self) -> AbstractContextManager[object]:
-        """What is queued inside is queued here."""
-        on: AbstractContextManager[object] = nullcontext() if self._stream is None else torch.cuda.stream(self._stream)
-        return on
-
-    def host_memory(self, *shape: int) -> Tensor:
-        """int64, and pinned: copies to and from the device do not block the host."""
-        # Pinned by the context of the current device, which need not be this one.
-        with torch.cuda.device(self.device) if self.on_gpu else nullcontext():
-            return torch.empty(shape, dtype=torch.int64, pin_memory=self.on_gpu)
-
-    def record(self) -> "Arrival":
-        """What is queued until now."""
-        if self._stream is None:
-            return Arrived()
-        event = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        event.record(self._stream)
-        return event
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,7 +47,7 @@ class DeviceDigests:
     def __init__(self, words: Tensor, layout: PageLayout) -> None:
         self._words = words
         self._layout = layout
-        self._queue = DeviceQueue(words.device)
+        self._queue = queue_of(words.device)
         self._warm_up()
 
     def queue(self, kind: DigestKind, pages: Indices, keys: Keys, tail: int, heads: range) -> QueuedDigests:

@@ -38,14 +38,12 @@ from tandem_engine.disaggregation.digest_words import (
     gathered,
     sampled_digests_torch,
     sampled_rows,
-    word_bytes,
 )
+from tandem_engine.disaggregation.packed_pages import queue_of, unpack, words_of
 from tandem_engine.disaggregation.transport import DigestOrder, Digests, PagePool, Push
 from tandem_engine.kernels.cpu.page_digests import Indices, Keys, full_digests, sampled_digests
 from tandem_engine.memory.pool import PageLayout
 from tandem_engine.messages.transfer import STATES
-
-WORD_TYPES = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
 
 Digester = Callable[[Indices, Keys, int, range], Keys]
 """Digests under keys of these heads of pages with so many slots in use."""
@@ -78,7 +76,8 @@ class PageDigester:
         self._slots = pool.bytes_view() if head_blocks else None
         self._head_blocks = head_blocks
         self._heads = range(pool.layout.heads)
-        words = pool.bytes_view().view(WORD_TYPES[word_bytes(pool.layout)])
+        words = words_of(pool)
+        self._words, self._layout = words, pool.layout
         self.in_background = words.device.type != "cpu"
         """Whether digests that were begun are made while the caller does something else."""
         self._make = makers_on_device(words, pool.layout) if self.in_background else _on_cpu(words, pool.layout)
@@ -121,7 +120,20 @@ class PageDigester:
         )
 
     def begin_order(self, order: DigestOrder) -> Making:
-        """Have what `order` names digested."""
+        """Have what `order` names digested, once it is unpacked where it came so."""
+        if not order.unpack:
+            return self._begin_order(order)
+        queue = queue_of(self._words.device)
+        try:
+            with queue.on():
+                unpack(self._words, order.pages, self._layout, order.unpack)
+            return self._begin_order(order)
+        except Exception:
+            # The pages may be free once the order is answered [late-write].
+            queue.record().synchronize()
+            raise
+
+    def _begin_order(self, order: DigestOrder) -> Making:
         pages = self.begin(
             order.pages,
             room=order.room,

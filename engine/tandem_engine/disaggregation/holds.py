@@ -15,7 +15,8 @@
                                        either ── fence ──▶ fenced ── ack, end ──▶ pages free
 
 Only commit, an ack or the end of the writer's process releases pages, so a late write never lands in another request's
-page [late-write]. Deadlines are monotonic seconds. An ack counts only from the writer that was granted the pages, in
+page [late-write]. Pages that this engine unpacks (`packed_pages`) wait for the end of that, too.
+Deadlines are monotonic seconds. An ack counts only from the writer that was granted the pages, in
 the generation of the grant [ack-per-grant]; any other signal about a hold that is over is ignored
 [late-signal-ignored].
 """
@@ -78,6 +79,10 @@ class TransferHold:
     row: ReqPoolIdx | None = None
     """Whose state the writer may write, too. Like the pages, it is the hold's own once the request has given it up.
     Of a prefix it is the slot of an anchor."""
+    unpacking: bool = False
+    """The transport of this engine may be writing to the pages, too."""
+    left: bool = False
+    """By the writer, while they are unpacked."""
 
     @property
     def states(self) -> tuple[PageId, ...]:
@@ -153,6 +158,20 @@ class HoldTable:
             if hold.row is not None:
                 self.give_back_row(hold.row)
         self.give_back(rest)
+
+    def unpack(self, key: RoomKey) -> None:
+        """The transport was told to unpack the pages: nothing frees them before `unpacked` [late-write]."""
+        self._holds[key].unpacking = True
+
+    def unpacked(self, key: RoomKey) -> bool:
+        """The transport has answered, and writes to the pages no more. True: the transfer had ended before."""
+        hold = self._holds.get(key)
+        if hold is None or not hold.unpacking:
+            return False
+        hold.unpacking = False
+        if hold.left:
+            self._free(hold)
+        return hold.state.owns_pages
 
     def commit(self, key: RoomKey) -> None:
         """Everything arrived and was verified: the hold is over, its pages are the request's."""
@@ -238,6 +257,9 @@ class HoldTable:
         return (hold for hold in self._holds.values() if hold.state.owns_pages)
 
     def _free(self, hold: TransferHold) -> None:
+        if hold.unpacking:
+            hold.left = True
+            return
         del self._holds[hold.key]
         self.give_back(hold.pages)
         if hold.row is not None:

@@ -85,8 +85,10 @@ def transfer_failed(reason: str) -> Finish:
     )
 
 
-def record_of(room: SendRoom, grant: Grant, *, sender: Peer, ranks: int, exposed_s: float) -> HandoffRecord:
-    """What `sender` has written into the pages of `grant`, on so many ranks."""
+def record_of(
+    room: SendRoom, grant: Grant, *, sender: Peer, ranks: int, packed: bool, exposed_s: float
+) -> HandoffRecord:
+    """What `sender` has written into the pages of `grant`, on so many ranks, packed or not."""
     req = room.req
     resumed_len = room.total - req.prompt_len
     return HandoffRecord(
@@ -103,6 +105,7 @@ def record_of(room: SendRoom, grant: Grant, *, sender: Peer, ranks: int, exposed
         exposed_s=exposed_s,
         ranks=ranks,
         groups=UNSET if grant.state is None else (GroupDigests(group=STATES, digests=room.state_digests),),
+        packed=packed,
     )
 
 

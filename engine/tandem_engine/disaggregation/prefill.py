@@ -317,7 +317,14 @@ class PrefillStage:
         grant = room.grant
         assert grant is not None, f"room {room.key} is complete without a grant"
         exposed = room.exposed(self.host.clock.now())
-        record = record_of(room, grant, sender=self.peers.me, ranks=self.transport.hello().num_ranks, exposed_s=exposed)
+        record = record_of(
+            room,
+            grant,
+            sender=self.peers.me,
+            ranks=self.transport.hello().num_ranks,
+            packed=self.transport.packs(room.peer.incarnation),
+            exposed_s=exposed,
+        )
         if self.peers.send(room.peer, record):
             self.counters.moved += _moves(room)
             self.counters.handed_over += 1

@@ -177,6 +177,8 @@ class PrefixFetcher:
             self._miss(fetch)
             return
         self.holds.wrote(key, writer=record.sender.incarnation, pages=record.pages)
+        if record.packed:
+            self.holds.unpack(key)
         self.transport.digest(
             DigestOrder(
                 room=key.room,
@@ -185,6 +187,7 @@ class PrefixFetcher:
                 kind=self.config.kv_digest,
                 tail=0,
                 writers=record.ranks,
+                packed=record.packed,
                 states=fetch.hold.states,
             )
         )
@@ -206,9 +209,11 @@ class PrefixFetcher:
 
     def on_digests(self, event: Digests) -> bool:
         """Cache the pages if every one is what the writer sent. False: not of a fetch."""
-        fetch = self._fetches.get(room_key(event.room, event.generation))
+        key = room_key(event.room, event.generation)
+        ended = self.holds.unpacked(key)
+        fetch = self._fetches.get(key)
         if fetch is None:
-            return False
+            return ended
         if fetch.record is None:
             self.counters.ignored += 1
         elif event.digests == digests_of(fetch.record):

@@ -254,6 +254,7 @@ class PrefixSource:
                 groups=(GroupDigests(group=STATES, digests=transfer.state_digests),)
                 if transfer.state_digests
                 else UNSET,
+                packed=self.transport.packs(transfer.receiver.incarnation),
             ),
         )
 

@@ -133,6 +133,8 @@ class Push:
     """With `progress`: write so many layers at once, or all that are left."""
     heads: HeadPart | None = None
     """Of each page these heads alone, which the digests are of, too. None: whole pages, which both sides have alike."""
+    packed: bool = False
+    """`heads` of a page arrive as one run of bytes, which the receiver unpacks (`packed_pages`)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -167,6 +169,10 @@ class DigestOrder:
     """As in `Push`."""
     writers: int = 1
     """Ranks of the peer: what each of them has written is digested by itself."""
+    packed: bool = False
+    """The peer's ranks have written their heads as `Push.packed` has it, and pages are, or were, to be unpacked."""
+    unpack: tuple[range, ...] = ()
+    """Heads of the slices that each page has to be unpacked from before anything is digested; () if it need not be."""
     heads: range | None = None
     """Of each page these heads alone. None: whole pages."""
     states: tuple[PageId, ...] = ()
@@ -211,6 +217,10 @@ class KvTransport(Protocol):
 
     def forget(self, incarnation: str) -> None:
         """Drop a peer's agent and mappings; its outstanding pushes fail with `peer_lost`."""
+        ...
+
+    def packs(self, peer: str) -> bool:
+        """Whether slices that go to `peer`, which is connected, are packed, so that it has to be told."""
         ...
 
     def push(self, push: Push) -> None:

@@ -32,7 +32,7 @@ from tandem_engine.executor.cuda.prompt_graphs import prompt_sizes
 from tandem_engine.executor.forward_thread import Forward
 from tandem_engine.executor.interface import HiddenObserver, LosesResults, Runner
 from tandem_engine.executor.memory_profile import Footprint, longest_chunk, plan_pool
-from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, RunnerParts, Settle, platform_for
+from tandem_engine.executor.platform import Executor, ExecutorParts, Platform, RunnerParts, Settle, platform_of
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.kernels.interface import FLOAT8
 from tandem_engine.memory.allocator import PageAllocator, ReqToTokenPool
@@ -406,7 +406,7 @@ def make_parts(
     require_supported(loaded.model_config, config)
     geometry = kv_geometry(loaded, config)
     draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
-    platform = platform or platform_for(loaded.config.device)
+    platform = platform or platform_of(config, loaded.model_config)
     agreement = Agreement(loaded.parallel.schedule)
     layout = cache_layout(loaded, geometry, config, has_peers=agreement.share(has_peers, bool))
     pools = sized_pools(geometry, config, loaded, draft, platform, layout)

@@ -9,13 +9,15 @@ model when they are built.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, TypeVar
 
 import torch
 
 from tandem_engine.base.linux import bind_thread
+from tandem_engine.config import EngineConfig, ModelConfig
 from tandem_engine.executor.cuda.graphs import CudaGraphCapturer, Decoding, GraphCapturer, can_capture
-from tandem_engine.executor.cuda.prompt_graphs import can_capture_prompts
+from tandem_engine.executor.cuda.prompt_graphs import can_capture_prompts, prompt_sizes
 from tandem_engine.executor.cuda.runner import StreamRunner
 from tandem_engine.executor.cuda.step_graphs import StepGraphs, capture_steps, measure_steps
 from tandem_engine.executor.cuda.streams import (
@@ -32,7 +34,7 @@ from tandem_engine.executor.memory_profile import meter_for
 from tandem_engine.executor.runner import ModelRunner
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.forward.future_map import FutureMap
-from tandem_engine.kernels.compiles import require_private_kernels
+from tandem_engine.kernels.compiles import kernel_folder, require_private_kernels
 from tandem_engine.memory.group_pools import GroupPools
 from tandem_engine.memory.host.pages import HostPool
 from tandem_engine.memory.page_copies import PageCopier
@@ -41,6 +43,7 @@ from tandem_engine.memory.state_pool import StatePool
 from tandem_engine.model.adapters.weights import AdapterWeights
 from tandem_engine.model.attention.backend import AttentionBackend, AttentionSpec, GraphBackend
 from tandem_engine.model.attention.grouped import GroupedAttention, GroupedGraphAttention
+from tandem_engine.model.attention.prompt_choice import LEAST_QUERIES, PromptChooser
 from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.model.base import StepModel
 from tandem_engine.parallel.group import JointWork, SingleRank, TpGroup, use_device
@@ -192,10 +195,19 @@ class OnHost:
 class OnStreams:
     """Implements `Platform` for a device with streams."""
 
-    def __init__(self, *, streams: DeviceStreams, capturer: GraphCapturer, attention: AttentionMaker) -> None:
+    def __init__(
+        self,
+        *,
+        streams: DeviceStreams,
+        capturer: GraphCapturer,
+        attention: AttentionMaker,
+        chooser: PromptChooser | None = None,
+    ) -> None:
+        """`chooser`: of `attention`, to be asked whether a library that a flag names is used."""
         self.streams = streams
         self._capturer = capturer
         self._attention = attention
+        self._chooser = chooser
 
     def attention(
         self, pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype
@@ -264,11 +276,12 @@ class OnStreams:
 
     def _backend(self, parts: RunnerParts) -> GraphBackend:
         specs, groups = parts.model.attention, parts.groups
+        pools = [(parts.pool, specs)] if groups is None else groups.with_specs(specs)
+        backends = [self._attention(pool, parts.num_heads, each, parts.dtype) for pool, each in pools]
+        if self._chooser is not None:
+            self._chooser.require_use()
         if groups is None:
-            return self._attention(parts.pool, parts.num_heads, specs, parts.dtype)
-        backends = [
-            self._attention(pool, parts.num_heads, each, parts.dtype) for pool, each in groups.with_specs(specs)
-        ]
+            return backends[0]
         return GroupedGraphAttention(backends, windows=groups.layout.windows, places=groups.places)
 
     def _capture(self, decoding: Decoding, decodes: Sequence[int], prompts: Sequence[int]) -> StepGraphs:
@@ -287,22 +300,46 @@ class OnStreams:
         )
 
 
-def platform_for(device: str) -> Platform:
-    """Of a device that `require_device` has accepted. The calling thread is to run its steps."""
+def platform_for(device: str, chooser: PromptChooser | None = None) -> Platform:
+    """Of a device that `require_device` has accepted. The calling thread is to run its steps. `chooser`: of libraries
+    for long prompts, on a GPU.
+    """
     if device == "cpu":
         return OnHost()
     require_private_kernels()
     use_device(device)
     streams = CudaStreams(torch.device(device))
-    return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=gpu_attention)
+    attention = partial(gpu_attention, chooser=chooser)
+    return OnStreams(streams=streams, capturer=CudaGraphCapturer(streams), attention=attention, chooser=chooser)
 
 
-def gpu_attention(pool: KvPool, num_heads: int, specs: Sequence[AttentionSpec], dtype: torch.dtype) -> GraphBackend:
-    """Kernels; torch for latents that are too large for them."""
+def platform_of(config: EngineConfig, model: ModelConfig) -> Platform:
+    """Of an engine's device. Libraries compute prompts of more tokens than a graph has."""
+    graphs = prompt_sizes(config.graphs, model, most=config.most_tokens)
+    least = max(LEAST_QUERIES, 1 + max(graphs, default=0))
+    return platform_for(
+        config.device,
+        PromptChooser(
+            wanted=config.attention, least_queries=least, folder=lambda: kernel_folder() / "prompt-attention"
+        ),
+    )
+
+
+def gpu_attention(
+    pool: KvPool,
+    num_heads: int,
+    specs: Sequence[AttentionSpec],
+    dtype: torch.dtype,
+    *,
+    chooser: PromptChooser | None = None,
+) -> GraphBackend:
+    """Kernels, and what `chooser` finds for long prompts; torch for latents that are too large for kernels."""
     # Only an engine on a device needs Triton.
     from tandem_engine.kernels.triton.latent_attention import MAX_RANK
     from tandem_engine.model.attention.triton import TritonBackend
 
     if pool.value_width is not None and pool.value_width > MAX_RANK:
+        if chooser is not None:
+            chooser.leave("the model stores latents")
         return TorchReferenceBackend(pool, specs=specs)
-    return TritonBackend(pool, num_heads=num_heads, specs=specs, dtype=dtype)
+    return TritonBackend(pool, num_heads=num_heads, specs=specs, dtype=dtype, chooser=chooser)

@@ -89,11 +89,16 @@ class CompileCounter:
         )
 
 
-def require_private_kernels() -> None:
-    """As `require_private_cache`, of the folder that Triton uses in this process."""
+def kernel_folder() -> Path:
+    """Where Triton keeps compiled kernels of this process."""
     import triton
 
-    require_private_cache(Path(triton.knobs.cache.dir))
+    return Path(triton.knobs.cache.dir)
+
+
+def require_private_kernels() -> None:
+    """As `require_private_cache`, of the folder that Triton uses in this process."""
+    require_private_cache(kernel_folder())
 
 
 def require_private_cache(folder: Path) -> None:

@@ -15,6 +15,7 @@ The pool does not track owners of pages.
 import mmap
 from collections.abc import Sequence
 from copy import copy
+from importlib.metadata import PackageNotFoundError, version
 from math import prod
 from typing import NamedTuple, Self
 
@@ -285,6 +286,10 @@ DTYPES = {
 E4M3_CAPABILITY = (8, 9)
 """Compute capability of the first devices that convert to e4m3."""
 
+E5M2_TRITON = (3, 7)
+"""The first Triton that converts to and from e5m2 on devices before those: an older one emits instructions that they
+lack, and its compiler fails at the first launch."""
+
 
 def kv_dtype(requested: KvCacheDtype, model_dtype: torch.dtype) -> torch.dtype:
     """Of the pages of a model that computes in `model_dtype`."""
@@ -297,8 +302,27 @@ def require_kv_dtype(requested: KvCacheDtype, device: str) -> None:
     if device == "cpu":
         if requested is KvCacheDtype.FLOAT16:
             raise ConfigError(f"{flag} needs a GPU: attention on a CPU reads float32, bfloat16, fp8_e4m3 and fp8_e5m2")
-    elif DTYPES.get(requested) is torch.float8_e4m3fn and torch.cuda.get_device_capability(device) < E4M3_CAPABILITY:
+        return
+    dtype = DTYPES.get(requested)
+    if dtype not in FLOAT8 or torch.cuda.get_device_capability(device) >= E4M3_CAPABILITY:
+        return
+    needed, name = ".".join(map(str, E4M3_CAPABILITY)), torch.cuda.get_device_name(device)
+    triton = _triton_version()
+    converts = triton >= E5M2_TRITON
+    if dtype is torch.float8_e4m3fn:
+        other = "fp8_e5m2 takes as little memory, bfloat16 is exact" if converts else "use bfloat16"
+        raise ConfigError(f"{flag} needs a GPU of compute capability {needed} or more, and {name} has less: {other}")
+    if not converts:
         raise ConfigError(
-            f"{flag} needs a GPU of compute capability {'.'.join(map(str, E4M3_CAPABILITY))} or more, and "
-            f"{torch.cuda.get_device_name(device)} has less: fp8_e5m2 takes as little memory, bfloat16 is exact"
+            f"{flag} on {name} (compute capability below {needed}) needs Triton {'.'.join(map(str, E5M2_TRITON))} or "
+            f"newer, and {'.'.join(map(str, triton))} is installed: use --kv-cache-dtype bfloat16, or a torch that "
+            "brings a newer Triton"
         )
+
+
+def _triton_version() -> tuple[int, ...]:
+    """Major and minor number of what is installed; () without it."""
+    try:
+        return tuple(map(int, version("triton").split(".")[:2]))
+    except PackageNotFoundError:
+        return ()

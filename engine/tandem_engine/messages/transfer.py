@@ -121,6 +121,8 @@ class Hello(msgspec.Struct, frozen=True, kw_only=True, tag="hello"):
     """Of an engine with several, all of them in order; what is absent here they have in common. Else none."""
     groups: GroupPools | UnsetType = UNSET
     """Further groups of layers, from group 1 on."""
+    unpacks: bool = False
+    """Whether the sender unpacks slices that come as one run per page (`disaggregation.packed_pages`)."""
 
     @property
     def num_ranks(self) -> int:
@@ -176,6 +178,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """Of the sender. A page's digest is made of those of what each has written to each rank of the receiver."""
     groups: DigestsOfGroups | UnsetType = UNSET
     """Of each that was granted, in order."""
+    packed: bool = False
+    """Whether slices came as one run per page each: to a receiver that `unpacks` alone."""
 
 
 class TransferAborted(msgspec.Struct, frozen=True, kw_only=True, tag="transfer_aborted"):
@@ -300,6 +304,8 @@ class PrefixRecord(msgspec.Struct, frozen=True, kw_only=True, tag="prefix_record
     """As in `HandoffRecord`."""
     groups: DigestsOfGroups | UnsetType = UNSET
     """Of what the prefix left in further groups of layers after its last page, unless no page was written."""
+    packed: bool = False
+    """As in `HandoffRecord`."""
 
 
 ProbeMessage = ProbeRequest | ProbeGrant | ProbeRefusal

@@ -126,7 +126,7 @@ WORKER = FlagTable(
         {
             *("--load-format", "--cpu-affinity", "--dist-timeout", "--num-pages", "--mixed-prefill-tokens"),
             "--shared-prefill-tokens",
-            *("--cuda-graph-max-bs", "--cuda-graph-bs", "--disable-cuda-graph"),
+            *("--cuda-graph-max-bs", "--cuda-graph-bs", "--disable-cuda-graph", "--attention-backend"),
             *("--cuda-graph-max-bs-prefill", "--cuda-graph-bs-prefill", "--disable-prefill-cuda-graph"),
             *("--disable-radix-cache", "--disable-mixed-chunk", "--disable-overlap-schedule"),
             *("--hicache-ratio", "--prefix-fetch-timeout"),

@@ -18,8 +18,9 @@ from torch import Tensor
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.disaggregation.digest import PageDigester, answer
-from tandem_engine.disaggregation.nixl.layout import describe
-from tandem_engine.disaggregation.nixl.transport import group_pool, region_of_states
+from tandem_engine.disaggregation.nixl.layout import Descriptors, describe, describe_packed
+from tandem_engine.disaggregation.nixl.transport import group_pool, region_of, region_of_states
+from tandem_engine.disaggregation.packed_pages import PackedPages, words_of
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     Digests,
@@ -135,6 +136,10 @@ class FakeFabric:
             _write_state_heads(sender.states, receiver.states, push, push.heads)
             flight.layers = layers
             return
+        if push.packed and push.heads is not None:
+            _write_packed(sender.pool, receiver.pool, push, push.heads, range(flight.layers, layers))
+            flight.layers = layers
+            return
         here, there = _by_heads(sender.pool_of(push)), _by_heads(receiver.pool_of(push))
         heads = push.heads or HeadPart(range(here.shape[3]), range(there.shape[3]))
         source, target = (slice(part.start, part.stop) for part in heads)
@@ -178,7 +183,7 @@ class FakeTransport:
             heads=self.pool.layout.heads,
             device_id=0,
             groups=UNSET if self.states is None else (group_pool(self.states),),
-            **({"device": "DRAM"} | self.facts),
+            **({"device": "DRAM", "unpacks": True} | self.facts),
         )
 
     def pool_of(self, push: Push) -> PagePool:
@@ -204,6 +209,9 @@ class FakeTransport:
         self.connected.discard(incarnation)
         for key in self.fabric.drop_flights(self, incarnation):
             self.events.append(PushFailed(key=key, reason="forgotten", peer_lost=True))
+
+    def packs(self, peer: str) -> bool:
+        return False
 
     def push(self, push: Push) -> None:
         if push.peer not in self.connected:
@@ -252,10 +260,28 @@ def _by_heads(pool: PagePool) -> Tensor:
     return pool.bytes_view().view(pool.num_pages, pool.layout.layers, pool.layout.parts, pool.layout.heads, -1)
 
 
-def _write_state_heads(here: StateSlots | None, there: StateSlots | None, push: Push, heads: HeadPart) -> None:
-    assert here is not None, "a push of states of an engine that keeps none"
-    assert there is not None, "a push of states to an engine that keeps none"
-    ranges = describe(region_of_states(here), push.source, region_of_states(there), push.target, heads=heads)
+def _write_packed(here: PagePool, there: PagePool, push: Push, heads: HeadPart, layers: range) -> None:
+    """As the transfer thread does: heads are copied to a slot, unless they are whole pages; one run for each page."""
+    if not layers:
+        return
+    slot = None
+    if len(heads.source) < here.layout.heads:
+        ring = PackedPages(words=words_of(here), layout=here.layout, register=lambda *_: None, slot_bytes=1 << 16)
+        assert ring.room_for(layers, heads.source) >= len(push.source)
+        slot = ring.pack(push.source, layers, heads.source)
+    regions = region_of(here), region_of(there)
+    address = None if slot is None else slot.address
+    ranges = describe_packed(regions[0], push.source, regions[1], push.target, layers, heads, slot=address)
+    _move(ranges)
+
+
+def _move(ranges: Descriptors) -> None:
     for (source, size, _), (target, room, _) in zip(ranges.source.tolist(), ranges.target.tolist(), strict=True):
         assert size == room
         ctypes.memmove(target, source, size)
+
+
+def _write_state_heads(here: StateSlots | None, there: StateSlots | None, push: Push, heads: HeadPart) -> None:
+    assert here is not None, "a push of states of an engine that keeps none"
+    assert there is not None, "a push of states to an engine that keeps none"
+    _move(describe(region_of_states(here), push.source, region_of_states(there), push.target, heads=heads))

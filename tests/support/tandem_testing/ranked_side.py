@@ -107,7 +107,13 @@ class RankedEngine:
 
 
 def make_ranked_side(
-    peer: Peer, size: int, *, fabric: FakeFabric, network: PeerNetwork, config: DisaggConfig = CONFIG, **engine: object
+    peer: Peer,
+    size: int,
+    *,
+    fabric: FakeFabric,
+    network: PeerNetwork,
+    config: DisaggConfig = CONFIG,
+    **engine: object,
 ) -> Side:
     """A side with `size` ranks that share `KV_HEADS` heads."""
     news, agreed = Meeting(size), Meeting(size)

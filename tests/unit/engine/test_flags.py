@@ -10,6 +10,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import (
     OPEN_SETTINGS,
     AdapterConfig,
+    AttentionLibrary,
     CacheConfig,
     DisaggConfig,
     EngineConfig,
@@ -355,9 +356,11 @@ def test_speculative_setting_that_cannot_work_names_its_flag(argv, named) -> Non
 
 def test_flags_of_a_gpu_reach_the_config_and_a_child_process() -> None:
     args = parse("--cuda-graph-bs", "1", "4", "16", "--device", "cuda:2", "--cuda-graph-max-bs", "16")
+    args.attention_backend = parse("--attention-backend", "FLASH_ATTN").attention_backend
     for each in (args, parse(*engine_argv(args))):
         config = engine_config(each)
         assert config.device == "cuda:2"
+        assert config.attention is AttentionLibrary.FLASH, "vLLM writes it in capitals"
         assert config.graphs == GraphConfig(sizes=(1, 4, 16), max_rows=16)
     assert not engine_config(parse("--disable-cuda-graph")).graphs.enabled
     assert not engine_config(parse("--disable-prefill-cuda-graph")).graphs.prompts

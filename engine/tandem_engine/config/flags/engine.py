@@ -7,6 +7,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.linux import allowed_cpus, can_bind, format_cpus, parse_cpus
 from tandem_engine.config import (
     OPEN_SETTINGS,
+    AttentionLibrary,
     EngineConfig,
     GrammarConfig,
     GraphConfig,
@@ -62,6 +63,7 @@ def add_compute_flags(parser: argparse.ArgumentParser) -> None:
     )
     _add_quantization_flag(group)
     add_device_flag(group)
+    _add_attention_flag(group)
     _add_graph_flags(group)
     group.add_argument(
         "--threads",
@@ -87,6 +89,18 @@ def _add_quantization_flag(group: argparse._ArgumentGroup) -> None:
         help="format of the projections' weights. auto: as a quantized checkpoint stores them where the device has a "
         "kernel for it (a GPU), else --dtype; dequantize: --dtype; int8: eight bits with a scale per output, which "
         "saves memory and bandwidth, on a CPU too, and changes outputs slightly (default: auto)",
+    )
+
+
+def _add_attention_flag(group: argparse._ArgumentGroup) -> None:
+    group.add_argument(
+        "--attention-backend",
+        type=str.lower,
+        choices=[kind.value for kind in AttentionLibrary],
+        default=AttentionLibrary.AUTO.value,
+        help="what computes long prompts on a GPU, in steps without a graph. auto: the fastest of the others that the "
+        "model and the GPU allow, measured at the first start and kept next to the kernels; triton_attn: the kernels "
+        "that compute everything else (default: auto)",
     )
 
 
@@ -327,6 +341,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         parallel=parallel_config(args),
         grammar=grammar_config(args),
         graphs=graph_config(args),
+        attention=AttentionLibrary(args.attention_backend),
         operation=operation_config(args),
         adapters=adapter_config(args),
     )

@@ -36,6 +36,7 @@ EQUIVALENT: dict[str, tuple[Equivalent, ...]] = {
     "--cuda-graph-bs-decode": (Equivalent("--cuda-graph-bs"),),
     "--max-cudagraph-capture-size": (Equivalent("--cuda-graph-max-bs"),),
     "--cuda-graph-max-bs-decode": (Equivalent("--cuda-graph-max-bs"),),
+    "--prefill-attention-backend": (Equivalent("--attention-backend"),),
     "--enforce-eager": (Equivalent("--disable-cuda-graph"),),
     "--disable-decode-cuda-graph": (Equivalent("--disable-cuda-graph"),),
     "--no-enable-prefix-caching": (Equivalent("--disable-radix-cache"),),
@@ -138,6 +139,7 @@ NOT_SUPPORTED: dict[str, str] = {
 NO_EQUIVALENT = frozenset(
     """
     --allowed-methods --attention-data-parallel-size --c128-page-size --config-format --cuda-graph-backend-prefill
+    --decode-attention-backend --mm-attention-backend --speculative-draft-attention-backend
     --cuda-graph-max-seq-len-prefill --dbo-prefill-token-threshold --dcp-size --debug-cuda-graph --device-ids
     --disable-cuda-graph-padding --dwdp-size --enable-cudagraph-gc --enable-dbo --enable-profile-cuda-graph
     --hicache-storage-prefetch-policy --hicache-storage-prefetch-retry-max-attempts

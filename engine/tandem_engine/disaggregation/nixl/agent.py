@@ -205,15 +205,29 @@ class NixlAgent:
             with environment.defaults_while(network or {}):
                 config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
                 self._agent = api.nixl_agent(name, config)
-            self._registered = self._agent.register_memory(
-                [(each.address, each.num_pages * each.page_bytes, each.device_id, "") for each in (region, *further)],
-                region.device,
-            )
+            self._registered = [
+                self._agent.register_memory(
+                    [
+                        (each.address, each.num_pages * each.page_bytes, each.device_id, "")
+                        for each in (region, *further)
+                    ],
+                    region.device,
+                )
+            ]
             self.metadata: bytes = self._agent.get_agent_metadata()
         except self._errors as error:
             raise TransportUnavailableError(
                 f"NIXL cannot start with the UCX backend on {region.device}: {error}; {_remedy()}"
             ) from error
+
+    def register(self, address: int, size: int) -> None:
+        """Memory on the device of the pool to write from. Peers that were met before need not know it."""
+        self._enter()
+        memory = [(address, size, self._region.device_id, "")]
+        try:
+            self._registered.append(self._agent.register_memory(memory, self._region.device))
+        except self._errors as error:
+            raise TransferError(f"{size} bytes to pack slices in cannot be registered: {error}") from error
 
     def add_peer(self, name: str, metadata: bytes) -> None:
         """Learn a peer and connect to it. Raises `TransferError` when its metadata is not its own or unusable."""
@@ -299,7 +313,8 @@ class NixlAgent:
         if not self._interfaces.same():
             return
         try:
-            self._agent.deregister_memory(self._registered)
+            for registered in self._registered:
+                self._agent.deregister_memory(registered)
         except self._errors as error:
             logger.warning("cannot deregister KV memory: %s", error)
         finally:

@@ -39,13 +39,11 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TypeVar
 
-from msgspec import UNSET
-
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.errors import TransferError
 from tandem_engine.disaggregation.digest import Making, PageDigester, answer, unproved
 from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, Write
-from tandem_engine.disaggregation.nixl.layout import Region, describe
+from tandem_engine.disaggregation.nixl.layout import Descriptors, Region, describe, describe_packed, regions_of
 from tandem_engine.disaggregation.nixl.queues import (
     Command,
     Connect,
@@ -57,9 +55,11 @@ from tandem_engine.disaggregation.nixl.queues import (
     TransportErrors,
     Wake,
 )
+from tandem_engine.disaggregation.packed_pages import SLOT_WAIT_S, PackedPages, PackedSlot
 from tandem_engine.disaggregation.transport import (
     MIN_RATE,
     DigestOrder,
+    HeadPart,
     Push,
     PushDone,
     PushFailed,
@@ -67,17 +67,11 @@ from tandem_engine.disaggregation.transport import (
 )
 from tandem_engine.executor.forward_thread import TURN_S
 from tandem_engine.forward.kv_progress import VOID
-from tandem_engine.memory.state_pool import slot_room
-from tandem_engine.messages.transfer import GroupPool, Hello
+from tandem_engine.messages.transfer import Hello
 from tandem_engine.parallel.group import use_device
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
-ADDRESS_LIMIT = 1 << 64
-
-DEVICE_LIMIT = 1 << 16
-"""What a peer claims of its pool must be possible."""
-
 FIRST_PAUSE = 50e-6
 
 MAX_PAUSE = 1e-3
@@ -123,6 +117,14 @@ class _Outstanding:
     """Monotonic time at which `write` should have been done long since."""
     layers: int = 0
     """Layers [0, layers) are written, or being written by `write`."""
+    pages: int = 0
+    """Of the next layers, pages [0, pages) too, of a push that is packed in several parts."""
+    until: int = 0
+    """Where those layers stop."""
+    slot_by: float = 0.0
+    """When it waits no longer for a slot; 0.0 if it does not wait."""
+    slot: PackedSlot | None = None
+    """What is to be written next, or is being written."""
     write: Write | None = None
     digests: Making | None = None
     """Begun."""
@@ -144,6 +146,8 @@ class TransferThread:
     clock: Clock
     inbox: "queue.SimpleQueue[Command]"
     outbox: Outbox
+    packed: PackedPages | None = None
+    """Of the pool; None where no push is packed."""
     further: tuple[Region, ...] = ()
     """Of groups of layers next to pages, from group 1 on."""
     interfaces: Interfaces = field(default_factory=Interfaces)
@@ -243,7 +247,7 @@ class TransferThread:
         """Seconds to wait for a command before looking at NIXL again."""
         if self._busy:
             return 0.0
-        if self._ordered or any(each.write or each.digests for each in self._outstanding.values()):
+        if self._ordered or any(each.write or each.slot or each.digests for each in self._outstanding.values()):
             return min(max(FIRST_PAUSE, (self.clock.now() - self._began) / PAUSE_SHARE), MAX_PAUSE)
         if self._outstanding:
             return LAYERS_PAUSE
@@ -292,51 +296,11 @@ class TransferThread:
         if peer in self._peers:
             return
         try:
-            self._peers[peer] = self._regions_of(hello)
+            self._peers[peer] = regions_of(hello, self.region, self.further)
             self.agent.add_peer(peer, hello.nixl_metadata)
         except TransferError as error:
             self._peers.pop(peer, None)
             logger.warning("cannot connect to %r: %s", peer, error)
-
-    def _regions_of(self, hello: Hello) -> tuple[Region, ...]:
-        groups = () if hello.groups is UNSET else hello.groups
-        if len(groups) != len(self.further):
-            raise TransferError(f"it has {len(groups)} groups of states, ours are {len(self.further)}")
-        pages = self._region_of(hello)
-        further = (
-            _checked(
-                own._replace(
-                    address=group.address,
-                    page_bytes=group.slot_bytes,
-                    num_pages=group.num_slots,
-                    device=pages.device,
-                    device_id=pages.device_id,
-                    heads=_heads_of(group, own),
-                )
-            )
-            for group, own in zip(groups, self.further, strict=True)
-        )
-        return pages, *further
-
-    def _region_of(self, hello: Hello) -> Region:
-        """Raises `TransferError` for a pool that our pages do not fit into."""
-        if hello.heads < 1 or hello.page_bytes * self.region.heads != self.region.page_bytes * hello.heads:
-            raise TransferError(
-                f"its pages have {hello.page_bytes} bytes for {hello.heads} KV heads, "
-                f"ours {self.region.page_bytes} for {self.region.heads}"
-            )
-        if hello.device not in ("DRAM", "VRAM"):
-            raise TransferError(f"its pool is on {hello.device!r}, not on DRAM or VRAM")
-        region = Region(
-            hello.pool_address,
-            hello.page_bytes,
-            hello.num_pages,
-            hello.device,
-            hello.device_id,
-            layers=self.region.layers,
-            heads=hello.heads,
-        )
-        return _checked(region)
 
     def _lose(self, peer: str, reason: str) -> None:
         """End every push to `peer` and drop its mappings. Unknown peers are ignored."""
@@ -388,6 +352,8 @@ class TransferThread:
         while outstanding.push.key in self._outstanding:
             if outstanding.write is not None:
                 step = self._finish_write
+            elif outstanding.slot is not None:
+                step = self._write_slot
             else:
                 written = outstanding.layers == self._region(outstanding.push).layers
                 step = self._finish if written else self._write_more
@@ -404,14 +370,65 @@ class TransferThread:
         elif self.clock.now() >= push.start_before:
             self._fail(outstanding, "the grant expired", peer_lost=False)
         elif ready == total or ready >= outstanding.layers + push.least_layers:
-            self._write(outstanding, range(outstanding.layers, ready))
+            layers = range(outstanding.layers, outstanding.until if outstanding.pages else ready)
+            if push.packed and push.heads is not None:
+                return self._write_packed(outstanding, layers, push.heads)
+            here, there = self._region(push), self._peers[push.peer][push.key.group]
+            self._write(outstanding, layers, describe(here, push.source, there, push.target, layers, push.heads))
             return True
         return False
 
-    def _write(self, outstanding: _Outstanding, layers: range) -> None:
+    def _write_packed(self, outstanding: _Outstanding, layers: range, heads: HeadPart) -> bool:
+        """Begin to pack as much of a push as a slot holds, or write it from the pages, if its heads are all of theirs
+        or there is no slot to wait for. False: no slot is free.
+        """
+        push, first = outstanding.push, outstanding.pages
+        if len(heads.source) < self.region.heads and self._pack(outstanding, layers, heads):
+            outstanding.until = layers.stop
+            return outstanding.slot is not None
+        there = self._peers[push.peer][push.key.group]
+        ranges = describe_packed(self.region, push.source[first:], there, push.target[first:], layers, heads, slot=None)
+        outstanding.pages, outstanding.slot_by = 0, 0.0
+        self._write(outstanding, layers, ranges)
+        return True
+
+    def _pack(self, outstanding: _Outstanding, layers: range, heads: HeadPart) -> bool:
+        """Whether it is being packed, or waits for a slot."""
+        assert self.packed is not None, "a push is packed by a transport that packs"
+        try:
+            outstanding.slot = self.packed.pack(outstanding.push.source[outstanding.pages :], layers, heads.source)
+        except TransferError:
+            return False
+        if outstanding.slot is not None:
+            outstanding.slot_by = 0.0
+            return True
+        outstanding.slot_by = outstanding.slot_by or self.clock.now() + SLOT_WAIT_S
+        return self.clock.now() < outstanding.slot_by
+
+    def _write_slot(self, outstanding: _Outstanding) -> bool:
+        """Start to write what is packed. False: a device is still packing it, or the push has failed."""
+        push, slot = outstanding.push, outstanding.slot
+        assert slot is not None, f"push {push.key} has nothing packed"
+        assert push.heads is not None, f"push {push.key} is of whole pages"
+        if self.clock.now() >= push.start_before:
+            self._fail(outstanding, "the grant expired", peer_lost=False)
+            return False
+        if not slot.filled.query():
+            return False
+        layers = range(outstanding.layers, outstanding.until)
+        first, stop = outstanding.pages, outstanding.pages + slot.pages
+        source, target = push.source[first:stop], push.target[first:stop]
+        there = self._peers[push.peer][push.key.group]
+        ranges = describe_packed(self.region, source, there, target, layers, push.heads, slot=slot.address)
+        last = stop == len(push.source)
+        self._write(outstanding, layers if last else layers[:0], ranges)
+        outstanding.pages = 0 if last else stop
+        return True
+
+    def _write(self, outstanding: _Outstanding, layers: range, descriptors: Descriptors) -> None:
+        """`layers`: of all pages, once this and what was started before it is written."""
         push = outstanding.push
         here, there = self._region(push), self._peers[push.peer][push.key.group]
-        descriptors = describe(here, push.source, there, push.target, layers, push.heads)
         outstanding.began = self.clock.now()
         timeout = STUCK_S + len(push.source) * here.page_bytes / MIN_RATE
         outstanding.give_up = outstanding.began + timeout
@@ -475,26 +492,9 @@ class TransferThread:
     def _release(self, outstanding: _Outstanding) -> bool:
         """Give the write under way back, which cancels it unless it is done. Idempotent. False: unexpected error."""
         write, outstanding.write = outstanding.write, None
+        slot, outstanding.slot = outstanding.slot, None
         peer = outstanding.push.peer
-        return write is None or self._tidy("giving back a write", partial(self.agent.release, write), peer)
-
-
-def _heads_of(group: GroupPool, own: Region) -> int:
-    """Of each of a peer's slots. Raises `TransferError` where ours have heads that do not fit in there."""
-    if group.slot_bytes == own.page_bytes:
-        return own.heads
-    size = sum(own.blocks)
-    heads = group.slot_bytes // size if size else 0
-    if not heads or slot_room(heads * size) != group.slot_bytes:
-        raise TransferError(f"its states have {group.slot_bytes} bytes, ours {own.page_bytes}")
-    return heads
-
-
-def _checked(region: Region) -> Region:
-    """Raises `TransferError` for one that a peer cannot have."""
-    end = region.address + region.page_bytes * region.num_pages
-    if not (0 < region.address < end < ADDRESS_LIMIT and 0 <= region.device_id < DEVICE_LIMIT):
-        raise TransferError(
-            f"its pool of {region.num_pages} pages at address {region.address} of device {region.device_id} is nowhere"
-        )
-    return region
+        released = write is None or self._tidy("giving back a write", partial(self.agent.release, write), peer)
+        if slot is not None and self.packed is not None:
+            self.packed.give_back(slot)
+        return released

@@ -17,6 +17,7 @@ from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, own_d
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.queues import Command, Connect, Expect, Forget, Outbox, StartPush, Stop
 from tandem_engine.disaggregation.nixl.thread import TransferThread
+from tandem_engine.disaggregation.packed_pages import PackedPages
 from tandem_engine.disaggregation.transport import (
     DigestOrder,
     PagePool,
@@ -75,6 +76,7 @@ class NixlTransport:
             machine=machine_name(),
             transports=usable_transports(environment.ucx_tls, device=self._region.device, rdma=rdma_is_up()),
             groups=UNSET if states is None else (group_pool(states),),
+            unpacks=True,
         )
         self._inbox: queue.SimpleQueue[Command] = queue.SimpleQueue()
         self._outbox = Outbox()
@@ -87,6 +89,7 @@ class NixlTransport:
             agent=agent,
             digester=self._digester,
             region=self._region,
+            packed=PackedPages.of(pool, register=agent.register),
             further=further,
             clock=clock,
             inbox=self._inbox,
@@ -110,13 +113,16 @@ class NixlTransport:
     def forget(self, incarnation: str) -> None:
         self._inbox.put(Forget(incarnation))
 
+    def packs(self, peer: str) -> bool:  # noqa: ARG002 - whole pages, or what a push says
+        return False
+
     def push(self, push: Push) -> None:
         self._inbox.put(StartPush(push))
 
     def digest(self, order: DigestOrder) -> None:
         sampled = order.kind is DigestKind.SAMPLED and not order.states
         short = len(order.pages) * self._region.page_bytes <= SHORT_BYTES
-        if sampled and short and self._region.device == "DRAM":
+        if sampled and short and self._region.device == "DRAM" and not order.packed:
             self._outbox.put(answer(order, self._digester.begin_order(order)))
         else:
             self._inbox.put(order)

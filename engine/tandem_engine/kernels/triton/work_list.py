@@ -88,14 +88,18 @@ def list_kernel(
     BLOCK_M: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Row i writes its share of the lists; program i. WIDTH: num_rows or a power of two above. BLOCK_M 0: no tiles."""
+    """Row i writes its share of the lists; program i. WIDTH: num_rows or a power of two above. BLOCK_M 0: no tiles.
+
+    A row whose number of queries is negative has so many, but no work.
+    """
     row = tl.program_id(0)
     rows = tl.arange(0, WIDTH)
-    q_len = tl.load(extend_lens + rows, mask=rows < num_rows, other=0)
+    given = tl.load(extend_lens + rows, mask=rows < num_rows, other=0)
+    q_len = tl.abs(given)
     seq_len = tl.load(seq_lens + rows, mask=rows < num_rows, other=0)
     few = q_len <= MAX_QUERIES
     _, _, splits = visible_splits(q_len, seq_len, span, SPAN, MIN_SPLIT, MAX_SPLITS)
-    splits = tl.where(few & (q_len > 0), splits, 0)
+    splits = tl.where(few & (given > 0), splits, 0)
     before, here = rows < row, rows == row
     tl.store(starts + row, tl.sum(tl.where(before, q_len, 0)))
     first = tl.sum(tl.where(before, splits, 0))
@@ -105,7 +109,7 @@ def list_kernel(
     if row == 0:
         tl.store(totals, tl.sum(splits))
     if BLOCK_M > 0:
-        tiles = tl.where(few, 0, tl.cdiv(q_len * GROUP, BLOCK_M))
+        tiles = tl.where(few | (given < 0), 0, tl.cdiv(q_len * GROUP, BLOCK_M))
         first = tl.sum(tl.where(before, tiles, 0))
         count = tl.sum(tl.where(here, tiles, 0))
         for start in range(0, count, 64):

@@ -3,6 +3,7 @@
     rows of a step                   kernel                                        why
     at most `max_queries` tokens     `kernels.triton.decode_attention`, split-KV   bound by memory
     any other                        `kernels.triton.extend_attention`             bound by arithmetic
+    long prompts without a graph     a library, where one was faster at start      `prompt_choice`
     over latents, either             `kernels.triton.latent_attention`
 
 The kernel of a row depends on that row alone, and so does its result. The host needs no lengths: the device lists which
@@ -13,8 +14,8 @@ A `TritonGraphPlan` or `TritonPromptPlan` is the plan of a captured step: its te
 writes a batch into them.
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -27,7 +28,10 @@ from tandem_engine.kernels.triton.decode_attention import Partials
 from tandem_engine.kernels.triton.work_list import Bounds, Rows, WorkList
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec, TurningPlan
+from tandem_engine.model.attention.long_rows import LongPrompts, LongRow, LongRows
 from tandem_engine.model.attention.paged_kernels import PagedAttention, PagedKernels, PagedLatents
+from tandem_engine.model.attention.prompt_choice import PromptChooser, Run
+from tandem_engine.model.attention.prompt_libraries import AttentionFacts, DenseAttend
 from tandem_engine.model.attention.prompt_tensors import PromptTensors, load_prompt
 
 
@@ -41,6 +45,8 @@ class TritonPlan(TurningPlan):
     """[T] int64"""
     lists: dict[Span | None, WorkList]
     partials: Partials
+    long: dict[Span | None, LongRows] = field(default_factory=dict)
+    """Rows that a library computes, of steps that have any."""
 
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.attention.pool.store(layer, k, v, self.slots)
@@ -53,14 +59,29 @@ class TritonPlan(TurningPlan):
     def attend(self, layer: int, q: Tensor) -> Tensor:
         """Attention of `layer` over what the pool holds: [T, heads, head_dim], or of a latent's values."""
         out = torch.empty((*q.shape[:2], self.attention.value_width), dtype=q.dtype, device=q.device)
-        work = self.lists[self.attention.specs[layer].span]
-        self.attention.attend(layer, _dense_heads(q), out, self.rows, work, self.partials)
+        spec, q = self.attention.specs[layer], _dense_heads(q)
+        long = self.long.get(spec.span) if self.long else None
+        if long is None or not long.alone:
+            self.attention.attend(layer, q, out, self.rows, self.lists[spec.span], self.partials)
+        if long is not None:
+            left = long.attend(self.attention.pool, layer, spec, q, out, self.rows.page_table)
+            if left:
+                self._attend_left(layer, q, out, long, left)
         return out
+
+    def _attend_left(self, layer: int, q: Tensor, out: Tensor, long: LongRows, left: tuple[LongRow, ...]) -> None:
+        """Rows that a library has failed at are ours, in this layer and in those behind it."""
+        span = self.attention.specs[layer].span
+        work = self.lists[span]
+        self.long[span], rows = long.without(left, self.rows)
+        work.fill(rows)
+        self.attention.attend(layer, q, out, rows, work, self.partials)
+        work.fill(self.long[span].others)
 
     def fill(self) -> None:
         """List the work of the rows as they are now."""
-        for work in self.lists.values():
-            work.fill(self.rows)
+        for span, work in self.lists.items():
+            work.fill(self.long[span].others if span in self.long else self.rows)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -149,6 +170,7 @@ class TritonBackend:
         specs: Sequence[AttentionSpec],
         dtype: torch.dtype | None = None,
         max_queries: int = 1,
+        chooser: PromptChooser | None = None,
     ) -> None:
         """Choose tiles for the pool's shape.
 
@@ -156,6 +178,9 @@ class TritonBackend:
             specs: one for each layer of the pool.
             dtype: of queries, which the pool's numbers are converted to; None is the pool's.
             max_queries: longest row that decodes: 1 + the drafts that a step may verify.
+            chooser: of libraries for long prompts; None is none.
+
+        Raises `ConfigError` for a library that a flag names and that fails.
         """
         layers = pool.data.shape[1]
         assert len(specs) == layers, f"{len(specs)} specs for a pool of {layers} layers"
@@ -167,13 +192,19 @@ class TritonBackend:
         self._num_heads, self._dtype = num_heads, dtype
         self._graph_partials: Partials | None = None
         self._graph_items = 0
+        self._long = None if chooser is None else self._chosen(chooser)
 
     def plan(self, batch: ForwardBatch) -> TritonPlan:
         """A small launch for each distinct span; waits for nothing."""
         rows = Rows(*(self._int32(part) for part in (batch.page_table, batch.extend_lens, batch.seq_lens)))
         bounds = self._bounds(rows.page_table, extend_tokens=batch.num_tokens if batch.num_extend else 0)
         slots = batch.out_cache_loc.to(self._attention.device, non_blocking=True)
-        return self._plan(rows, slots, bounds)
+        if self._long is None or not batch.num_extend:
+            return self._plan(rows, slots, bounds)
+        lens = batch.host.extend_lens.tolist(), batch.host.seq_lens.tolist()
+        found = {span: self._long.rows_of(*lens, span) for span in self._long.choices}
+        long = {span: LongRows.of(some, rows, failed=self._long.failed) for span, some in found.items() if some}
+        return self._plan(rows, slots, bounds, long=long)
 
     def graph_plan(self, max_rows: int, max_pages: int) -> TritonGraphPlan:
         """The plan of a step of up to `max_rows` decodes with up to `max_pages` pages each. Empty until loaded."""
@@ -206,7 +237,45 @@ class TritonBackend:
             for layer in {(spec, spec.sinks is None): layer for layer, spec in enumerate(specs)}.values():
                 plan.attend(layer, q)
 
-    def _plan(self, rows: Rows, slots: Tensor, bounds: Bounds, partials: Partials | None = None) -> TritonPlan:
+    def _chosen(self, chooser: PromptChooser) -> LongPrompts | None:
+        pool, specs = self._attention.pool, self._attention.specs
+        _, _, _, kv_heads, page_size, head_dim = pool.data.shape
+        facts = AttentionFacts(
+            heads=self._num_heads,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
+            dtype=self._dtype,
+            pool_dtype=pool.data.dtype,
+            page_size=page_size,
+            device=pool.data.device,
+            latents=pool.value_width is not None,
+        )
+        choices = [chooser.choose(facts, spec, trial_runs(facts, spec)) for spec in specs]
+        return LongPrompts.of(specs, choices, least_queries=chooser.least_queries)
+
+    def trial(self, attend: DenseAttend | None, q: Tensor, before: int) -> Callable[[], Tensor]:
+        """A row of queries q behind `before` tokens on the pages after the dummy page: by `attend`, or our kernels."""
+        pool, tokens = self._attention.pool, before + len(q)
+        pages = -(-tokens // pool.page_size)
+        numbers = ((range(1, 1 + pages),), (len(q),), (tokens,))
+        rows = Rows(*(torch.tensor(part, dtype=torch.int32, device=pool.data.device) for part in numbers))
+        bounds = self._bounds(rows.page_table, extend_tokens=len(q))
+        long: dict[Span | None, LongRows] = {}
+        if attend is not None:
+            row = LongRow(row=0, start=0, queries=len(q), tokens=tokens, attend=attend)
+            long[self._attention.specs[0].span] = LongRows.of((row,), rows)
+        plan = self._plan(rows, rows.extend_lens, bounds, long=long)
+        return lambda: plan.attend(0, q)
+
+    def _plan(
+        self,
+        rows: Rows,
+        slots: Tensor,
+        bounds: Bounds,
+        partials: Partials | None = None,
+        *,
+        long: dict[Span | None, LongRows] | None = None,
+    ) -> TritonPlan:
         """Of `rows`, which are within `bounds`. `partials`: memory that no concurrent step uses."""
         kernels = self._attention
         plan = TritonPlan(
@@ -215,6 +284,7 @@ class TritonBackend:
             slots=slots,
             lists=kernels.lists(bounds),
             partials=partials or kernels.partials(bounds),
+            long=long or {},
         )
         plan.fill()
         return plan
@@ -238,3 +308,25 @@ class TritonBackend:
 def _dense_heads(q: Tensor) -> Tensor:
     """`q` with the heads of a token adjacent."""
     return q if q.stride()[1:] == (q.shape[2], 1) else q.contiguous()
+
+
+def trial_runs(facts: AttentionFacts, spec: AttentionSpec) -> Run:
+    """Rows of random numbers over a pool of their own, for `PromptChooser`."""
+
+    def run(attend: DenseAttend | None, queries: int, before: int) -> Callable[[], Tensor]:
+        random = torch.Generator(facts.device).manual_seed(queries)
+        pool = KvPool(
+            num_pages=1 - (-(before + queries) // facts.page_size),
+            num_layers=1,
+            num_kv_heads=facts.kv_heads,
+            head_dim=facts.head_dim,
+            page_size=facts.page_size,
+            dtype=facts.pool_dtype,
+            device=facts.device,
+        )
+        pool.data.normal_(generator=random)
+        shape = (queries, facts.heads, facts.head_dim)
+        q = torch.randn(shape, generator=random, dtype=facts.dtype, device=facts.device)
+        return TritonBackend(pool, num_heads=facts.heads, specs=(spec,), dtype=facts.dtype).trial(attend, q, before)
+
+    return run

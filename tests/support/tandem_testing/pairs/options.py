@@ -34,6 +34,7 @@ NOT_PAIRED = {
     "load_format": "other weights",
     **dict.fromkeys(("device", "cuda_graph_max_bs", "cuda_graph_bs", "cuda_graph_max_bs_prefill"), _DEVICE),
     **dict.fromkeys(("cuda_graph_bs_prefill", "disable_prefill_cuda_graph", "disable_cuda_graph"), _DEVICE),
+    "attention_backend": _DEVICE,
     "cpu_affinity": "takes cores of the machine that tests may not have",
     **dict.fromkeys(("tensor_parallel_size", "nnodes", "node_rank"), _RANKS),
     **dict.fromkeys(("dist_init_addr", "dist_init_timeout", "dist_timeout"), _RANKS),

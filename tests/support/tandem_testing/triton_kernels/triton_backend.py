@@ -1,5 +1,6 @@
 """`TritonBackend` as the executor has it: against the reference over the same pool, and as CUDA graphs want it."""
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -8,7 +9,9 @@ import torch
 from tandem_engine.forward.prompt_shape import PromptShape, as_prompt
 from tandem_engine.memory.pool import KvPool
 from tandem_engine.model.attention.backend import AttentionSpec
-from tandem_engine.model.attention.reference import TorchReferenceBackend
+from tandem_engine.model.attention.prompt_choice import PromptChooser
+from tandem_engine.model.attention.prompt_libraries import DenseAttend, Library, Supports
+from tandem_engine.model.attention.reference import TorchReferenceBackend, attend_dense
 from tandem_engine.model.attention.triton import TritonBackend
 from tandem_testing.forward_builders import HEAD_DIM, NUM_HEADS, PLAIN, PageDealer, Seq, make_batch, make_pool, make_qkv
 from tandem_testing.triton_kernels.ahead_of_time import launches_that_only_compile
@@ -225,6 +228,93 @@ def nothing_compiles_later(dtype: torch.dtype, *, warmed: set[str]) -> None:
         prompts.prepare()
         prompts(0, *make_qkv(64, dtype=torch.bfloat16))
     assert compiled == first
+
+
+def dense(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+    """A library's part, by the reference."""
+    keys, values = (side.transpose(0, 1).float() for side in (keys, values))
+    return attend_dense(q.float(), keys, values, keys.shape[0] - len(q), spec).to(q.dtype)
+
+
+def check_long_prompts_go_to_a_library_and_other_rows_keep_their_bits(device: str) -> None:
+    """Prompts and chunks by a library of each kind, with short ones and decodes between and behind them."""
+    _, pool = pools(device, dtype=torch.bfloat16)
+    dealer = PageDealer(pool=pool)
+    long = [dealer.seq(40, 40), dealer.seq(150, 60)]
+    sequences = [dealer.seq(20, 20), long[0], dealer.seq(90, 23), long[1], dealer.seq(33, 1), dealer.decode(70)]
+    calls: list[tuple[int, int]] = []
+
+    def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        calls.append((len(q), keys.shape[1]))
+        return dense(q, keys, values, spec)
+
+    ours = TritonBackend(pool, num_heads=NUM_HEADS, specs=SPECS, dtype=torch.bfloat16)
+    for prefix in (True, False):
+        library = Library(
+            name="it", supports=Supports(prefix=prefix, window=True, capability=(0, 0), cpu=True), load=lambda _: attend
+        )
+        chooser = PromptChooser(wanted="it", libraries=[library], least_queries=24)
+        theirs = TritonBackend(pool, num_heads=NUM_HEADS, specs=SPECS, dtype=torch.bfloat16, chooser=chooser)
+        batch = make_batch(sequences)
+        calls.clear()
+        numbers = [part.to(device) for part in make_qkv(batch.num_tokens, dtype=torch.bfloat16)]
+        with_library, without = theirs.plan(batch), ours.plan(batch)
+        # The layer with a window begins to gather at the page of the first token that it sees; that with a cap is ours.
+        assert torch.equal(with_library(1, *numbers), without(1, *numbers))
+        assert calls == []
+        out, expected = with_library(0, *numbers), without(0, *numbers)
+        assert calls == [(40, 40), (60, 150 - 64)][: 1 + prefix]
+        starts = [0, 20, 60, 83, 143, 144, 145]
+        for index, (start, stop) in enumerate(itertools.pairwise(starts)):
+            if index == 1 or (index == 3 and prefix):
+                torch.testing.assert_close(out[start:stop], expected[start:stop], rtol=0.02, atol=0.02)
+            else:
+                assert torch.equal(out[start:stop], expected[start:stop]), index
+        alone = theirs.plan(make_batch([long[0]]))(0, *(part[20:60] for part in numbers))
+        assert torch.equal(alone, out[20:60]), "company changes nothing"
+
+
+def check_rows_that_a_library_fails_at_are_ours(device: str) -> None:
+    """In the layer where it raises and in those behind it, and in later steps; nothing is lost."""
+    _, pool = pools(device, dtype=torch.bfloat16)
+    dealer = PageDealer(pool=pool)
+    batch = make_batch([dealer.seq(20, 20), dealer.seq(40, 40), dealer.seq(150, 60), dealer.decode(70)])
+    numbers = [part.to(device) for part in make_qkv(batch.num_tokens, dtype=torch.bfloat16)]
+    full = False
+
+    def attend(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, spec: AttentionSpec) -> torch.Tensor:
+        if full and len(q) == 60:
+            raise torch.OutOfMemoryError("no memory")
+        return dense(q, keys, values, spec)
+
+    library = Library(name="it", supports=Supports(capability=(0, 0), cpu=True), load=lambda _: attend)
+    chooser = PromptChooser(wanted="it", libraries=[library], least_queries=24)
+    theirs, ours = (
+        TritonBackend(pool, num_heads=NUM_HEADS, specs=PLAIN, dtype=torch.bfloat16, chooser=one)
+        for one in (chooser, None)
+    )
+    plan, expected = theirs.plan(batch), ours.plan(batch)(0, *numbers)
+    full = True
+    failed = plan(0, *numbers)
+    assert torch.equal(failed[60:], expected[60:])
+    assert torch.equal(failed[:20], expected[:20])
+    torch.testing.assert_close(failed[20:60], expected[20:60], rtol=0.02, atol=0.02)
+    later = plan(1, *numbers)
+    assert torch.equal(later[60:], ours.plan(batch)(1, *numbers)[60:])
+    assert theirs.plan(batch).long == {}
+
+
+def check_no_row_is_long_without_a_library(device: str) -> None:
+    """float32 is ours, whatever is installed, and nothing is loaded for it."""
+    _, pool = pools(device)
+    chooser = PromptChooser(libraries=[Library(name="it", supports=Supports(cpu=True), load=_never)], least_queries=1)
+    backend = TritonBackend(pool, num_heads=NUM_HEADS, specs=SPECS, chooser=chooser)
+    plan = backend.plan(make_batch([PageDealer(pool=pool).seq(40, 40)]))
+    assert plan.long == {}
+
+
+def _never(_facts: object) -> DenseAttend:
+    raise AssertionError("loaded")
 
 
 def check_warming_up_touches_no_page(device: str) -> None:

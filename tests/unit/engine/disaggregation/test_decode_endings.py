@@ -4,6 +4,7 @@ again."""
 import pytest
 
 from tandem_engine.base.names import RequestId
+from tandem_engine.disaggregation.digest import unproved
 from tandem_engine.messages.outputs import FinishReason
 from tandem_engine.messages.requests import HandoffSide
 from tandem_engine.messages.transfer import DrainAck, Hello, WriteGrant
@@ -11,7 +12,7 @@ from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import DRAIN_TIMEOUT, GRANT_TIMEOUT, PROMPT
 from tandem_testing.disagg_played import ROOM, WRITER, Receiver, first_token
 from tandem_testing.disagg_script import make_scripted_peer
-from tandem_testing.fake_transport import Fate
+from tandem_testing.fake_transport import FakeTransport, Fate
 from tandem_testing.scheduler_builders import make_message
 
 
@@ -59,6 +60,28 @@ def test_abort_during_verification_is_obeyed(receiver):
     assert receiver.side.finish().reason is FinishReason.ABORT
     assert not receiver.is_cached()
     receiver.drain()
+    receiver.side.assert_clean()
+
+
+def test_pages_are_free_once_they_are_unpacked(receiver, monkeypatch):  # [late-write]
+    """An order to unpack may be carried out after the writer has acked: it writes to the pages."""
+    orders = []
+    monkeypatch.setattr(FakeTransport, "digest", lambda transport, order: orders.append((transport, order)))
+    grant = receiver.granted()
+    receiver.writer.write(grant)
+    receiver.turn()
+    receiver.writer.record(grant, first_token(PROMPT), packed=True)
+    receiver.turn()
+    receiver.side.engine.scheduler.abort(RequestId("r"))
+    receiver.drain()
+    receiver.side.stage.peer_gone(WRITER.incarnation)
+    receiver.side.stage.peer_ended(WRITER.incarnation)
+    receiver.turn()
+    assert receiver.held() == [*grant.pages]
+    [(transport, order)] = orders
+    transport.events.append(unproved(order))
+    receiver.turn()
+    assert receiver.held() == []
     receiver.side.assert_clean()
 
 

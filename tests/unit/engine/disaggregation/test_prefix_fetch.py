@@ -8,13 +8,14 @@ import pytest
 from tandem_engine.base.errors import InvalidRequestError
 from tandem_engine.base.names import RequestId
 from tandem_engine.config import HostConfig, Role
+from tandem_engine.disaggregation.digest import unproved
 from tandem_engine.messages.control import PauseMode
 from tandem_engine.messages.outputs import CacheHits, FetchReport, FinishReason
 from tandem_engine.messages.requests import Peer, PrefixFetch
 from tandem_engine.messages.transfer import DrainAck, Hello, PrefixAsk, PrefixRecord, TransferAborted
 from tandem_testing.disagg_network import make_peer
 from tandem_testing.disagg_pair import CONFIG, DRAIN_TIMEOUT, Pair, make_pair
-from tandem_testing.fake_transport import Fate
+from tandem_testing.fake_transport import FakeTransport, Fate
 from tandem_testing.scheduler_builders import ADAPTER, make_message
 from tandem_testing.toy_grammar import ToyGrammars, toy_grammar
 
@@ -249,6 +250,26 @@ def test_torn_pages_are_never_read():  # [verified-pages]
     finish(pair)
     assert (counters(pair).digest_mismatches, counters(pair).fetched) == (1, 0)
     assert cached_tokens(pair) == 0
+
+
+def test_pages_of_an_ended_fetch_are_free_once_they_are_unpacked(monkeypatch):  # [late-write]
+    """An order to unpack may be carried out after the source has acked: it writes to the pages."""
+    orders = []
+    monkeypatch.setattr(FakeTransport, "packs", lambda *_: True)
+    monkeypatch.setattr(FakeTransport, "digest", lambda transport, order: orders.append((transport, order)))
+    pair = make_warm_pair()
+    ask(pair)
+    pair.turn(10)
+    pair.prefill.engine.scheduler.abort(RequestId("r"))
+    pair.turn(10)
+    assert len(pair.prefill.link.messages(TransferAborted)) == 1
+    assert len([*pair.prefill.stage.held_pages()]) == 4
+    [(transport, order)] = orders
+    assert order.packed
+    transport.events.append(unproved(order))
+    pair.run()
+    assert [*pair.prefill.stage.held_pages()] == []
+    pair.assert_clean()
 
 
 @pytest.mark.parametrize("fate", [Fate(fail=True), Fate(lose_peer=True)])

@@ -4,9 +4,14 @@ import pytest
 import torch
 
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.config import AttentionLibrary, EngineConfig, GraphConfig, SchedulerConfig
 from tandem_engine.executor import platform
-from tandem_engine.executor.platform import OnStreams, platform_for
+from tandem_engine.executor.platform import OnStreams, gpu_attention, platform_for, platform_of
+from tandem_engine.model.attention.prompt_choice import PromptChooser
+from tandem_engine.model.attention.reference import TorchReferenceBackend
 from tandem_engine.parallel.group import device_of_rank, require_device, use_device
+from tandem_testing.forward_builders import make_pool
+from tandem_testing.random_weights import small_config
 
 
 @pytest.mark.parametrize(
@@ -66,3 +71,27 @@ def test_step_thread_launches_kernels_on_its_gpu(monkeypatch):
     monkeypatch.setattr(platform, "CudaGraphCapturer", lambda streams: None)  # noqa: ARG005
     assert isinstance(platform_for("cuda:2"), OnStreams)
     assert calls == [("use", 2), ("streams", 2)]
+
+
+@pytest.mark.parametrize(("graphs", "least"), [(GraphConfig(), 2049), (GraphConfig(prompts=False), 1024)])
+def test_libraries_compute_prompts_that_no_graph_has_room_for(monkeypatch, graphs, least):
+    """Else the kernel of a row would depend on its company, by which it is in a graph or not."""
+    made = []
+    monkeypatch.setattr(platform, "platform_for", lambda *given: made.append(given))
+    limits = SchedulerConfig(max_prefill_tokens=8192, chunked_prefill_size=8192)
+    config = EngineConfig(
+        model_path="m", device="cuda", graphs=graphs, attention=AttentionLibrary.FLASH, scheduler=limits
+    )
+    platform_of(config, small_config(hidden_size=2048))
+    [(device, chooser)] = made
+    assert (device, chooser.wanted, chooser.least_queries) == ("cuda", "flash_attn", least)
+
+
+def test_library_is_refused_for_latents_that_are_too_large_for_kernels():
+    """They are computed by torch, and the flag would say nothing."""
+    chooser = PromptChooser(wanted="flash_attn")
+    pool = make_pool()
+    pool.value_width = 513
+    assert isinstance(gpu_attention(pool, 4, [], torch.bfloat16, chooser=chooser), TorchReferenceBackend)
+    with pytest.raises(ConfigError, match="--attention-backend flash_attn: the model stores latents; use auto"):
+        chooser.require_use()

@@ -233,3 +233,38 @@ def test_ranks_on_several_machines_report_no_peer_machine(machines, is_first):
     # Where one rank cannot be notified, none is.
     assert (hello.machine == "") is ("" in machines)
     assert hello.transports == (LinkTransport.TCP, LinkTransport.SHM)
+
+
+@pytest.mark.parametrize(
+    ("senders", "receivers", "facts", "packed"),
+    [
+        (1, 4, {}, True),
+        (1, 4, {"unpacks": False}, False),  # a peer of an earlier release
+        (4, 1, {}, False),  # a CPU would unpack for as long as ranges take
+        (4, 1, {"device": "VRAM"}, True),
+        (2, 2, {"device": "VRAM"}, False),  # whole pages
+    ],
+)
+def test_slices_are_packed_where_it_pays_and_the_peer_unpacks_them(senders, receivers, facts, packed):
+    link = Link(senders, receivers)
+    hello = msgspec.structs.replace(link.there.ranks[0].hello(), **facts)
+    pushed = []
+    link.fabric.fates = lambda push: pushed.append(push.packed) or Fate()
+    for rank in link.here.ranks:
+        rank.forget(link.there.name)
+        rank.connect(hello)
+        assert rank.packs(link.there.name) is packed
+        assert not rank.packs("another")
+    link.push(digest=DigestKind.FULL)
+    link.fabric.advance()
+    (done,) = link.here.poll()
+    assert {*pushed} == {packed}
+    order = DigestOrder(
+        room="room", generation=3, pages=TARGET, kind=DigestKind.FULL, tail=0, writers=senders, packed=packed
+    )
+    for rank in link.there.ranks:
+        rank.digest(order)
+    link.there.poll()
+    (proof,) = link.there.poll()
+    assert proof.digests == done.digests
+    assert link.there.holds(link.whole, SOURCE, TARGET)
