@@ -4,6 +4,7 @@ On a CPU the forward thread is what a stream is on a GPU: the scheduler plans th
 computes, because torch and the compiled kernels release the interpreter lock.
 """
 
+import logging
 import sys
 import threading
 from collections.abc import Callable, Collection
@@ -17,6 +18,8 @@ import torch
 from tandem_engine.base.linux import bind_thread
 from tandem_engine.forward.batch import ForwardBatch, ForwardResult
 from tandem_engine.memory.page_copies import Copier, CopyReport, PageCopy, refuse_copies
+
+logger = logging.getLogger(__name__)
 
 Forward = Callable[[ForwardBatch], ForwardResult]
 T = TypeVar("T")
@@ -135,15 +138,15 @@ class ForwardThread:
                 task.run()
                 # Waiting for the next one must not keep tensors of this one.
                 task = None
-        except BaseException as error:
-            # Nobody but this thread completes futures, and who waits for one has no deadline.
+        except BaseException as error:  # noqa: BLE001 - the boundary of the thread: the engine ends at its next step
+            # No other thread completes futures, and a wait for one has no deadline.
             self._closing = True
+            logger.exception("the forward thread failed")
             if task is not None and not task.future.done():
                 task.future.set_exception(error)
             while not self._tasks.empty():
                 if (waiting := self._tasks.get()) is not None:
                     waiting.future.cancel()
-            raise
 
     def _compute(self, batch: ForwardBatch) -> ForwardResult:
         # Grad mode belongs to a thread, so it is set where the forward runs.

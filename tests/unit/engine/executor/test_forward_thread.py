@@ -153,7 +153,6 @@ def test_failed_copy_fails_its_future_and_next_step_runs(make):
     executor.shutdown()
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_step_outcomes_do_not_wait_for_a_forward_thread_that_failed(monkeypatch):
     reached, go = threading.Event(), threading.Event()
 
@@ -176,7 +175,6 @@ def test_step_outcomes_do_not_wait_for_a_forward_thread_that_failed(monkeypatch)
         executor.launch(batch(2))
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_forward_thread_that_failed_to_start_takes_no_batch(monkeypatch):
     def fail(cpus: object) -> None:
         raise OSError
@@ -185,3 +183,4 @@ def test_forward_thread_that_failed_to_start_takes_no_batch(monkeypatch):
     executor = ForwardThread(echo)
     with pytest.raises((RuntimeError, CancelledError)):
         executor.launch(batch(0)).result(TIMEOUT)
+    executor.shutdown()
