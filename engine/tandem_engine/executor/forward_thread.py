@@ -138,7 +138,7 @@ class ForwardThread:
                 task.run()
                 # Waiting for the next one must not keep tensors of this one.
                 task = None
-        except BaseException as error:  # noqa: BLE001 - the boundary of the thread: the engine ends at its next step
+        except BaseException as error:
             # No other thread completes futures, and a wait for one has no deadline.
             self._closing = True
             logger.exception("the forward thread failed")
