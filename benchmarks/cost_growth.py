@@ -73,7 +73,7 @@ def main() -> int:
     report = {
         "machine": platform.processor() or platform.machine(),
         "cpus": os.cpu_count(),
-        "costs": {name: curve.told() for name, curve in curves.items()},
+        "costs": {name: curve.as_json() for name, curve in curves.items()},
         "left_out": {str(count): why for count, why in left_out.items()},
         "superlinear_without_reason": [name for name, curve in curves.items() if curve.unexplained],
     }
@@ -139,11 +139,11 @@ def with_earlier(earlier: dict[str, Any], report: dict[str, Any]) -> dict[str, A
 def table_of(costs: Mapping[str, Mapping[str, Any]]) -> str:
     """Markdown: the first point of each cost, one in the middle, the last one, its power and the highest allowed."""
     rows = []
-    for name, told in costs.items():
-        points = [(float(at), cost) for at, cost in told["points"].items()]
+    for name, curve in costs.items():
+        points = [(float(at), cost) for at, cost in curve["points"].items()]
         shown = (points[0], points[len(points) // 2], points[-1]) if points else ()
         places = [f"{cost:,g} at {at:,.0f}" for at, cost in shown]
-        rows.append([name, told["unit"], *places, f"{told['power']:g}", f"{told['allowed']:g}"])
+        rows.append([name, curve["unit"], *places, f"{curve['power']:g}", f"{curve['allowed']:g}"])
     return table(["cost", "unit", "", "", "", "power", "at most"], rows)
 
 

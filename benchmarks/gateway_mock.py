@@ -272,8 +272,8 @@ def run_routed(checkout: Path, options: argparse.Namespace) -> dict[str, Any]:
 
 def gateway_us(round_: Mapping[str, Any], system: str, unit: str) -> float:
     """Of the gateway's own processes, for a request or a token."""
-    told = round_["systems"][system]["whole" if unit == "request" else "streamed"]
-    return float(told[f"us_per_{unit}"]) - float(told.get(f"us_per_{unit}_in_redis", 0.0))
+    case = round_["systems"][system]["whole" if unit == "request" else "streamed"]
+    return float(case[f"us_per_{unit}"]) - float(case.get(f"us_per_{unit}_in_redis", 0.0))
 
 
 def targets(runs: "Runs", routed: Mapping[str, list[dict[str, Any]]], base: str) -> "list[Target]":

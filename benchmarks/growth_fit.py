@@ -49,15 +49,15 @@ class Curve:
         """Whether it grows faster than its axis, or than its reason explains, beyond noise."""
         return self.power > self.allowed
 
-    def told(self) -> dict[str, object]:
-        told: dict[str, object] = {
+    def as_json(self) -> dict[str, object]:
+        fields: dict[str, object] = {
             "unit": self.unit,
             "points": {f"{x:g}": float(f"{y:.4g}") for x, y in sorted(self.points.items())},
             "power": self.power,
             "allowed": self.allowed,
             "terms": self.terms,
         }
-        return told | ({"reason": self.reason} if self.superlinear and self.reason else {})
+        return fields | ({"reason": self.reason} if self.superlinear and self.reason else {})
 
 
 def _nonnegative(points: Mapping[float, float]) -> list[float]:

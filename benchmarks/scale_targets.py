@@ -91,7 +91,7 @@ async def fleet_views(server: RedisServer, options: argparse.Namespace) -> list[
     rows = []
     for workers in FLEETS:
         costs = {
-            name: told["cpu_us"] for name, told in (await views(server, workers, rounds=options.rounds)).costs.items()
+            name: curve["cpu_us"] for name, curve in (await views(server, workers, rounds=options.rounds)).costs.items()
         }
         where = f"at {workers:,} workers"
         over_empty = costs["heartbeat"] / costs["empty_call"]
@@ -202,14 +202,14 @@ async def peers(server: RedisServer, options: argparse.Namespace) -> list[Target
     found = await run_all(
         argparse.Namespace(trace=options.trace, peers_venv=options.peers_venv, **asked), RedisAddress(url=server.url)
     )
-    told = msgspec.convert(found["policies"], dict[str, PolicyReport])
+    reports = msgspec.convert(found["policies"], dict[str, PolicyReport])
     requests = rows_of(options, 2500, speed=0.55, twice=True)
     without = await simulated(server, requests, workers=8, cache_share=0.1, constants=NO_NOTES)
     plain = rows_of(options, 2500, speed=1.0, twice=False)
     as_it_is = [
         await simulated(server, plain, workers=8, cache_share=0.1, constants=constants) for constants in ({}, NO_NOTES)
     ]
-    notes = told["locality"].block_hit_rate / without.block_hit_rate
+    notes = reports["locality"].block_hit_rate / without.block_hit_rate
     rows = [
         at_least("each prompt twice, notes of prompts in flight over none: hit rate", notes, 2.0),
         at_least(

@@ -160,7 +160,7 @@ class HoldTable:
         self.give_back(rest)
 
     def unpack(self, key: RoomKey) -> None:
-        """The transport was told to unpack the pages: nothing frees them before `unpacked` [late-write]."""
+        """The transport was asked to unpack the pages: nothing frees them before `unpacked` [late-write]."""
         self._holds[key].unpacking = True
 
     def unpacked(self, key: RoomKey) -> bool:

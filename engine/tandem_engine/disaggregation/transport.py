@@ -220,7 +220,7 @@ class KvTransport(Protocol):
         ...
 
     def packs(self, peer: str) -> bool:
-        """Whether slices that go to `peer`, which is connected, are packed, so that it has to be told."""
+        """Whether slices that go to `peer`, which is connected, are packed, so that it has to know."""
         ...
 
     def push(self, push: Push) -> None:

@@ -166,9 +166,9 @@ class Fleet:
             return
         await self.redis.follow()
         await self._remove_idle()
-        everybody = tuple(self.workers.values())
-        all_beat = len(everybody) + self._others <= ALL_BEAT
-        beating = everybody if all_beat else tuple(filter(self._has_news, everybody))
+        workers = tuple(self.workers.values())
+        all_beat = len(workers) + self._others <= ALL_BEAT
+        beating = workers if all_beat else tuple(filter(self._has_news, workers))
         for some in _slices(beating):
             await asyncio.gather(*(self._heartbeat(worker) for worker in some))
         self.redis.events.after(HEARTBEAT_S, self._beat)

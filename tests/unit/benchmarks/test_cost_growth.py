@@ -50,9 +50,9 @@ def test_terms_are_those_of_the_parabola_and_never_negative(growth):
 
 def test_growth_reason_is_reported_only_if_superlinear(growth):
     square = {x: x**2 for x in AXIS}
-    assert growth.Curve(points=square, unit="ms", reason="because").told()["reason"] == "because"
-    assert "reason" not in growth.Curve(points=square, unit="ms").told()
-    assert "reason" not in growth.Curve(points={x: x for x in AXIS}, unit="ms", reason="because").told()
+    assert growth.Curve(points=square, unit="ms", reason="because").as_json()["reason"] == "because"
+    assert "reason" not in growth.Curve(points=square, unit="ms").as_json()
+    assert "reason" not in growth.Curve(points={x: x for x in AXIS}, unit="ms", reason="because").as_json()
 
 
 def test_two_points_are_a_line(growth):
@@ -93,7 +93,7 @@ def test_table_has_the_costs_of_all_parts_that_were_measured(growth):
     line = growth.Curve(points={x: 1000 * x for x in AXIS}, unit="µs")
     square = growth.Curve(points={x: x**2 for x in AXIS}, unit="ms")
     earlier, now = (
-        {"costs": {name: curve.told()}, "left_out": {}, "superlinear_without_reason": faults}
+        {"costs": {name: curve.as_json()}, "left_out": {}, "superlinear_without_reason": faults}
         for name, curve, faults in (("square", square, ["square"]), ("line", line, []))
     )
     whole = cost_growth.with_earlier(earlier, now)
@@ -102,5 +102,5 @@ def test_table_has_the_costs_of_all_parts_that_were_measured(growth):
         "| square | ms | 1 at 1 | 256 at 16 | 16,380 at 128 | 2 | 1.15 |",
         "| line | µs | 1,000 at 1 | 16,000 at 16 | 128,000 at 128 | 1 | 1.15 |",
     ]
-    again = {"costs": {"square": line.told()}, "left_out": {}, "superlinear_without_reason": []}
+    again = {"costs": {"square": line.as_json()}, "left_out": {}, "superlinear_without_reason": []}
     assert cost_growth.with_earlier(whole, again)["superlinear_without_reason"] == []

@@ -153,7 +153,7 @@ def load_flash(facts: AttentionFacts) -> DenseAttend:
     logging.getLogger("torch.nn.attention.varlen").setLevel(logging.WARNING)
     if facts.capability[:1] == HOPPER[:1] and _installed("flash_attn_interface"):
         attention.activate_flash_attention_impl("FA3")
-    # Parameters differ between versions of torch: older ones share heads without being told, have no splits to switch
+    # Parameters differ between versions of torch: older ones share heads without a parameter, have no splits to switch
     # off, and the oldest have no windows.
     known = inspect.signature(varlen_attn).parameters
     further = {name: value for name, value in (("enable_gqa", True), ("num_splits", 1)) if name in known}

@@ -154,17 +154,17 @@ MOUNTS = {
 def test_host_path_at_a_folder_of_the_spec_is_rejected(folder):
     """Without the field of the spec that takes it, a folder is free."""
 
-    def told(path: str, spec: dict[str, Any]) -> str:
+    def refusal(path: str, spec: dict[str, Any]) -> str:
         return host_path_problem({**spec, "decode": {**spec.get("decode", {}), "pod": mounted(path)}})
 
     spec = MOUNTS[folder]
-    assert f"spec.decode.pod.hostPaths[0].mountPath: {folder!r} is the operator's" in told(folder, spec)
+    assert f"spec.decode.pod.hostPaths[0].mountPath: {folder!r} is the operator's" in refusal(folder, spec)
     read_only = folder in ("/models", "/etc/tandem/curve")
     within = f"{folder}/below' is within {folder!r}, which is read-only"
-    assert (within in told(f"{folder}/below", spec)) == read_only
-    assert told("/nvme", spec) == ""
+    assert (within in refusal(f"{folder}/below", spec)) == read_only
+    assert refusal("/nvme", spec) == ""
     if spec:
-        assert told(folder, {}) == ""
+        assert refusal(folder, {}) == ""
 
 
 def test_host_path_of_followers_is_rejected_once():
