@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import pytest
 
 from tandem_engine.disaggregation.transport import Push
-from tandem_testing.disagg_pair import Side
+from tandem_engine.scheduler.migration import AT_ONCE
+from tandem_testing.disagg_pair import GRANT_TIMEOUT, Side
 from tandem_testing.fake_transport import FakeFabric, Fate
 from tandem_testing.moving_fleet import MovingFleet, make_fleet
 from tandem_testing.scheduler_builders import make_message
@@ -74,6 +75,86 @@ def test_streams_without_a_place_are_retracted_where_they_are(seed):
         fleet.assert_exact()
     assert full.moved == 0
     assert retracted(full.sides) == retracted(before.sides) > 0
+
+
+def streams_of_one(count: int, **engine: object) -> MovingFleet:
+    """Two workers; all streams run on the first."""
+    fleet = make_fleet(("a", "b"), usable_pages=400, max_rows=32, **engine)
+    for i in range(count):
+        fleet.submit(make_message(f"r{i}", range(i + 1, i + 9), max_tokens=120), fleet.sides[0])
+    for _ in range(4):
+        fleet.turn()
+    return fleet
+
+
+def moving_from(side: Side) -> int:
+    return sum(req.handoff is not None and req.handoff.moving for req in side.engine.scheduler.queues.live())
+
+
+def test_few_streams_move_at_once_over_a_slow_link():  # [moves-without-room]
+    fleet = streams_of_one(AT_ONCE + 4)
+    a = fleet.sides[0]
+    fleet.fabric.fates = lambda _push: Fate(delay=12)
+    fleet.drain(a)
+    moving = []
+    while fleet.moved < len(fleet.streams):
+        fleet.turn()
+        moving.append(moving_from(a))
+        assert len(moving) < 400, f"{fleet.moved} of {len(fleet.streams)} have moved"
+    assert max(moving) == AT_ONCE
+    fleet.run()
+    fleet.assert_exact()
+
+
+def test_streams_without_a_place_move_once_there_is_one():  # [moves-without-room]
+    """Each was asked once without result: it has to be asked again."""
+    fleet = streams_of_one(AT_ONCE)
+    places = []
+    fleet.has_room = lambda: bool(places)
+    fleet.drain(fleet.sides[0])
+    for _ in range(10):
+        fleet.turn()
+    assert [stream.moves for stream in fleet.streams] == [0] * AT_ONCE
+    places.append("b")
+    fleet.run()
+    fleet.assert_exact()
+    assert fleet.moved == AT_ONCE
+
+
+def moves_that_wait_for_memory() -> tuple[MovingFleet, Side, Side]:
+    """Streams of the first worker are on their way to the second, which has granted pages to some of them alone."""
+    fleet = full_fleet(random.Random(0))
+    a, b = fleet.sides
+    fleet.fabric.fates = lambda _push: Fate(delay=1000)
+    fleet.drain(a)
+    while not (len(b.stage.decode.prealloc) and b.stage.decode.holds.open_transfers()):
+        fleet.turn()
+    return fleet, a, b
+
+
+def test_moves_that_wait_for_memory_end_when_their_sender_is_silent():  # [moves-without-room]
+    fleet, a, b = moves_that_wait_for_memory()
+    fleet.end(a, reported=False)
+    fleet.turn(GRANT_TIMEOUT + 1.0)
+    fleet.turn()
+    assert len(b.stage.decode.prealloc) == 0
+    b.stage.peer_ended(a.peer.incarnation)
+    fleet.run()
+    fleet.assert_exact()
+
+
+def test_fenced_sender_ends_its_moves_at_once_and_frees_pages_when_it_has_ended():  # [moves-without-room]
+    """Without waiting for a deadline. Until its process has ended it may still write [late-write]."""
+    fleet, a, b = moves_that_wait_for_memory()
+    b.stage.peer_gone(a.peer.incarnation)
+    assert len(b.stage.decode.prealloc) == b.stage.transferring() == 0
+    assert b.stage.fenced_writers() == (a.peer,)
+    assert [*b.stage.held_pages()]
+    b.stage.peer_ended(a.peer.incarnation)
+    assert [*b.stage.held_pages()] == []
+    fleet.end(a)
+    fleet.run()
+    fleet.assert_exact()
 
 
 @pytest.mark.parametrize("overlap", [False, True])

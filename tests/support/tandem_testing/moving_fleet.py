@@ -87,13 +87,16 @@ class MovingFleet:
             self.left.remove(side)
         side.engine.scheduler.decode_elsewhere(wanted=prefill)
 
-    def end(self, side: Side) -> None:
-        """As the end of its process, when its time to drain is over: what is still there, or on its way, is lost."""
+    def end(self, side: Side, *, reported: bool = True) -> None:
+        """As the end of its process, when its time to drain is over: what is still there, or on its way, is lost.
+
+        Unless it is `reported`, the other engines notice only its silence.
+        """
         successor = self.other(side)
         self.sides.remove(side)
         self.fabric.kill(side.peer.incarnation)
         self.network.kill(side.peer.incarnation)
-        for other in self.sides:
+        for other in self.sides if reported else ():
             other.stage.peer_ended(side.peer.incarnation)
         for stream in self.streams:
             if stream.finish is None and stream.side is side:
