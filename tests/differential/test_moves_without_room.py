@@ -127,9 +127,11 @@ def moves_that_wait_for_memory() -> tuple[MovingFleet, Side, Side]:
     a, b = fleet.sides
     fleet.fabric.fates = lambda _push: Fate(delay=1000)
     fleet.drain(a)
-    while not (len(b.stage.decode.prealloc) and b.stage.decode.holds.open_transfers()):
+    for _ in range(400):
+        if len(b.stage.decode.prealloc) and b.stage.decode.holds.open_transfers():
+            return fleet, a, b
         fleet.turn()
-    return fleet, a, b
+    raise AssertionError("no move waits for memory beside one that has it")
 
 
 def test_moves_that_wait_for_memory_end_when_their_sender_is_silent():  # [moves-without-room]
