@@ -37,7 +37,9 @@ async def serves_itself(run: Run, gateway: Gateway) -> bool:
 async def a_cell_dies_with_its_redis(run: Run) -> None:
     fleet, (home, neighbour) = run.fleet, run.fleet.gateways
     lost = [worker for worker in fleet.workers if worker.settings.cluster == CLUSTER]
-    run.expect(await serves_itself(run, home) and await serves_itself(run, neighbour), "cells do not serve themselves")
+    for gateway in (home, neighbour):
+        # On a loaded machine a Redis may answer too late, and the other cell serves that request.
+        await until(lambda gateway=gateway: serves_itself(run, gateway), PATIENCE_S, "each cell serves its own")
     asked: list[Ask] = []
 
     async def fault(load: Load) -> None:
