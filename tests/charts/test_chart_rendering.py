@@ -78,9 +78,13 @@ def rendered(helm) -> dict[str, list[dict[str, Any]]]:
     return {case: helm.render("tandem", values) for case, values in OPERATOR_CASES.items()}
 
 
-def model_examples() -> list[dict[str, Any]]:
-    """The ModelServices of all examples."""
-    return [one for one in examples() if one["kind"] == "ModelService"]
+@pytest.fixture(scope="module")
+def rendered_models(helm) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    """The spec of each ModelService of all examples, and the manifest that it becomes. Helm compiles the chart's schema
+    each time, for two seconds.
+    """
+    specs = [one["spec"] for one in examples() if one["kind"] == "ModelService"]
+    return [(spec, model_service(helm, spec)) for spec in specs]
 
 
 def of_kind(manifests: list[dict[str, Any]], kind: str) -> list[dict[str, Any]]:
@@ -101,12 +105,31 @@ def test_charts_pass_lint(helm, chart):
 
 
 @pytest.mark.parametrize("release", supported_releases())
-def test_manifests_are_strictly_valid(helm, release):
-    """All cases, as a cluster of that release gets them."""
-    for case, values in OPERATOR_CASES.items():
-        assert all_errors(helm.render("tandem", values, kube=f"{release}.0"), release) == [], case
-    manifests = [helm.render("tandem-model", one["spec"], kube=f"{release}.0") for one in model_examples()]
-    assert all_errors([one for each in manifests for one in each], release) == []
+def test_manifests_are_strictly_valid(rendered, rendered_models, release):
+    """All cases, which clusters of all releases get alike: the next two tests."""
+    for case, manifests in rendered.items():
+        assert all_errors(manifests, release) == [], case
+    assert all_errors([manifest for _, manifest in rendered_models], release) == []
+
+
+def test_templates_ask_a_cluster_only_for_its_disruption_budgets():
+    """What is rendered for one release is then what every supported release gets: all of them serve policy/v1."""
+    read = [
+        found
+        for chart in ("tandem", "tandem-model")
+        for file in sorted((CHARTS / chart / "templates").rglob("*"))
+        if file.is_file()
+        for found in re.findall(r"\.Capabilities[\w.]*(?: \"[^\"]*\")?|\blookup\b|\bsemverCompare\b", file.read_text())
+    ]
+    assert set(read) == {'.Capabilities.APIVersions.Has "policy/v1"'}
+
+
+def test_oldest_and_newest_release_get_the_same_manifests(helm, rendered, rendered_models):
+    for release in (supported_releases()[0], supported_releases()[-1]):
+        for case, values in OPERATOR_CASES.items():
+            assert helm.render("tandem", values, kube=f"{release}.0") == rendered[case], case
+        spec, manifest = rendered_models[0]
+        assert model_service(helm, spec, kube=f"{release}.0") == manifest
 
 
 @each_case
@@ -323,14 +346,12 @@ def test_model_without_source_error_lists_the_options(helm):
         helm.render("tandem-model")
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "examples").glob("*.yaml")), ids=lambda path: path.stem)
-def test_values_become_the_spec_as_they_are(helm, path):
+def test_values_become_the_spec_as_they_are(rendered_models):
     """Every field of the examples, large whole numbers and amounts among them."""
-    for document in yaml.safe_load_all(path.read_text()):
-        if document["kind"] == "ModelService":
-            rendered = model_service(helm, document["spec"])
-            assert rendered["spec"] == document["spec"]
-            msgspec.convert(rendered["spec"], ModelServiceSpec)
+    assert rendered_models
+    for spec, manifest in rendered_models:
+        assert manifest["spec"] == spec
+        msgspec.convert(manifest["spec"], ModelServiceSpec)
 
 
 def test_large_whole_numbers_stay_whole(helm):

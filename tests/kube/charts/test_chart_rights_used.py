@@ -122,7 +122,8 @@ def live_behind(front: Front, services: Services) -> None:
     front.delete()
 
 
-def test_operator_rights_equal_its_requests(control_plane, namespace, running):
+def test_operator_rights_equal_its_requests(control_plane, namespace, running, request):
+    """And outside of the listed namespaces it asks for nothing, beside discovery, which is no resource."""
     live(Services(control_plane, namespace))
     assert running.stop() == 0, running.log()
     requests = asked(control_plane, namespace)
@@ -131,14 +132,6 @@ def test_operator_rights_equal_its_requests(control_plane, namespace, running):
     assert used <= granted()
     assert granted() - used == NOT_ASKED_HERE
     assert {one.namespace for one in requests if one.resource == "leases.coordination.k8s.io"} == {namespace}
-
-
-def test_nothing_is_asked_outside_of_the_listed_namespaces(control_plane, namespace, running, request):
-    """Beside discovery, which is no resource."""
-    services = Services(control_plane, namespace)
-    services.apply()
-    services.wait_ready()
-    requests = asked(control_plane, namespace)
     if request.node.callspec.params["running"] == "Namespaces":
         assert {one.namespace for one in requests} == {namespace}
     else:
