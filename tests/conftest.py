@@ -25,6 +25,7 @@ from tandem_testing.crashed_workers import (
 )
 from tandem_testing.inherited_signals import give_children_default_signals
 from tandem_testing.quick_http import make_http_quick
+from tandem_testing.rewritten_tests import rewrite_share
 from tandem_testing.second_attempts import (
     pytest_report_teststatus,
     pytest_runtest_protocol,
@@ -74,10 +75,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 @pytest.hookimpl(wrapper=True)
-def pytest_collection() -> Generator[None, object, object]:
+def pytest_collection(session: pytest.Session) -> Generator[None, object, object]:
     """What is imported and collected stays. Looking for garbage in it would take a fifth of the time."""
     gc.disable()
     try:
+        if hasattr(session.config, "workerinput"):
+            rewrite_share(session.config, int(_worker.removeprefix("gw")) % _workers, _workers)
         return (yield)
     finally:
         gc.enable()
