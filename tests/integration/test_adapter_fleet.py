@@ -93,13 +93,17 @@ async def kill_decode_worker(fleet: SystemClient, request_id: str, engines: dict
     """SIGKILL the engine that generates `request_id`; none of `engines` generates anything before. Returns its pid."""
     for pid in engines.values():
         os.kill(pid, signal.SIGSTOP)
-    [attempt] = await fleet.attempts(request_id)
-    pid = engines[attempt["decode"].partition("@")[0]]
-    os.kill(pid, signal.SIGKILL)
-    for other in engines.values():
-        if other != pid:
-            os.kill(other, signal.SIGCONT)
-    return pid
+    killed = None
+    try:
+        [attempt] = await fleet.attempts(request_id)
+        killed = engines[attempt["decode"].partition("@")[0]]
+        os.kill(killed, signal.SIGKILL)
+    finally:
+        # Other tests have the same fleet, whatever failed here.
+        for pid in engines.values():
+            if pid != killed:
+                os.kill(pid, signal.SIGCONT)
+    return killed
 
 
 async def test_openai_client_lists_and_uses_adapters(fleet, merged):

@@ -152,26 +152,29 @@ async def test_operator_orders_reach_one_worker_while_others_serve(fleet, capsys
         shown = capsys.readouterr()
         return status, json.loads(shown.out or shown.err)
 
-    before = (await fleet.chat(QUESTIONS[0])).text
-    assert await order("pause", "--mode", "retract") == (0, {"message": "paused (retract)", "requests": 0})
-
     async def not_offered() -> bool:
         return not await fleet.is_ready(fleet.system.workers["decode-0"])
 
-    await until(not_offered, 60.0, "a paused worker is not ready")
-    chats = await asyncio.gather(*map(fleet.chat, QUESTIONS[1:]))
-    assert all(chat.text for chat in chats)
-    status, answer = await order("flush-cache")
-    assert (status, answer["message"]) == (0, "the prefix cache is empty")
-    assert (await order("audit"))[1]["tree_pages"] == 0
-    status, answer = await order("profile")
-    assert (status, answer["code"]) == (1, "config_error")
-    assert "--torch-profiler-dir" in answer["message"]
-    status, answer = await order("reload", "/nowhere")
-    assert (status, answer["code"]) == (1, "checkpoint_error")
-    assert (await order("reload"))[0] == 0
-    assert await order("abort", "nobody") == (0, {"message": "no request of this id is here", "requests": 0})
-    assert (await order("resume"))[0] == 0
+    before = (await fleet.chat(QUESTIONS[0])).text
+    try:
+        assert await order("pause", "--mode", "retract") == (0, {"message": "paused (retract)", "requests": 0})
+        await until(not_offered, 60.0, "a paused worker is not ready")
+        chats = await asyncio.gather(*map(fleet.chat, QUESTIONS[1:]))
+        assert all(chat.text for chat in chats)
+        status, answer = await order("flush-cache")
+        assert (status, answer["message"]) == (0, "the prefix cache is empty")
+        assert (await order("audit"))[1]["tree_pages"] == 0
+        status, answer = await order("profile")
+        assert (status, answer["code"]) == (1, "config_error")
+        assert "--torch-profiler-dir" in answer["message"]
+        status, answer = await order("reload", "/nowhere")
+        assert (status, answer["code"]) == (1, "checkpoint_error")
+        assert (await order("reload"))[0] == 0
+        assert await order("abort", "nobody") == (0, {"message": "no request of this id is here", "requests": 0})
+    finally:
+        # Other tests have the same fleet, whatever failed here.
+        resumed, _ = await order("resume")
+    assert resumed == 0
     await fleet.all_ready()
     assert (await fleet.chat(QUESTIONS[0])).text == before
 
