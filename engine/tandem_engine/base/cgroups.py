@@ -30,6 +30,9 @@ class Throttling:
     """For which its threads were stopped, added over the CPUs that they ran on."""
 
 
+_HIGH = "memory.high"
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryGroup:
     """One control group with a limit, in bytes."""
@@ -37,11 +40,14 @@ class MemoryGroup:
     limit: int
     used: int
     """Without cached files that could be dropped."""
-    kills: bool = True
-    """Whether the kernel kills at the limit; else it stops processes until pages are free again."""
+    file: str
+    """That has the limit."""
 
+    @property
+    def kills(self) -> bool:
+        """Whether the kernel kills at the limit; else it stops processes until pages are free again."""
+        return self.file != _HIGH
 
-_HIGH = "memory.high"
 
 _PAGE_COUNTERS = {
     "memory.max": "memory.current",
@@ -78,12 +84,19 @@ def memory_groups(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> Iterator[Mem
             # Without a limit version 2 has "max", and version 1 a number near 2^63.
             if limit.isdecimal() and int(limit) < NO_LIMIT:
                 taken = int(used) - _droppable(folder / "memory.stat") if used.isdecimal() else 0
-                yield MemoryGroup(limit=int(limit), used=max(0, taken), kills=limit_file != _HIGH)
+                yield MemoryGroup(limit=int(limit), used=max(0, taken), file=limit_file)
 
 
 def memory_limit(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int | None:
     """Bytes that the control groups of this process may use; None without a limit."""
     return min((group.limit for group in memory_groups(proc=proc, cgroups=cgroups)), default=None)
+
+
+def describe_memory(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> str:
+    """`memory_limit` and the file that has it, for a log line."""
+    groups = memory_groups(proc=proc, cgroups=cgroups)
+    least = min(groups, key=lambda group: group.limit, default=None)
+    return "no memory limit" if least is None else f"a memory limit of {least.limit / (1 << 30):.2f} GiB ({least.file})"
 
 
 def memory_kills(*, proc: Path = PROC, cgroups: Path = CGROUPS) -> int:

@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from tandem_engine.base.cgroups import describe_cpus, usable_cpus
+from tandem_engine.base.cgroups import describe_cpus, describe_memory, usable_cpus
 from tandem_engine.base.environment import limit_products
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.base.freed_memory import give_back
@@ -112,7 +112,7 @@ def load(config: EngineConfig, *, progress: bool, parallel: Parallel | None = No
     context_length = _context_length(config, facts)
     facts = replace(facts, fingerprint=fingerprint_of(facts, context_length))
     threads = max(1, _threads(config) // config.parallel.local_size)
-    logger.info("computing with %d threads a rank (%s)", threads, describe_cpus())
+    logger.info("computing with %d threads a rank (%s, %s)", threads, describe_cpus(), describe_memory())
     # This thread only schedules; see `ForwardThread` for what a second compute team would cost.
     torch.set_num_threads(1)
     limit_products()

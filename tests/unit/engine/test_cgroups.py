@@ -6,6 +6,7 @@ from tandem_engine.base import cgroups
 from tandem_engine.base.cgroups import (
     Throttling,
     cpu_quota,
+    describe_memory,
     memory_groups,
     memory_kills,
     memory_limit,
@@ -110,16 +111,24 @@ def test_shortage_names_the_limit_at_which_the_kernel_kills(machine, files, caus
 
 
 def test_limit_that_stops_processes_counts_as_a_limit(machine):
-    write(machine, "0::/pod\n", pod__memory_dot_max="8192", pod__memory_dot_high="4096", pod__memory_dot_current="96")
-    assert memory_limit(**machine) == 4096
+    write(
+        machine,
+        "0::/pod\n",
+        pod__memory_dot_max="9000000000",
+        pod__memory_dot_high="805306368",
+        pod__memory_dot_current="96",
+    )
+    assert memory_limit(**machine) == 3 << 28
+    assert describe_memory(**machine) == "a memory limit of 0.75 GiB (memory.high)"
     assert [(group.limit, group.used, group.kills) for group in memory_groups(**machine)] == [
-        (8192, 96, True),
-        (4096, 96, False),
+        (9_000_000_000, 96, True),
+        (3 << 28, 96, False),
     ]
 
 
 def test_memory_limit_is_the_smallest_of_all_groups(machine):
     assert memory_limit(**machine) is None
+    assert describe_memory(**machine) == "no memory limit"
     write(
         machine, "0::/pods/one\n", pods__one__memory_dot_max="max", pods__memory_dot_max="4096", memory_dot_max="8192"
     )
