@@ -48,7 +48,7 @@ from tandem_engine.memory.request_kv import RequestKv
 from tandem_engine.messages.outputs import Finish, FinishReason, TransferReport
 from tandem_engine.messages.requests import Handoff, HandoffSide, Peer
 from tandem_engine.messages.transfer import STATES, DrainAck, GroupGrant, HandoffRecord, TransferAborted, WriteGrant
-from tandem_engine.scheduler.request import Request
+from tandem_engine.scheduler.request import Request, end_by_grammar
 
 logger = logging.getLogger(__name__)
 
@@ -349,6 +349,8 @@ class DecodeStage:
         self.counters.committed += 1
         self.counters.bytes_received += len(hold.pages) * self.page_bytes + self.state_bytes
         stop = self.host.stop_of(req)
+        if record.ended_by_grammar:
+            stop = end_by_grammar(stop)
         if stop is None:
             self.host.admit_prebuilt(req)
         else:

@@ -106,6 +106,7 @@ def record_of(
         ranks=ranks,
         groups=UNSET if grant.state is None else (GroupDigests(group=STATES, digests=room.state_digests),),
         packed=packed,
+        ended_by_grammar=req.grammar is not None and req.grammar.matcher.ended,
     )
 
 

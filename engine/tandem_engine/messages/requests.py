@@ -144,6 +144,9 @@ class Handoff(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     moving: bool = False
     """Of the side SEND: this worker was generating the output until the abort just before this message, and has its KV.
     It takes the request though it is draining."""
+    keeps_session: bool = False
+    """Of the side SEND: `peer` keeps a session, for which it has to get the KV. A grammar that ends with the first
+    token therefore ends the output there and not here."""
 
     def check(self) -> None:
         """Raise `InvalidRequestError` for a room or generation that no transfer could be named by."""

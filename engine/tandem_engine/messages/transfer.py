@@ -180,6 +180,8 @@ class HandoffRecord(msgspec.Struct, frozen=True, kw_only=True, tag="handoff"):
     """Of each that was granted, in order."""
     packed: bool = False
     """Whether slices came as one run per page each: to a receiver that `unpacks` alone."""
+    ended_by_grammar: bool = False
+    """The last of `output_ids` completes the grammar, which allows nothing more: the receiver ends the output."""
 
 
 class TransferAborted(msgspec.Struct, frozen=True, kw_only=True, tag="transfer_aborted"):

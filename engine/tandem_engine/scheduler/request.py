@@ -38,6 +38,11 @@ from tandem_engine.speculative.adaptive_length import Acceptance
 GRAMMAR_ENDED = Finish(reason=FinishReason.STOP, by_grammar=True)
 
 
+def end_by_grammar(finish: Finish | None) -> Finish:
+    """How an output ends whose newest token completes the grammar and ends it as `finish`, or not at all."""
+    return finish if finish is not None and finish.reason is FinishReason.STOP else GRAMMAR_ENDED
+
+
 @dataclass(kw_only=True, slots=True, eq=False)
 class GrammarProgress:
     """Scheduler thread only."""
@@ -80,8 +85,7 @@ class GrammarProgress:
         kept = self.matcher.accept(run[: cut.keep])
         self.followed += kept
         if self.matcher.ended:
-            stopped = kept == cut.keep and cut.finish is not None and cut.finish.reason is FinishReason.STOP
-            return cut if stopped else Cut(keep=kept, finish=GRAMMAR_ENDED)
+            return Cut(keep=kept, finish=end_by_grammar(cut.finish if kept == cut.keep else None))
         if kept < cut.keep:
             if self.matcher.problem is not None:
                 raise self.not_followed()
@@ -266,3 +270,8 @@ class Request:
 def sends_kv(req: Request) -> bool:
     """Whether its KV goes to another worker, from where its pages are now."""
     return req.handoff is not None and req.handoff.side is HandoffSide.SEND
+
+
+def hands_over_session(req: Request) -> bool:
+    """Whether the receiver of its KV keeps a session, and ends an output that its grammar ends with the first token."""
+    return sends_kv(req) and req.handoff is not None and req.handoff.keeps_session

@@ -166,6 +166,7 @@ class StageSide:
         `checkpoint` leaves its settled whole pages in the prefix cache. The client is not notified.
         """
         self.parts.endings.release(req, checkpoint=checkpoint)
+        self.parts.sessions.give_up_turn(req)
         self.shared.queues.leave_group(req)
         self.shared.ended.note(req, None)
 

@@ -146,6 +146,10 @@ class Sessions:
         self._touch(key, session)
         self._pin(session)
 
+    def give_up_turn(self, req: Request) -> None:
+        """`req` is released without an end of its own: the session is what it was before."""
+        self.end_turn(req, Finish(reason=FinishReason.ABORT))
+
     def close(self, salt: str, session_id: str) -> None:
         """Forget a session. A running turn continues; unknown ids are ignored."""
         self._forget(SessionKey(salt, session_id))

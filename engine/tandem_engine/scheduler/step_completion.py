@@ -35,7 +35,7 @@ from tandem_engine.scheduler.finishing import Endings, Steps, error_finish
 from tandem_engine.scheduler.output_stream import OutputStream
 from tandem_engine.scheduler.prefill_adder import Extend
 from tandem_engine.scheduler.queues import Queues
-from tandem_engine.scheduler.request import GrammarProgress, Request, sends_kv
+from tandem_engine.scheduler.request import GRAMMAR_ENDED, GrammarProgress, Request, hands_over_session, sends_kv
 from tandem_engine.scheduler.schedule_batch import ScheduleBatch
 from tandem_engine.scheduler.speculation import Speculation
 from tandem_engine.scheduler.step_times import StepTimes
@@ -247,6 +247,8 @@ class Settlement:
         cut = self.stop.cut_at_stop(req.sampling, prompt_len=req.prompt_len, outputs=req.output_ids, run=sampled.run)
         if req.grammar is not None:
             cut = _cut_by_grammar(req.grammar, sampled.run, cut)
+            if cut.finish is GRAMMAR_ENDED and hands_over_session(req):
+                cut = Cut(keep=cut.keep, finish=None)
         req.output_ids += sampled.run[: cut.keep]
         if cut.keep > 1:
             # Accepted drafts were computed; the newest token never is when it is sampled.

@@ -65,8 +65,8 @@ def make_side(
     return Side(peer=peer, engine=built, stage=stage, transport=transport, link=link)
 
 
-def handoff(side: HandoffSide, peer: Peer, room: str, generation: int = 1) -> Handoff:
-    return Handoff(side=side, room=room, generation=generation, peer=peer)
+def handoff(side: HandoffSide, peer: Peer, room: str, generation: int = 1, *, keeps_session: bool = False) -> Handoff:
+    return Handoff(side=side, room=room, generation=generation, peer=peer, keeps_session=keeps_session)
 
 
 @dataclass(kw_only=True)
@@ -84,8 +84,10 @@ class Pair:
         self.submit_prefill(rid, prompt, **request)
         return rid
 
-    def submit_prefill(self, rid: str = "r", prompt: Sequence[int] = PROMPT, **request: object) -> None:
-        end = handoff(HandoffSide.SEND, self.decode.peer, f"room-{rid}")
+    def submit_prefill(
+        self, rid: str = "r", prompt: Sequence[int] = PROMPT, *, keeps_session: bool = False, **request: object
+    ) -> None:
+        end = handoff(HandoffSide.SEND, self.decode.peer, f"room-{rid}", keeps_session=keeps_session)
         self.prefill.engine.add(make_message(rid, prompt, handoff=end, **request))
 
     def submit_decode(self, rid: str = "r", prompt: Sequence[int] = PROMPT, **request: object) -> None:

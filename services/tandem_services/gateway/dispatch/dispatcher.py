@@ -95,13 +95,14 @@ def with_handoff(
     if request.session is None or side is HandoffSide.RECEIVE:
         return request
     # The worker that receives the KV of a session's first turn keeps the session.
-    return msgspec.structs.replace(request, session=None)
+    return msgspec.structs.replace(request, session=None, handoff=msgspec.structs.replace(handoff, keeps_session=True))
 
 
 def _without_end(request: GenerateRequest, context_length: int) -> GenerateRequest:
     """The same next token, which does not end the output: if it did, no KV would be sent, and no session be kept.
 
-    It still does where `context_length` has no room for another one, and where it completes a grammar.
+    It still does where `context_length` has no room for another one. What completes a grammar is handed over all the
+    same (`Handoff.keeps_session`).
     """
     sampling, received = request.sampling, len(request.resume_ids)
     if len(request.input_ids) + received + 2 > context_length:

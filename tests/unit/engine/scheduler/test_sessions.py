@@ -16,6 +16,7 @@ from tandem_testing.scheduler_builders import (
     make_engine,
     make_message,
 )
+from tandem_testing.toy_grammar import toy_grammar
 
 FIRST = (*range(1, 15),)
 SECOND = (40, 41, 42)
@@ -213,6 +214,49 @@ def test_worker_that_receives_the_first_turn_keeps_the_session(overlap: bool):
     assert decode.output(second) == expected_output(whole(decode, "first", second))
     pair.submit_decode("handed", SECOND, session=SessionRef(id="s", turn=2))
     assert "without a handoff" in refusal(decode, "handed").error
+
+
+@pytest.mark.parametrize("max_tokens", [1, 6])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_session_of_grammar_that_ends_with_first_token_is_cached_where_it_is_kept(overlap: bool, max_tokens: int):
+    """The KV is handed over although the output is complete, and the output ends as on one worker."""
+    grammar = toy_grammar(length=1)
+    alone = kept(enable_overlap=overlap)
+    single = turn(alone, 0, FIRST, max_tokens=max_tokens, grammar=grammar)
+    pair = make_pair(enable_overlap=overlap, decode={"session_pages": 12})
+    decode = pair.decode.engine
+    # A gateway lets the prefill worker go on: nothing but the grammar ends the output there.
+    pair.submit_prefill("first", FIRST, max_tokens=max_tokens + 1, grammar=grammar, keeps_session=True)
+    pair.submit_decode("first", FIRST, max_tokens=max_tokens, grammar=grammar, session=SessionRef(id="s"))
+    pair.run()
+    assert pair.decode.tokens("first") == alone.output(single)
+    assert pair.decode.finish("first") == alone.finish(single)
+    assert decode.scheduler.sessions.pinned_pages == alone.scheduler.sessions.pinned_pages > 0
+    second, again = turn(decode, 1, SECOND), turn(alone, 1, SECOND)
+    assert decode.received[second].outputs[0].cached_tokens == alone.received[again].outputs[0].cached_tokens > 0
+    assert decode.output(second) == alone.output(again) == expected_output(whole(alone, single, again))
+    pair.assert_clean()
+
+
+@pytest.mark.parametrize("before", [0, 1], ids=["first turn", "begun anew"])
+def test_turn_whose_output_ended_at_the_prefill_worker_leaves_session_as_it_was(before: int):
+    """It would compute a turn forever, and refuse every other one."""
+    pair = make_pair(decode={"session_pages": 12})
+    decode = pair.decode.engine
+    if before:
+        first = turn(decode, 0, FIRST)
+    pair.submit_prefill("gone", FIRST, max_tokens=1)
+    pair.submit_decode("gone", FIRST, max_tokens=1, session=SessionRef(id="s"))
+    pair.run()
+    assert pair.decode.finish("gone") is None
+    assert len(decode.scheduler.sessions) == before
+    if before:
+        second = turn(decode, 1, SECOND)
+        assert decode.output(second) == expected_output(whole(decode, first, second))
+    else:
+        assert decode.finish(turn(decode, 0, SECOND)).reason is FinishReason.LENGTH
+    pair.decode.engine.scheduler.sessions.close("", "s")
+    pair.assert_clean()
 
 
 @pytest.mark.parametrize(

@@ -214,6 +214,7 @@ def test_prompt_of_a_session_gets_an_end_that_fits(prompt, received, asked, sent
     receive, send = pair_of_requests(request, replace(make_choice("r", decode), prefill=prefill), 0, moving=False)
     assert (send.sampling.max_tokens, send.sampling.ignore_eos) == sent
     assert (send.session, receive.session, receive.sampling) == (None, request.session, request.sampling)
+    assert (send.handoff.keeps_session, receive.handoff.keeps_session) == (True, False)
 
 
 @pytest.mark.parametrize("number", [7, EOS])
