@@ -31,7 +31,6 @@ BAD_PODS: dict[str, dict[str, Any]] = {
         "topologySpreadConstraints": [{"maxSkew": 0, "topologyKey": "z", "whenUnsatisfiable": "DoNotSchedule"}]
     },
     "unknown field in a list": {"topologySpreadConstraints": [{"maxScew": 1}]},
-    "bad label": {"labels": {"team": "not a label!"}},
     "class that is not there": {"priorityClassName": "no-such-class"},
 }
 """Each is let pass by the schema of a ModelService."""

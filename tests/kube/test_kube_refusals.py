@@ -23,6 +23,7 @@ from tandem_testing.custom_resources import (
     model_service,
     worker_pool,
 )
+from tandem_testing.pod_values import POD_VALUES
 from tandem_testing.schema_walk import at_path, fields_below, merged, rules_below, schema_of_crd
 from tandem_testing.spec_fields import FULL_GATEWAY_SPEC, FULL_SPEC
 
@@ -94,6 +95,12 @@ VIOLATIONS = {
         {"url": "redis://r:6379", "sentinelPassword": {"name": "redis", "key": "sentinel"}}
     ),
     "sentinelUser needs sentinelPassword": Violation({"url": "redis+sentinel://r/main", "sentinelUser": "reader"}),
+    "resource: names of device plugins begin neither with requests. nor with a domain of kubernetes.io": Violation(
+        {"resource": "requests.rdma/ib"}
+    ),
+    "a toleration without key is one of every taint: set operator to Exists": Violation({"value": "x"}),
+    "value is for operator Equal": Violation({"key": "a", "operator": "Exists", "value": "x"}),
+    "tolerationSeconds is for effect NoExecute": Violation({"key": "a", "tolerationSeconds": 1}),
     "keys of ucx begin with UCX_": Violation({"ucx": {"TLS": "rc"}}),
     "maxSurge and maxUnavailable are both 0: nothing could ever be replaced; raise one": Violation({"maxSurge": 0}),
     "decode.replicas is 0 while prefill has workers: no worker could decode; set both to 0 to stop serving": Violation(
@@ -258,6 +265,23 @@ def test_source_may_be_exchanged_for_one_of_its_kind(control_plane, namespace):
     control_plane.apply(manifest).raise_for_status()
     manifest["spec"]["model"]["path"] = "/models/other"
     assert control_plane.apply(manifest).status_code == 200
+
+
+@pytest.mark.parametrize("edge", [one for one in POD_VALUES if one.manifest], ids=lambda one: one.name)
+def test_schema_and_api_server_agree_on_values_of_pods(control_plane, namespace, edge):  # [specs-refused]
+    """Rules of the schema are asked here; what the operator checks beyond it, in `test_operator_schema.py`."""
+    wrong = []
+    for kind in ("good", "bad", "stricter"):
+        for value in getattr(edge, kind):
+            theirs = edge.manifest(value)
+            theirs["metadata"]["namespace"] = namespace
+            if tried(control_plane, control_plane.collection(theirs), theirs).is_success != (kind != "bad"):
+                wrong.append((kind, value, "the API server"))
+            ours = model_service(namespace, **edge.spec(value))
+            accepted = tried(control_plane, control_plane.collection(ours), ours).is_success
+            if (kind == "good" and not accepted) or (kind != "good" and edge.by_rule and accepted):
+                wrong.append((kind, value, "the schema"))
+    assert wrong == []
 
 
 def test_every_bound_of_every_field_is_enforced(control_plane, namespace):

@@ -12,6 +12,7 @@ from tandem_operator.api.types import (
     AbsolutePath,
     Api,
     Arguments,
+    ExtendedResource,
     LabelKey,
     Name,
     RelativePath,
@@ -174,10 +175,17 @@ class Engine(Api, frozen=True, kw_only=True):
 class Rdma(Api, frozen=True, kw_only=True):
     """RDMA devices of the pods, from a device plugin."""
 
-    resource: LabelKey
+    resource: ExtendedResource
     """Extended resource, such as rdma/ib or rdma/hca_shared_devices_a."""
     count: Annotated[int, msgspec.Meta(ge=1, le=16)] = 1
     """Number per pod."""
+
+    RULES: ClassVar = (
+        Rule(
+            "!self.resource.matches('^requests[.]|kubernetes[.]io/')",
+            "resource: names of device plugins begin neither with requests. nor with a domain of kubernetes.io",
+        ),
+    )
 
 
 class Topology(Api, frozen=True, kw_only=True):
@@ -198,7 +206,7 @@ class Transfer(Api, frozen=True, kw_only=True):
     """Digest that verifies transferred pages: sampled words of each, or every byte."""
     ucx: Annotated[
         dict[
-            Annotated[str, msgspec.Meta(pattern="^UCX_[A-Z0-9_]+$", max_length=64)],
+            Annotated[str, msgspec.Meta(pattern=r"^UCX_[A-Z0-9_]+\Z", max_length=64)],
             Annotated[str, printable(max_length=512)],
         ],
         msgspec.Meta(max_length=32),

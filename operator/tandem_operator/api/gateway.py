@@ -5,7 +5,7 @@ from typing import Annotated, ClassVar, Literal
 import msgspec
 
 from tandem_operator.api.pods import PodOverrides, Resources
-from tandem_operator.api.types import Annotations, Api, Arguments, Name, Port, Rule, printable
+from tandem_operator.api.types import HOST_NAME, Annotations, Api, Arguments, Name, Port, Rule, printable
 
 
 class GatewayLimits(Api, frozen=True, kw_only=True):
@@ -70,7 +70,7 @@ class HttpRoute(Api, frozen=True, kw_only=True):
     parent_refs: Annotated[list[ParentRef], msgspec.Meta(min_length=1, max_length=8)]
     """Gateways to which it attaches."""
     hostnames: Annotated[
-        list[Annotated[str, msgspec.Meta(pattern=r"^(\*\.)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", max_length=253)]],
+        list[Annotated[str, msgspec.Meta(pattern=f"^{HOST_NAME}$", max_length=253)]],
         msgspec.Meta(max_length=16),
     ] = []
     """Host names that it serves."""
@@ -129,7 +129,7 @@ class Gateway(Api, frozen=True, kw_only=True):
     parse_special_tokens: bool = True
     """Special tokens in text prompts become control tokens; false: they are plain text in every request."""
     allowed_hosts: Annotated[
-        list[Annotated[str, msgspec.Meta(pattern=r"^(\*|(\*\.)?[a-z0-9]([-.a-z0-9]*[a-z0-9])?)$", max_length=253)]],
+        list[Annotated[str, msgspec.Meta(pattern=rf"^(\*|{HOST_NAME})$", max_length=253)]],
         msgspec.Meta(max_length=64),
     ] = []
     """Host names of requests, in addition to addresses and names of Services; * for any. Empty: those of httpRoute, or

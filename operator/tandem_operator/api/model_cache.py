@@ -18,7 +18,7 @@ from tandem_operator.api.types import (
     DnsName,
     HttpUrl,
     Image,
-    LabelKey,
+    Labels,
     Name,
     Opaque,
     Quantity,
@@ -119,9 +119,7 @@ class CacheDownload(Api, frozen=True, kw_only=True):
     """Pods that may follow one that failed for a reason that may pass. Each continues where the one before ended."""
     timeout_seconds: Annotated[int, msgspec.Meta(ge=60, le=604800)] = 86400
     """Seconds after which a download is stopped and reported. What has arrived is kept."""
-    node_selector: Annotated[
-        dict[LabelKey, Annotated[str, msgspec.Meta(max_length=63)]], msgspec.Meta(max_length=32)
-    ] = {}
+    node_selector: Labels = {}
     """Labels that its node must have."""
     tolerations: Annotated[list[Toleration], msgspec.Meta(max_length=32)] = []
     """Taints that its pod tolerates."""

@@ -8,12 +8,17 @@ from typing import Annotated, Any, ClassVar, Literal
 import msgspec
 
 from tandem_operator.api.types import (
+    LABEL_KEY,
+    MAX_LABEL_KEY,
+    SUBDOMAIN,
     AbsolutePath,
+    Annotations,
     Api,
     DnsName,
     FileName,
-    LabelKey,
     Labels,
+    LabelValue,
+    MapKey,
     Name,
     Opaque,
     Quantity,
@@ -35,9 +40,9 @@ class SecretKey(Api, frozen=True, kw_only=True):
 class Resources(Api, frozen=True, kw_only=True):
     """Compute resources of a container, as in a pod."""
 
-    requests: Annotated[dict[LabelKey, Quantity], msgspec.Meta(max_length=32)] = {}
-    """Minimum amounts, by resource."""
-    limits: Annotated[dict[LabelKey, Quantity], msgspec.Meta(max_length=32)] = {}
+    requests: Annotated[dict[MapKey, Quantity], msgspec.Meta(max_length=32)] = {}
+    """Minimum amounts, by resource. Those of hugepages and device plugins equal their limits."""
+    limits: Annotated[dict[MapKey, Quantity], msgspec.Meta(max_length=32)] = {}
     """Maximum amounts, by resource; GPUs belong here."""
 
 
@@ -62,16 +67,31 @@ class EnvVar(Api, frozen=True, kw_only=True):
 class Toleration(Api, frozen=True, kw_only=True):
     """A tolerated taint of nodes, as in a pod."""
 
-    key: Annotated[str, msgspec.Meta(max_length=317)] = ""
+    key: Annotated[str, msgspec.Meta(pattern=f"^({LABEL_KEY})?$", max_length=MAX_LABEL_KEY)] = ""
     """Taint key; empty with operator Exists: every taint."""
     operator: Literal["Exists", "Equal"] = "Equal"
     """Exists or Equal."""
-    value: Annotated[str, msgspec.Meta(max_length=63)] = ""
+    value: LabelValue = ""
     """Taint value, for Equal."""
     effect: Literal["NoSchedule", "PreferNoSchedule", "NoExecute"] | None = None
     """Taint effect; empty: all."""
     toleration_seconds: int | None = None
     """Seconds for which a NoExecute taint is tolerated."""
+
+    RULES: ClassVar = (
+        Rule(
+            "(has(self.key) && self.key != '') || (has(self.operator) && self.operator == 'Exists')",
+            "a toleration without key is one of every taint: set operator to Exists",
+        ),
+        Rule(
+            "!has(self.value) || self.value == '' || !has(self.operator) || self.operator == 'Equal'",
+            "value is for operator Equal",
+        ),
+        Rule(
+            "!has(self.tolerationSeconds) || (has(self.effect) && self.effect == 'NoExecute')",
+            "tolerationSeconds is for effect NoExecute",
+        ),
+    )
 
 
 class HostPath(Api, frozen=True, kw_only=True):
@@ -92,13 +112,9 @@ class PodOverrides(Api, frozen=True, kw_only=True):
 
     labels: Labels = {}
     """Additional labels. The operator sets those of tandem.dev and app.kubernetes.io."""
-    annotations: Annotated[
-        dict[LabelKey, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=32)
-    ] = {}
+    annotations: Annotations = {}
     """Additional annotations, except those that weaken the confinement of a container."""
-    node_selector: Annotated[
-        dict[LabelKey, Annotated[str, msgspec.Meta(max_length=63)]], msgspec.Meta(max_length=32)
-    ] = {}
+    node_selector: Labels = {}
     """Labels that a node must have."""
     tolerations: Annotated[list[Toleration], msgspec.Meta(max_length=32)] = []
     """Taints that the pods tolerate."""
@@ -107,13 +123,9 @@ class PodOverrides(Api, frozen=True, kw_only=True):
     topology_spread_constraints: Annotated[list[Opaque], msgspec.Meta(max_length=8)] = []
     """Spread over zones or nodes, as in a pod; the default labelSelector is that of the component. Without it gateways
     and routers prefer different nodes and zones."""
-    priority_class_name: Annotated[
-        str, msgspec.Meta(pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$", max_length=253)
-    ] = ""
+    priority_class_name: Annotated[str, msgspec.Meta(pattern=f"^({SUBDOMAIN})?$", max_length=253)] = ""
     """PriorityClass of the pods."""
-    runtime_class_name: Annotated[str, msgspec.Meta(pattern=r"^([a-z0-9]([-.a-z0-9]*[a-z0-9])?)?$", max_length=253)] = (
-        ""
-    )
+    runtime_class_name: Annotated[str, msgspec.Meta(pattern=f"^({SUBDOMAIN})?$", max_length=253)] = ""
     """RuntimeClass of the pods, such as nvidia."""
     scheduler_name: DnsName | None = None
     """Scheduler; default: the cluster's."""

@@ -52,11 +52,28 @@ Name = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-a-z0-9]*[a-z0-9])?$", m
 FileName = Annotated[str, msgspec.Meta(pattern=r"^\.?[-_a-zA-Z0-9][-._a-zA-Z0-9]*$", min_length=1, max_length=253)]
 """A key of a Secret or ConfigMap."""
 
-LabelKey = Annotated[str, msgspec.Meta(pattern=r"^([-.a-z0-9]+/)?[-._a-zA-Z0-9]+$", min_length=1, max_length=317)]
-Labels = Annotated[dict[LabelKey, Annotated[str, msgspec.Meta(max_length=63)]], msgspec.Meta(max_length=32)]
-Annotations = Annotated[dict[LabelKey, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=32)]
+# Names as the API server has them: what it refuses in a pod must not be accepted here.
+_WORD = "[A-Za-z0-9]([-_.A-Za-z0-9]{0,61}[A-Za-z0-9])?"
+_DNS_LABEL = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
+SUBDOMAIN = rf"{_DNS_LABEL}(\.{_DNS_LABEL})*"
+HOST_NAME = rf"(\*\.)?{SUBDOMAIN}"
+"""Of HTTPRoutes; its first label may be a wildcard."""
 
-DnsName = Annotated[str, msgspec.Meta(pattern=r"^[a-z0-9]([-.a-z0-9]*[a-z0-9])?$", min_length=1, max_length=253)]
+LABEL_KEY = f"({SUBDOMAIN}/)?{_WORD}"
+MAX_LABEL_KEY = 253
+"""Kubernetes allows 253 characters before the slash and 63 behind it, which no pattern can say."""
+
+LabelKey = Annotated[str, msgspec.Meta(pattern=f"^{LABEL_KEY}$", min_length=1, max_length=MAX_LABEL_KEY)]
+MapKey = Annotated[str, msgspec.Meta(pattern=rf"^{LABEL_KEY}\Z", min_length=1, max_length=MAX_LABEL_KEY)]
+"""The same as a key. No schema constrains keys of maps, so Python alone judges them, whose $ lets a line end pass."""
+LabelValue = Annotated[str, msgspec.Meta(pattern=f"^({_WORD})?$", max_length=63)]
+Labels = Annotated[dict[MapKey, LabelValue], msgspec.Meta(max_length=32)]
+Annotations = Annotated[dict[MapKey, Annotated[str, msgspec.Meta(max_length=4096)]], msgspec.Meta(max_length=32)]
+
+ExtendedResource = Annotated[str, msgspec.Meta(pattern=f"^{SUBDOMAIN}/{_WORD}$", min_length=3, max_length=244)]
+"""What device plugins offer. Quotas write `requests.` before it, within the 253 characters of a domain."""
+
+DnsName = Annotated[str, msgspec.Meta(pattern=f"^{SUBDOMAIN}$", min_length=1, max_length=253)]
 """Of an object of the whole cluster, or a host."""
 
 AbsolutePath = Annotated[str, msgspec.Meta(pattern=r"^/[-._/a-zA-Z0-9]*$", min_length=1, max_length=1024)]
@@ -70,14 +87,10 @@ Image = Annotated[str, msgspec.Meta(pattern=r"^[-._:/@a-zA-Z0-9]+$", min_length=
 ModelName = Annotated[str, msgspec.Meta(pattern=r"^[A-Za-z0-9][-._:/@A-Za-z0-9]*$", min_length=1, max_length=256)]
 """As clients send it in `model`."""
 
+_AMOUNT = r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$"
 Quantity = Annotated[
-    int | str,
-    msgspec.Meta(
-        extra_json_schema={
-            "x-kubernetes-int-or-string": True,
-            "pattern": r"^[0-9]+(\.[0-9]+)?(m|k|Ki|M|Mi|G|Gi|T|Ti|P|Pi)?$",
-        }
-    ),
+    Annotated[int, msgspec.Meta(ge=0)] | Annotated[str, msgspec.Meta(pattern=_AMOUNT)],
+    msgspec.Meta(extra_json_schema={"x-kubernetes-int-or-string": True, "minimum": 0, "pattern": _AMOUNT}),
 ]
 """An amount as Kubernetes writes it: 2, 500m, 16Gi."""
 

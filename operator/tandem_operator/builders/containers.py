@@ -153,6 +153,44 @@ def resources_of(resources: Resources, least: Mapping[str, str] = LEAST) -> Mani
     return {"requests": requests, **({"limits": limits} if limits else {})}
 
 
+_PLAIN = frozenset({"cpu", "memory", "ephemeral-storage"})
+_HUGE_PAGES = re.compile(r"hugepages-([1-9][0-9]*(?:k|Ki|M|Mi|G|Gi|T|Ti)?)")
+
+
+def resource_problems(place: str, resources: Resources) -> Iterator[str]:
+    """One sentence for each amount of `resources` that the API server would refuse in a container. `place`: its field.
+
+    Keys of a map are beyond what the schema of a custom resource can constrain.
+    """
+    for kind, amounts in (("requests", resources.requests), ("limits", resources.limits)):
+        for name, amount in amounts.items():
+            field, unit = f"{place}.{kind}[{name}]", _unit_of(name)
+            if unit is None:
+                yield (
+                    f"{field}: containers have no such resource; use cpu, memory, ephemeral-storage, hugepages-SIZE or "
+                    f"that of a device plugin with its domain, such as nvidia.com/gpu"
+                )
+            elif unit and parse_quantity(amount) % unit:
+                yield f"{field}: {amount} is no multiple of {name.removeprefix('hugepages-') if unit > 1 else 1}"
+    for name, least in resources.requests.items():
+        field, most = f"{place}.requests[{name}]", resources.limits.get(name)
+        if _unit_of(name) and (most is None or parse_quantity(least) != parse_quantity(most)):
+            yield f"{field}: {least} needs an equal limit; set {place}.limits[{name}] to it, or remove the request"
+        elif most is not None and parse_quantity(least) > parse_quantity(most):
+            yield f"{field}: {least} is above its limit {most}; raise the limit"
+
+
+def _unit_of(resource: str) -> Decimal | None:
+    """What amounts are multiples of, if they cannot be overcommitted; 0 for CPU and memory. None: no such resource."""
+    pages = _HUGE_PAGES.fullmatch(resource)
+    if pages is not None:
+        return parse_quantity(pages[1])
+    domain, slash, _ = resource.partition("/")
+    if not slash:
+        return Decimal(0) if resource in _PLAIN else None
+    return None if domain.startswith("requests.") or domain.endswith("kubernetes.io") else Decimal(1)
+
+
 def env_of(variables: Sequence[EnvVar]) -> list[Manifest]:
     """A user's environment variables."""
     return [

@@ -20,7 +20,7 @@ import msgspec
 
 from tandem_operator.api.model_cache import CachedCommit, CacheState, ModelCacheSpec, ModelCacheStatus
 from tandem_operator.api.types import Condition, condition
-from tandem_operator.builders.containers import Manifest, parse_quantity
+from tandem_operator.builders.containers import Manifest, parse_quantity, resource_problems
 from tandem_operator.builders.model_cache import (
     KEEP,
     REQUEST,
@@ -187,10 +187,7 @@ def cache_problems(spec: ModelCacheSpec) -> Iterable[str]:
         yield "spec.storage.claim.path: '..' leads out of the folder; name the folder itself"
     if storage.new_claim is not None and parse_quantity(storage.new_claim.size) < 1:
         yield f"spec.storage.newClaim.size: {storage.new_claim.size} is no size; write it like 200Gi"
-    for name, least in spec.download.resources.requests.items():
-        most = spec.download.resources.limits.get(name)
-        if most is not None and parse_quantity(least) > parse_quantity(most):
-            yield f"spec.download.resources.requests[{name}]: {least} is above its limit {most}; raise the limit"
+    yield from resource_problems("spec.download.resources", spec.download.resources)
 
 
 def _commits(observed: CacheObserved, before: ModelCacheStatus, request: str) -> list[CachedCommit]:

@@ -4,6 +4,7 @@ Each error names the field, its value and the fix [specs-refused].
 """
 
 from collections.abc import Iterator, Set
+from ipaddress import ip_network
 from typing import NamedTuple
 
 import msgspec
@@ -11,7 +12,7 @@ import msgspec
 from tandem_operator.api.pods import PodOverrides
 from tandem_operator.api.types import ROLES, RoleName
 from tandem_operator.builders.arguments import argument_problems
-from tandem_operator.builders.containers import FIELDS, parse_quantity, privileges_of
+from tandem_operator.builders.containers import FIELDS, parse_quantity, privileges_of, resource_problems
 from tandem_operator.builders.engine_flags import OTHER_GPUS, SHARED_GPU, gpus_of, nvidia_gpus_of, shares_gpu
 from tandem_operator.builders.served import Served
 from tandem_operator.planning.adapter_rules import adapter_problems
@@ -83,6 +84,7 @@ def _pod_problems(service: Served, apis: ClusterApis, allow: Set[Privilege]) -> 
     yield from _ways_back(service)
     yield from argument_problems(service)
     yield from _quantities(service)
+    yield from _destinations(service)
     yield from _processes(service)
 
 
@@ -219,11 +221,19 @@ def _quantities(service: Served) -> Iterator[str]:
         parts.append(("redis.managed", spec.redis.managed.resources))
     if spec.gateway.inference_pool is not None:
         parts.append(("gateway.inferencePool", spec.gateway.inference_pool.resources))
+    hubs = {f"adapters[{number}].source": one.source.hugging_face for number, one in enumerate(spec.adapters)}
+    hubs["model"] = spec.model.hugging_face
+    parts += [(f"{path}.huggingFace", hub.resources) for path, hub in hubs.items() if hub is not None]
     for path, resources in parts:
-        for name, least in resources.requests.items():
-            most = resources.limits.get(name)
-            if most is not None and parse_quantity(least) > parse_quantity(most):
-                yield f"spec.{path}.resources.requests[{name}]: {least} is above its limit {most}; raise the limit"
+        yield from resource_problems(f"spec.{path}.resources", resources)
+
+
+def _destinations(service: Served) -> Iterator[str]:
+    for number, rule in enumerate(service.spec.security.egress):
+        try:
+            ip_network(rule.cidr or "0.0.0.0/0", strict=False)
+        except ValueError:
+            yield f"spec.security.egress[{number}].cidr: {rule.cidr!r} is no block of addresses, such as 10.0.0.0/8"
 
 
 def _processes(service: Served) -> Iterator[str]:

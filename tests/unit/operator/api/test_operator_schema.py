@@ -14,6 +14,10 @@ import yaml
 from tandem_operator.api.crds import crds, docstrings_of, schema_of, to_yaml
 from tandem_operator.api.model_service import ModelService, ModelServiceSpec
 from tandem_operator.api.reference import reference
+from tandem_operator.planning.validation import problems_of
+from tandem_operator.settings import PRIVILEGES, ClusterApis
+from tandem_testing.kube_cluster import service_of
+from tandem_testing.pod_values import POD_VALUES
 from tandem_testing.schema_walk import fields_below
 
 ROOT = Path(__file__).parents[4]
@@ -187,6 +191,35 @@ def test_bad_specs_are_refused_by_name(change, error_message):  # [specs-refused
     with pytest.raises(msgspec.ValidationError) as error:
         msgspec.convert({"spec": spec}, ModelService)
     assert error_message in str(error.value)
+
+
+def is_accepted(spec: dict[str, Any]) -> bool:
+    """By the classes, and by what the operator checks beyond them."""
+    try:
+        service = service_of(**spec)
+    except msgspec.ValidationError:
+        return False
+    return not problems_of(service, ClusterApis(http_routes=True), frozenset(PRIVILEGES))
+
+
+@pytest.mark.parametrize("edge", [one for one in POD_VALUES if not one.by_rule], ids=lambda one: one.name)
+def test_value_that_api_server_refuses_in_a_pod_is_refused_in_the_spec(edge):  # [specs-refused]
+    """A key without a domain was accepted as an extended resource, until a dry run of the pod refused it."""
+    assert [value for value in edge.good if not is_accepted(edge.spec(value))] == []
+    assert [value for value in (*edge.bad, *edge.stricter) if is_accepted(edge.spec(value))] == []
+
+
+def test_resource_of_containers_is_refused_by_name():
+    amounts = {"requests": {"hca": 1, "rdma/ib": 1, "hugepages-2Mi": "3Mi"}, "limits": {"hugepages-2Mi": "3Mi"}}
+    service = service_of(model={"huggingFace": {"id": "a/b", "resources": amounts}})
+    assert problems_of(service, ClusterApis()) == [
+        "spec.model.huggingFace.resources.requests[hca]: containers have no such resource; use cpu, memory, "
+        "ephemeral-storage, hugepages-SIZE or that of a device plugin with its domain, such as nvidia.com/gpu",
+        "spec.model.huggingFace.resources.requests[hugepages-2Mi]: 3Mi is no multiple of 2Mi",
+        "spec.model.huggingFace.resources.limits[hugepages-2Mi]: 3Mi is no multiple of 2Mi",
+        "spec.model.huggingFace.resources.requests[rdma/ib]: 1 needs an equal limit; set "
+        "spec.model.huggingFace.resources.limits[rdma/ib] to it, or remove the request",
+    ]
 
 
 def test_page_sizes_are_those_of_the_engine():
