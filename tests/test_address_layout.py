@@ -117,5 +117,5 @@ def test_hand_made_address_is_found(code: str) -> None:
 @pytest.mark.parametrize(
     "code", ['f"{worker}: {reason}"', 'f"ipc://{folder}/control"', 'f"{a}:{b}"', 'text.split(",")']
 )
-def test_other_text_is_left_alone(code: str) -> None:
+def test_text_without_hand_made_addresses_passes(code: str) -> None:
     assert not list(hand_made(code))

@@ -203,7 +203,7 @@ def test_every_promise_of_the_table_has_a_test():
     assert a_decode_worker_dies.promise == promise(1)
 
 
-def test_machine_is_as_slow_as_the_worse_of_two_looks():
+def test_slower_of_two_measurements_of_the_machine_counts():
     one, other = (Slowness(cores=2, workers=4, contention=contention) for contention in (1.0, 1.5))
     assert worse(one, other) == worse(other, one) == other
 

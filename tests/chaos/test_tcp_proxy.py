@@ -104,7 +104,7 @@ async def test_refusing_resets_new_connections_and_keeps_old_ones(proxy):
         assert await echoed(old_reader, old_writer, b"still here") == b"still here"
 
 
-async def test_target_that_is_not_there_is_a_reset():
+async def test_proxy_without_a_target_resets_the_connection():
     def no_target() -> tuple[str, int]:
         raise LookupError("not started")
 

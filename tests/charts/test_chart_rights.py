@@ -51,7 +51,7 @@ def test_operators_rights_are_those_of_the_list():
     assert f"{table(OPERATOR)}{table(LEADER)}" == GOLDEN.read_text()
 
 
-def test_nothing_is_given_twice():
+def test_chart_grants_no_right_twice():
     rights = list(rights_of(OPERATOR))
     assert len(set(rights)) == len(rights)
 

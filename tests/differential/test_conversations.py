@@ -95,7 +95,7 @@ ENGINES = {
 
 @pytest.mark.parametrize("name", ENGINES)
 @pytest.mark.parametrize("page_size", [1, 4, 16])
-def test_every_turn_is_an_answer_to_all_before_it(name, page_size):
+def test_each_session_turn_is_generated_from_all_earlier_turns(name, page_size):
     engine = make_engine(
         page_size=page_size,
         usable_pages=256 // page_size,

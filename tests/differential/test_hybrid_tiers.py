@@ -91,7 +91,7 @@ def test_retracted_and_swapped_requests_find_their_states():
 
 @pytest.mark.parametrize(("overlap", "host_pages"), [(False, 0), (True, 400)])
 @pytest.mark.parametrize("disturbed", [False, True])
-def test_prompts_that_part_within_another_are_the_same(overlap, disturbed, host_pages):
+def test_prompts_that_branch_off_within_a_cached_prompt_have_the_same_output(overlap, disturbed, host_pages):
     """Some continue at provisional states, which make room for others all the time."""
     host = HostConfig(enable_cache=host_pages > 0)
     faults = {"force_retract_every": 5, "force_fault_every": 9} if disturbed else {}

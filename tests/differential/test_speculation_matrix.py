@@ -98,7 +98,7 @@ def engine_of(mistake: str, **settings: object) -> Engine:
     return make_engine(proposer=proposer_of(mistake), **settings)
 
 
-def test_scripts_are_right():
+def test_scripted_proposer_has_most_drafts_accepted():
     """Or the matrix would prove less than it says."""
     engine = engine_of("right", usable_pages=400)
     run_staggered(engine)

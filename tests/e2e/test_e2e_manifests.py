@@ -141,5 +141,5 @@ def test_every_pod_is_evicted_under_load(pods: Pods, url: str, references: dict,
     assert load.summary().mismatched == 0
 
 
-def test_nothing_was_restarted(pods: Pods):
+def test_no_container_of_the_manifests_restarted(pods: Pods):
     assert {one["metadata"]["name"]: restarts(one) for one in pods.named({}) if restarts(one)} == {}

@@ -265,7 +265,7 @@ def test_decode_is_scaled_by_its_load(resource: Resource, pods: Pods, url: str, 
     assert any(one["action"] == "scale" for one in decisions), decisions
 
 
-def test_nothing_was_restarted(pods: Pods):
+def test_no_container_of_the_operator_restarted(pods: Pods):
     assert {one["metadata"]["name"]: restarts(one) for one in pods.named({}) if restarts(one)} == {}
 
 

@@ -188,7 +188,7 @@ def test_closed_engine_graphs_are_not_freed_during_capture(model):
         gc.set_threshold(*thresholds)
 
 
-def test_two_runs_give_the_same_to_the_bit(model):
+def test_two_runs_on_a_gpu_have_bitwise_equal_outputs(model):
     assert outputs(model, config_of(model)) == outputs(model, config_of(model))
 
 

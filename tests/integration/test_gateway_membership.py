@@ -211,7 +211,7 @@ async def test_ended_worker_is_removed_from_members(server, rack, fleet, tmp_pat
 
 
 @pytest.mark.parametrize("reason", ["superseded", "fenced"])
-async def test_verdict_ends_a_member_that_still_answers(server, rack, fleet, tmp_path, reason):
+async def test_superseded_or_dead_worker_is_removed_although_it_answers(server, rack, fleet, tmp_path, reason):
     """Its id was given to another incarnation, or its peers found it dead, while it did not reach Redis."""
     engine = rack.add("a", behavior())
     async with gateway_of(server, rack.context, tmp_path) as (_, router):

@@ -36,7 +36,7 @@ async def test_expired_quarantine_is_not_found(board):
     assert await board.digests() == {}
 
 
-async def test_there_are_never_more_than_the_capacity(board):
+async def test_quarantine_board_keeps_at_most_its_capacity_of_digests(board):
     for nth in range(20):
         await put(board, f"{nth:02x}", ttl_s=60 + nth)
     assert sorted(await board.digests()) == [f"{nth:02x}" for nth in range(12, 20)]

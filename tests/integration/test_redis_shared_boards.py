@@ -94,7 +94,7 @@ async def test_quarantine_of_another_type_is_made_again(raw, fleet):
     assert (await board.digests())["bb"] == MAX_QUARANTINE_S
 
 
-async def test_session_or_ticket_that_makes_no_sense_is_none(raw, fleet):
+async def test_malformed_session_and_ticket_entries_are_ignored(raw, fleet):
     sessions, tickets = (board(client=fleet.client, keys=fleet.keys) for board in (SessionBindings, TicketBoard))
     name, ticket = SessionName("s"), new_ticket_id()
     await sessions.open(name, ttl_s=60)

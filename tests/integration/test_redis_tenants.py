@@ -70,7 +70,7 @@ async def test_taken_tokens_are_corrected_to_actual_count(usage):
     assert (await usage.take("t", limits, Ask(tokens=101))).retry_s is None
 
 
-async def test_second_that_is_long_over_takes_nothing_back(usage):
+async def test_late_settlement_of_an_old_second_gives_no_tokens_back(usage):
     limits = UsageLimits(tokens=100)
     taken = await usage.take("t", limits, Ask(tokens=100))
     await usage.settle("t", second=taken.second - 500, tokens=-100, lease="")
@@ -239,7 +239,7 @@ async def test_reported_queue_head_keeps_exact_priority(fair, priority):
     assert (await report(fair, "two")).heads == (RemoteHead(priority=priority, value=0.0),)
 
 
-async def test_place_that_is_left_is_taken_once(fair):
+async def test_place_that_one_gateway_gives_up_is_granted_to_one_other(fair):
     assert (await report(fair, "one", left=3)).places == 0
     assert (await report(fair, "two", wanted=2)).places == 2
     assert (await report(fair, "three", wanted=2)).places == 1

@@ -117,7 +117,7 @@ async def test_choice_record_is_found_by_reservation_or_request_id(live):
     assert (await live.http.get("/v1/choices/nobody")).status_code == 404
 
 
-async def test_same_over_grpc(live, fleet):
+async def test_grpc_choose_returns_a_prefill_and_decode_pair(live, fleet):
     ask = pb.ChooseRequest(model=MODEL, token_ids=pb.TokenIds(ids=PROMPT), max_tokens=16, request_id="g")
     chosen = await rpc(live, "Choose", ask, pb.ChooseResponse)
     assert (chosen.decode.request_endpoint, chosen.prefill.role) == ("tcp://d:5600", "prefill")

@@ -78,7 +78,7 @@ async def test_tool_is_called_and_its_answer_taken(common, choice):
     assert ended.usage.completion_tokens <= 4
 
 
-async def test_schema_is_kept(common):
+async def test_litellm_response_format_is_followed(common):
     fields = {**common, "messages": ASK, "temperature": 0, "max_tokens": 200, "response_format": FORM}
     for answer in (await litellm.acompletion(**fields), await streamed(**fields)):
         check_forecast(json.loads(answer.choices[0].message.content))

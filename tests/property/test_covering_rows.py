@@ -36,7 +36,7 @@ def test_another_seed_gives_other_rows() -> None:
     assert len({str(covering_rows(axes, seed=seed)) for seed in range(4)}) == 4
 
 
-def test_rows_are_few() -> None:
+def test_covering_array_of_twelve_axes_has_at_most_25_rows() -> None:
     axes = [Axis(name, ("0", "1", "2")) for name in string.ascii_lowercase[:12]]
     assert len(covering_rows(axes)) <= 25
 

@@ -107,7 +107,7 @@ def test_rollout_converges_after_any_events(rollout, first, happened, last):
 
 @settings(max_examples=examples(100), deadline=None)
 @given(rollouts, counts, st.lists(st.tuples(st.integers(0, 1), st.sampled_from(ROLES)), max_size=60))
-def test_never_too_many_and_never_too_few_while_pods_only_start(rollout, wanted, starts):
+def test_worker_counts_stay_within_surge_and_unavailability_while_pods_start(rollout, wanted, starts):
     cluster = Cluster(rollout, dict(wanted))
     cluster.reconcile()
     for _ in range(10):

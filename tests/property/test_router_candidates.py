@@ -207,7 +207,7 @@ async def holders(fleet: Fleet) -> dict[bytes, list[bytes]]:
 
 
 @pytest.mark.parametrize("change", ["role", "model", "draining"])
-async def test_worker_of_another_kind_leaves_its_ranks(fleet, change):
+async def test_worker_whose_role_or_model_changes_leaves_its_candidate_ranks(fleet, change):
     await fleet.beat(make_record("w", Role.PREFILL))
     changed = {
         "role": make_record("w", Role.DECODE),

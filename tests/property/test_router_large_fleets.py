@@ -101,7 +101,7 @@ async def test_redis_choice_equals_exhaustive_choice(server, seeds):
 
 
 @pytest.mark.parametrize("blocks", [0, 1, MAX_NAMED_BLOCKS, MAX_NAMED_BLOCKS + 1, 700, 5 * MAX_NAMED_BLOCKS])
-def test_long_prompt_names_every_so_many_blocks_and_the_last(blocks):
+def test_long_prompt_names_evenly_spaced_blocks_and_its_last(blocks):
     chain = [number.to_bytes(DIGEST_BYTES, "big") for number in range(1, blocks + 1)]
     named = named_blocks(b"".join(chain))
     numbers = [int.from_bytes(named[i : i + DIGEST_BYTES], "big") for i in range(0, len(named), DIGEST_BYTES)]

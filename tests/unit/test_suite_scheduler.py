@@ -103,7 +103,7 @@ def test_worker_with_one_test_to_run_gets_another_unit():
     assert replacement.shutting_down
 
 
-def test_crash_in_the_last_test_leaves_nothing_to_do():
+def test_crash_in_the_last_test_ends_the_run():
     worker = Worker()
     scheduler = scheduling(worker)
     done(scheduler, worker, *COLLECTED[:4], *COLLECTED[4:-1])

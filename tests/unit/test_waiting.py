@@ -47,6 +47,6 @@ def test_wait_past_its_deadline_explains_itself(clock):
     assert clock.now == pytest.approx(101, abs=0.03)
 
 
-def test_value_that_never_comes_is_named_with_the_last(clock):
+def test_wait_that_times_out_names_the_last_and_the_expected_value(clock):
     with pytest.raises(AssertionError, match="3, not 4 within 1 s"):
         waiting.wait_equal(lambda: 3, 4, 1)

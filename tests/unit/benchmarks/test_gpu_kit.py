@@ -148,7 +148,7 @@ def test_damaged_kit_is_refused(tmp_path):
         unpack.unpack(kit, tmp_path / "site")
 
 
-def test_another_kit_takes_the_place_of_the_last(tmp_path):
+def test_unpacked_kit_is_replaced_by_a_kit_with_other_wheels(tmp_path):
     running = ".".join(platform.python_version_tuple()[:2])
     kit, site = a_kit(tmp_path / "kit", python=running), tmp_path / "site"
     unpack.unpack(kit, site)
@@ -164,7 +164,7 @@ def test_another_kit_takes_the_place_of_the_last(tmp_path):
     assert (site / "two").exists()
 
 
-def test_folder_with_other_things_is_left_alone(tmp_path):
+def test_kit_is_not_unpacked_into_a_folder_with_other_files(tmp_path):
     kit = a_kit(tmp_path / "kit", python=".".join(platform.python_version_tuple()[:2]))
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "mine").touch()

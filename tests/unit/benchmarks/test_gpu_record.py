@@ -77,7 +77,7 @@ def test_case_that_was_cut_off_is_done_again(tmp_path):
     assert done == ["a"]
 
 
-def test_case_of_another_part_is_another_case(tmp_path):
+def test_case_names_of_different_parts_are_independent(tmp_path):
     lines.LineFile(tmp_path).write(lines.End(part="other", case="a", seconds=1.0))
     assert record(tmp_path).wants("a")
 

@@ -132,7 +132,7 @@ def test_gpu_run_part_status_reflects_exit_code(tmp_path, code, expected):
     assert status(runner(tmp_path, f"raise SystemExit({code})").run([part()])) is expected
 
 
-def test_part_without_time_is_not_begun(tmp_path):
+def test_part_that_no_time_is_left_for_is_not_started(tmp_path):
     state = runner(tmp_path, "raise SystemExit(7)", minutes=0.1).run([part()])
     assert status(state) is Status.NO_TIME
 

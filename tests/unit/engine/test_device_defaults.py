@@ -57,7 +57,7 @@ def test_larger_cards_have_no_smaller_defaults():
 
 @pytest.mark.parametrize("memory", CARDS.values(), ids=CARDS)
 @pytest.mark.parametrize("name", OPEN_SETTINGS)
-def test_flag_is_kept_and_leaves_the_others_to_the_card(name, memory):
+def test_given_flag_keeps_its_value_and_other_defaults_follow_the_gpu(name, memory):
     flag = f"--{name.replace('_', '-')}"
     found = settings_of(with_device_defaults(parsed("--device", "cuda:1", flag, "48"), memory))
     others = {other: getattr(device_defaults(memory), other) for other in OPEN_SETTINGS}

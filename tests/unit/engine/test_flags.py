@@ -369,7 +369,7 @@ def test_flags_of_a_gpu_reach_the_config_and_a_child_process() -> None:
 
 
 @pytest.mark.parametrize("value", ["gpu", "cuda:", "cuda:x", "cuda:-1", "CPU", "cuda:1000", ""])
-def test_device_that_is_none_is_refused(value, capsys) -> None:
+def test_unknown_device_is_refused(value, capsys) -> None:
     with pytest.raises(SystemExit) as stopped:
         parse("--device", value)
     assert stopped.value.code == 2
@@ -420,7 +420,7 @@ def test_size_may_have_a_unit(flag, text, value):
         ("link-probe-mib", "1.5KiB", "must be a whole number of MiB, got '1.5KiB'"),
     ],
 )
-def test_size_that_is_none_is_refused(flag, text, sentence, capsys):
+def test_malformed_size_is_refused(flag, text, sentence, capsys):
     parser = argparse.ArgumentParser()
     add_engine_flags(parser)
     with pytest.raises(SystemExit):

@@ -79,7 +79,7 @@ def test_every_piece_is_advised_and_then_collapsed(advise):
     assert sum(reported) == sum(size for _, size in movable(LONG))
 
 
-def test_piece_that_stays_does_not_keep_the_rest(advise):
+def test_piece_that_cannot_become_huge_pages_does_not_stop_the_other_pieces(advise):
     """All of a range was asked for at once: a page that could not be moved ended it, and nothing was counted."""
     advised = advise(Advised(HUGE + PIECE))
     assert to_huge_pages(LONG) == 2 * PIECE + HUGE
@@ -100,7 +100,7 @@ def test_machine_that_has_them_switched_off_is_left_alone(tmp_path: Path, monkey
     assert to_huge_pages([(HUGE, HUGE)]) == 0
 
 
-def test_system_without_them_is_left_alone(tmp_path: Path, monkeypatch):
+def test_system_without_huge_pages_is_not_asked_for_them(tmp_path: Path, monkeypatch):
     monkeypatch.setattr(linux, "SETTING", tmp_path / "absent")
     monkeypatch.setattr(linux, "advise", lambda *_: pytest.fail("the kernel is called"))
     assert to_huge_pages([(HUGE, HUGE)]) == 0

@@ -93,7 +93,7 @@ def test_code_and_constants_of_library_are_clean(rights):
         "heap",
     ],
 )
-def test_other_mappings_are_left(other):
+def test_only_mappings_of_the_given_libraries_are_listed(other):
     assert [*clean_ranges(other + entry(), [LIBRARY])] == [(0x1000, 0x4000, 8 << 10)]
 
 

@@ -23,7 +23,7 @@ def test_defaults_are_those_of_a_pod_of_two(monkeypatch):
     assert (found.election.namespace, found.election.duration_s) == ("tandem-system", 15.0)
 
 
-def test_flags_reach_what_they_are_about(monkeypatch):
+def test_operator_flags_reach_their_settings(monkeypatch):
     monkeypatch.setenv("POD_NAMESPACE", "serving")
     found = options("--namespaces", "a, b", "--canary", "off", "--engine-image", "local/engine:1", "--workers", "2")
     assert found.namespaces == ("a", "b")

@@ -64,7 +64,7 @@ def test_remove_chains_removes_only_service_chains_and_jumps(system, commands):
     ]
 
 
-def test_chains_of_others_stay(system, commands):
+def test_iptables_chains_that_were_there_before_are_not_removed(system, commands):
     """Another Kubernetes on this machine: its chains were there before and are left out."""
     system.remove_chains([("iptables", "filter", "KUBE-FIREWALL")])
     (script,) = [text for words, text in commands if words[0] == "iptables-restore"]

@@ -207,7 +207,7 @@ def test_later_start_reads_what_an_earlier_one_measured(tmp_path, caplog):
     assert trials.timed == [OURS] * 2, "what was fast once, and fails now"
 
 
-def test_measurement_ends_with_its_time():
+def test_measurement_of_libraries_ends_when_its_time_budget_is_spent():
     trials = Trials({OURS: 2.0, "a": 1.5, "b": 1.2, "c": 1.0})
     assert BUDGET_S < 30.0
     assert trials.chooser("a", "b", "c").choose(FACTS, SPEC, trials.run).first == "b"

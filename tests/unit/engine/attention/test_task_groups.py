@@ -85,7 +85,7 @@ def test_common_prefix_is_one_group_for_each_of_its_chunks():
     assert sorted(found[2:]) == [([(query, 2)], 0) for query in range(4)]
 
 
-def test_members_part_where_a_tile_ends():
+def test_group_of_attention_tasks_ends_at_a_tile_boundary():
     pool = make_pool(num_pages=200)
     prefix = CHUNK - TILE - 16
     found = groups_of(queries_of(pool, decodes(PageDealer(pool=pool), [CHUNK, CHUNK + 1], prefix=prefix)))

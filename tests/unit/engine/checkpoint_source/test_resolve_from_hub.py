@@ -190,7 +190,7 @@ def test_hub_in_difficulties_is_named(server, hub):
     assert "answers with status 503" in refusal(hub)
 
 
-def test_hub_that_is_away_is_named(server, hub):
+def test_unreachable_hub_is_named_in_the_error(server, hub):
     away = Hub(endpoint="http://127.0.0.1:9", cache=hub.cache)
     assert "127.0.0.1:9 cannot be reached" in refusal(away)
 

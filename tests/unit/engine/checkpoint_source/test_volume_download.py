@@ -135,7 +135,7 @@ def test_wrong_bytes_are_fetched_once_more(download, server, volume):
 
 
 @pytest.mark.parametrize("name", [WEIGHTS, "config.json"])
-def test_file_that_stays_wrong_is_never_whole(download, server, volume, name):
+def test_file_whose_checksum_stays_wrong_fails_the_download(download, server, volume, name):
     server.repos[REPO].wrong[name] = 1000
     error = failure(download)
     assert (error.reason, error.passing) == (Reason.CHECKSUM, False)
@@ -226,7 +226,7 @@ def test_unused_commits_are_removed_from_the_volume(download, server, volume):
     assert volume.whole(REPO, first) is None
 
 
-def test_abandoned_download_goes_with_the_next_one_that_is_whole(download, server, volume):
+def test_abandoned_download_is_removed_by_the_next_complete_one(download, server, volume):
     repo = server.repos[REPO]
     former, files = repo.refs["main"], dict(repo.commits[repo.refs["main"]])
     repo.cut = frozenset({WEIGHTS})

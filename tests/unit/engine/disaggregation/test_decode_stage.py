@@ -33,7 +33,7 @@ class Asked:
 # Granting
 
 
-def test_request_that_is_not_to_be_received_is_not_kept(receiver):
+def test_request_without_a_handoff_is_computed_and_not_kept_by_the_decode_stage(receiver):
     receiver.side.engine.add(make_message("alone"))
     receiver.turn(20)
     receiver.side.engine.assert_expected("alone")

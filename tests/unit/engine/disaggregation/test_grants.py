@@ -83,7 +83,7 @@ def test_grant_is_never_good_for_longer_than_from_receipt(clocks):
 
 
 @pytest.mark.parametrize("granted_at", [float("nan"), float("inf"), float("-inf")])
-def test_time_that_is_none_makes_a_grant_doubtful(clocks, granted_at):
+def test_grant_with_an_invalid_time_is_doubtful(clocks, granted_at):
     assert received(at=60.0, granted_at=granted_at, clocks=clocks).doubtful(60.0)
 
 

@@ -96,7 +96,7 @@ def test_rdma_port_counts_when_it_is_active(tmp_path):
     assert rdma_is_up(tmp_path)
 
 
-def test_this_machine_has_the_same_name_each_time():
+def test_machine_name_is_stable_within_a_process():
     assert machine_name() == machine_name() != ""
 
 

@@ -101,7 +101,7 @@ def test_prefix_fetch_transfers_only_uncached_pages():
     assert (cached_tokens(pair), cache_hits(pair)) == (len(PREFIX), CacheHits(fetched=8))
 
 
-def test_answer_flows_back_for_the_next_turn():
+def test_output_kv_is_fetched_from_the_decode_worker_for_the_next_turn():
     pair = make_pair()
     pair.submit("one", PREFIX, max_tokens=12)
     pair.run()

@@ -101,7 +101,7 @@ def test_pushes_are_no_longer_than_allowed():
 
 
 @pytest.mark.parametrize("lacking", ["grant", "kv"])
-def test_nothing_goes_without_a_grant_or_without_kv(lacking):
+def test_no_page_is_pushed_without_a_grant_or_without_kv(lacking):
     room = make_room(settled=8)
     setattr(room if lacking == "grant" else room.req, lacking, None)
     assert pushes(room) == []

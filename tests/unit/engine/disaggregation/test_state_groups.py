@@ -144,7 +144,7 @@ def test_group_that_cannot_be_is_no_message(groups):
         (STATE * 2, True, "grant for groups [1, 1] next to pages"),
     ],
 )
-def test_grant_has_one_place_for_a_state_where_there_is_one(groups, stateful, problem):
+def test_grant_needs_exactly_one_state_slot_for_a_stateful_model(groups, stateful, problem):
     found = granted(groups).problem(tokens=10, page_size=4, peer=RECEIVER.incarnation, adapter=b"", stateful=stateful)
     assert found == problem
 

@@ -83,7 +83,7 @@ def test_largest_is_captured_first():
 
 
 @torch.inference_mode()
-def test_nothing_of_a_larger_step_before_is_left():
+def test_decode_graph_replays_with_smaller_batches_have_correct_tokens():
     both = Beside(graph_sizes=(4,))
     for batch in (decodes(4, seq_len=28), decodes(1), decodes(2, seq_len=3), decodes(4)):
         assert both.streams.forward(batch).next_token_ids == both.host.forward(batch).next_token_ids

@@ -88,7 +88,7 @@ def test_smallest_with_room_runs_and_larger_steps_run_without():
 
 
 @torch.inference_mode()
-def test_nothing_of_a_larger_step_before_is_left():
+def test_prompt_graph_replays_with_other_sizes_have_correct_tokens():
     both = both_of()
     for step in ("several", "as many as a graph", "one token", "beside decodes", "behind cached tokens", "several"):
         agree(both, make_batch(STEPS[step]))

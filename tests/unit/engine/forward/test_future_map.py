@@ -26,7 +26,7 @@ def test_row_holds_the_newest_token(future_map):
     assert future_map.resolve(ints(RESOLVE), ints(2)).tolist() == [11]
 
 
-def test_input_is_left_alone(future_map):
+def test_resolve_does_not_change_the_given_ids(future_map):
     ids = ints(RESOLVE)
     future_map.publish(ints(1), ints(4))
     future_map.resolve(ids, ints(1))

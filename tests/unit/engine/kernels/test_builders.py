@@ -246,7 +246,7 @@ def test_builders_are_bounded_by_memory_and_cores(monkeypatch, memory, cores, co
     assert places(memory) == count
 
 
-def test_place_is_free_again_when_its_holder_ends(kernels):
+def test_place_of_a_kernel_builder_is_free_when_its_process_ends(kernels):
     store = kept.store()
     assert not builders_at_work(store)
     with place_of_builder(store, 1) as mine:

@@ -150,7 +150,7 @@ def test_link_is_not_followed(store, tmp_path):
     assert store.find(KEY) is None
 
 
-def test_fifo_in_the_place_of_a_kernel_is_skipped(store):
+def test_fifo_in_place_of_a_kernel_file_is_skipped(store):
     store.own.mkdir()
     os.mkfifo(store.own / KEY.file_name)
     assert store.find(KEY) is None

@@ -36,7 +36,7 @@ def test_capability_of_torch_bounds_the_level(capability, name):
     assert chosen({"ATEN_CPU_CAPABILITY": capability}, BF16, "x86_64").name == name
 
 
-def test_level_that_is_chosen_is_taken():
+def test_tandem_kernel_target_selects_the_kernel_level():
     assert chosen({"TANDEM_KERNEL_TARGET": "x86-64-v3"}, BF16, "x86_64") == TARGETS["x86-64-v3"]
 
 

@@ -162,6 +162,6 @@ def test_every_flag_of_adapters_is_read_or_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["", "a/b", "nul\0", "x" * 129])
-def test_names_that_cannot_be_are_refused(folder: Path, name: str) -> None:
+def test_llm_refuses_malformed_adapter_names(folder: Path, name: str) -> None:
     with pytest.raises(ConfigError, match="adapters: a name has 1 to 128 bytes of printable characters"):
         LLM(MODEL, adapters={name: folder / "one"}, **OPTIONS)

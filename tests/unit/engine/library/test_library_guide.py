@@ -33,7 +33,7 @@ print(json.dumps(ended))
 """
 
 
-def test_there_are_examples() -> None:
+def test_library_guide_has_seven_examples() -> None:
     assert len(EXAMPLES) == 7
 
 

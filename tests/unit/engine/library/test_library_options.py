@@ -33,6 +33,6 @@ def test_model_of_a_hub_becomes_a_folder(tmp_path, monkeypatch):
     assert config.model_path == str(tmp_path / "cache" / "models--org--mini" / "snapshots" / commit)
 
 
-def test_folder_stays_as_it_is(tmp_path):
+def test_local_model_folder_is_not_resolved(tmp_path):
     for model in (tmp_path, str(tmp_path)):
         assert with_folder(config_from_options(model, {}), model, progress=False).model_path == str(tmp_path)

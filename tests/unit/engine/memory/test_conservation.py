@@ -42,7 +42,7 @@ def test_leaked_page_is_named(memory: KvMemory, kv: RequestKv) -> None:
     assert audit(memory, kv).problems == (f"page {page} leaked: no set has it",)
 
 
-def test_only_the_first_of_many_pages_are_named(memory: KvMemory) -> None:
+def test_audit_names_only_the_first_of_many_leaked_pages(memory: KvMemory) -> None:
     memory.allocator.alloc(8)
     assert audit(memory).problems == ("page 1, 2, 3, 4, 5 and 3 more leaked: no set has it",)
 

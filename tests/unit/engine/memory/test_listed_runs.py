@@ -96,7 +96,7 @@ def test_padding_names_no_sequence_and_no_token():
     assert found.kept_slots.tolist() == [4, 2, *[0] * 8]
 
 
-def test_lists_are_loaded_where_they_are():
+def test_run_lists_are_loaded_into_captured_tensors_in_place():
     batch, room = step(), RunRoom(tokens=80, sequences=4, chunks=6, decodes=5)
     captured = no_runs(room, HISTORY, torch.device("cpu"))
     assert captured.first_chunks.tolist() == [0] * 5

@@ -31,7 +31,7 @@ def copy(kind: CopyKind, source: list[int], target: list[int]) -> PageCopy:
     return PageCopy(kind=kind, source=source, target=target)
 
 
-def test_pages_go_to_the_host_and_back_to_other_places(device, host):
+def test_pages_copied_to_the_host_come_back_into_other_pages(device, host):
     copier = PageCopier(device, host)
     report = copier(copy(CopyKind.DEVICE_TO_HOST, [3, 1], [0, 2]))
     assert content(host) == [4, 0, 2, 0]
@@ -40,7 +40,7 @@ def test_pages_go_to_the_host_and_back_to_other_places(device, host):
     assert report.pages == 2
 
 
-def test_sources_and_targets_are_as_many(device):
+def test_page_copy_with_unequal_numbers_of_sources_and_targets_is_refused(device):
     with pytest.raises(AssertionError, match="2 pages into 1"):
         copy(CopyKind.DEVICE_TO_HOST, [1, 2], [3])
 

@@ -291,7 +291,7 @@ def test_extend_switches_to_pages_stored_by_another_request(cache: RadixCache, s
     assert cache.audit([result.lock]) == []
 
 
-def test_extending_takes_the_lock_that_it_was_given(cache: RadixCache, size: int) -> None:  # [lock-released-once]
+def test_extend_releases_the_given_lock(cache: RadixCache, size: int) -> None:  # [lock-released-once]
     lock = cache.match([]).lock
     longer = cache.extend(lock, run(size, 1), [PageId(1)]).lock
     assert lock.released

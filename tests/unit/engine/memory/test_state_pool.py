@@ -94,7 +94,7 @@ def test_parts_of_a_run_end_where_its_state_is_copied():
     assert [*ends.parts()] == [ends]
 
 
-def test_copies_are_made_one_after_the_other(pool):
+def test_chained_copies_of_states_are_made_in_order(pool):
     pool.matrices[1], pool.matrices[2] = 1.0, 2.0
     pool.copy(((1, 3), (2, 1)))
     assert pool.matrices[:, 0, 0, 0, 0][1:4].tolist() == [2.0, 2.0, 1.0]

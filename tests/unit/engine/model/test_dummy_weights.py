@@ -39,7 +39,7 @@ def test_weights_of_norms_lie_around_one():
     ("name", "split", "shape"),
     [(GATE, OUTPUTS, (12, 16)), (DOWN, INPUTS, (16, 12)), (EMBEDDING, VOCABULARY, (17, 16))],
 )
-def test_each_rank_has_its_part(name, split, shape):
+def test_dummy_weights_of_each_rank_are_a_different_part(name, split, shape):
     first, second = (weights(SingleRank(rank=rank, size=2)).stacked(name, split=split) for rank in range(2))
     assert first.shape == second.shape == shape
     assert not torch.equal(first, second)
@@ -57,7 +57,7 @@ def test_engine_without_weight_files_generates(tmp_path):
     assert outputs[0] == outputs[1]
 
 
-def test_its_kv_is_never_exchanged_with_that_of_a_checkpoint(tmp_path):
+def test_dummy_weights_have_another_fingerprint_than_the_checkpoint(tmp_path):
     write_checkpoint(tmp_path, **COMPUTED)
     dummy = read_model_config(tmp_path, load_format=LoadFormat.DUMMY)
     assert dummy.fingerprint

@@ -57,7 +57,7 @@ def test_no_tokens_make_no_work():
     assert layer()(torch.empty(0, HIDDEN)).shape == (0, HIDDEN)
 
 
-def test_input_is_left_alone():
+def test_expert_layer_does_not_change_its_input():
     moe, hidden = layer(), weight(6, HIDDEN, seed=1)
     before = hidden.clone()
     moe(hidden)

@@ -29,12 +29,12 @@ def test_every_value_is_rounded_as_torch_rounds_it():
 
 
 @pytest.mark.parametrize("bits", [0x7FC00000, 0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF])
-def test_nan_stays_one(bits):
+def test_nan_is_rounded_to_nan(bits):
     value = np.array([bits], np.uint32).view(np.float32)[0]
     assert np.isnan(round_off(value, np.empty(1, np.uint16)))
 
 
-def test_float32_is_kept():
+def test_float32_values_are_not_rounded():
     like = np.empty(1, np.float32)
     value = np.float32(1 / 3)
     assert narrow(value, like) == wide(value) == round_off(value, like) == value

@@ -71,7 +71,7 @@ def test_any_number_of_threads_computes_the_same_bits(dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_numbers_that_are_none_stay_in_their_row(dtype):
+def test_nan_of_one_row_stays_in_its_row_of_the_product(dtype):
     x, weight = operands(9, 32, OUTPUTS, dtype)
     x[2] = torch.nan
     assert multiply(x, pack(weight), None).isnan().all(dim=1).tolist() == [row == 2 for row in range(9)]

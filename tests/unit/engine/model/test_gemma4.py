@@ -138,7 +138,7 @@ def test_ranks_must_divide_the_kv_heads_of_all_layers():
     assert [size for size in range(1, 9) if can_share(parse(num_global_key_value_heads=8), size)] == [1, 2, 4, 8]
 
 
-def test_common_row_is_a_whole_number_of_each():
+def test_common_kv_row_holds_a_whole_number_of_rows_of_each_layer_kind():
     assert common_row([KvRow(8, 256), KvRow(2, 512)]) == KvRow(8, 256)
     assert common_row([KvRow(1, 256), KvRow(1, 512)]) == KvRow(2, 256)
     assert common_row([KvRow(3, 64), KvRow(1, 128)]) == KvRow(6, 64)

@@ -17,7 +17,7 @@ from tandem_testing.random_weights import RandomWeights, small_config
     [{}, {"moe": MoeConfig(num_experts=2, experts_per_token=1, intermediate_size=32, normalize=True)}],
     ids=["plain", "experts"],
 )
-def test_all_of_a_model(fields, dtype):
+def test_weight_memory_counts_every_matrix_of_a_model(fields, dtype):
     config = small_config(hidden_size=512, num_heads=8, num_kv_heads=4, head_dim=32, **fields)
     model = build_decoder(config, RandomWeights(config=config, dtype=dtype), positions=config.max_position)
     found = dict(weight_memory(model))

@@ -82,7 +82,7 @@ def test_rank_killed_before_its_first_message_is_reported(monkeypatch):
         pass
 
 
-def test_rank_that_does_not_come_in_time_is_ended(monkeypatch):
+def test_rank_that_does_not_start_within_the_timeout_is_lost(monkeypatch):
     become(monkeypatch, READ_ORDER + "sys.stdin.read()")
     hasty = replace(CONFIG, parallel=ParallelConfig(tp_size=2, timeout=0.1))
     with (

@@ -8,7 +8,7 @@ from tandem_engine.parallel.sharding import INPUTS, OUTPUTS, VOCABULARY, Part, S
 
 
 @given(share=st.integers(1, 50), unit=st.integers(1, 16), size=st.integers(1, 8))
-def test_even_parts_follow_one_another_and_leave_nothing_out(share, unit, size):
+def test_parts_of_all_ranks_are_equal_and_cover_the_dimension_in_order(share, unit, size):
     length = share * unit * size
     parts = [Split(dim=0, unit=unit).part(length, rank=rank, size=size) for rank in range(size)]
     assert [part.start for part in parts] == [0, *(part.stop for part in parts[:-1])]

@@ -79,7 +79,7 @@ def test_ties_beyond_the_sorted_part_count_towards_top_p():
     assert len(kept(logits, 2, 0.5, 0.0)) == len(logits)
 
 
-def test_rows_do_not_see_each_other():
+def test_filter_thresholds_of_a_row_do_not_depend_on_other_rows():
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(40, 3000, generator=generator) * torch.linspace(0.01, 8, 40)[:, None]
     logits -= logits.amax(dim=1, keepdim=True)

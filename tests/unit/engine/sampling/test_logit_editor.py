@@ -105,7 +105,7 @@ def test_logit_editor_without_edits_returns_same_tensor():
     assert LogitEditor().edit(logits, None, ((), ())) is logits
 
 
-def test_logits_are_left_as_they_are():
+def test_editing_does_not_change_the_given_logits():
     logits = noise(1, 3)
     before = logits.clone()
     sampling = SamplingParams(max_tokens=1, presence_penalty=1.0, logit_bias=((2, 3.0),), bad_words=((1,), (4, 5)))
@@ -133,7 +133,7 @@ def test_bad_word_forbids_last_token_after_its_prefix():
     assert forbidden(edit_one(words, outputs=(2, 1))) == {9}
 
 
-def test_bad_word_does_not_begin_in_the_prompt():
+def test_bad_word_that_begins_in_the_prompt_is_not_forbidden():
     sampling = SamplingParams(max_tokens=9, bad_words=((1, 2),))
     edits = make_edits([make_request(1, sampling, prompt=(5, 1))])
     assert forbidden(LogitEditor().edit(torch.zeros(1, VOCAB), edits)[0]) == set()

@@ -103,7 +103,7 @@ def test_drafts_ahead_are_not_remembered():
     assert torch.equal(applied(rows), before)
 
 
-def test_next_owner_of_a_slot_finds_nothing_of_the_last():
+def test_reused_penalty_slot_has_no_counts_of_its_former_request():
     rows = loaded((PROMPT, OUTPUTS))
     rows.load(0, (1,), (2,), vocab_size=VOCAB)
     torch.testing.assert_close(applied(rows), expected((2,), prompt=(1,)))

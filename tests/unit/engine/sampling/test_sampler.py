@@ -148,7 +148,7 @@ def test_row_without_any_possible_token_still_gives_one(params):
     assert set(draw(torch.full((9,), -torch.inf), 3, **params).tolist()) < set(range(9))
 
 
-def test_logits_are_left_as_they_are():
+def test_sampling_does_not_change_the_given_logits():
     logits, sampling = mixed_rows(8, 300)
     before = logits.clone()
     Sampler().sample(logits, sampling)

@@ -63,7 +63,7 @@ def test_finished_log_is_empty_without_reporting():
     assert engine.scheduler.ended.take() == []
 
 
-def test_abort_is_an_end():
+def test_aborted_request_is_in_the_ended_log():
     engine = watched(make_engine())
     engine.add(make_message("r", [1, 2, 3], max_tokens=9, trace=TRACE))
     engine.step()
@@ -72,7 +72,7 @@ def test_abort_is_an_end():
     assert only(engine).finish is FinishReason.ABORT
 
 
-def test_refusal_is_an_end_that_was_never_scheduled():
+def test_refused_request_is_in_the_ended_log_without_a_scheduling_time():
     engine = watched(make_engine())
     engine.add(make_message("r", [], trace=TRACE))
     engine.step()

@@ -51,7 +51,7 @@ def test_ranks_apply_inputs_at_iteration_start_in_order():
     assert engine.finish("b").code == "draining"
 
 
-def test_decisions_go_by_the_time_of_the_turn():
+def test_deadlines_follow_the_agreed_time_of_the_turn():
     engine = make_engine()
     inputs = agreed(engine)
     inputs.submit(Add(message=make_message("a", deadline_s=5.0), client=b""))
@@ -84,7 +84,7 @@ def test_no_turn_follows_a_failure_of_this_rank():
     inputs.stop()
 
 
-def test_end_of_another_rank_is_a_failure_of_this_one():
+def test_closed_connection_of_another_rank_raises_ranklosterror():
     inputs = agreed(make_engine(), agreement=Silence())
     with pytest.raises(RankLostError, match="Connection closed"):
         inputs.begin_turn()

@@ -24,7 +24,7 @@ def add(engine: Engine, rid: str, priority: int, *, tokens: int = 20, prompt: in
 
 @pytest.mark.parametrize("mixed", [False, True])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_least_important_gives_up_its_seat(overlap, mixed):
+def test_lowest_priority_request_is_preempted_when_all_seats_are_taken(overlap, mixed):
     engine = engine_of(max_running_requests=2, enable_overlap=overlap, enable_mixed_chunk=mixed)
     add(engine, "low", 0)
     add(engine, "middle", 3)
@@ -40,7 +40,7 @@ def test_least_important_gives_up_its_seat(overlap, mixed):
 
 @pytest.mark.parametrize(("tokens", "left"), [(28, {"a", "b"}), (52, {"a"}), (76, set())])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_pages_are_taken_from_as_many_as_it_needs_and_no_more(overlap, tokens, left):
+def test_urgent_request_preempts_only_as_many_requests_as_it_needs_pages_of(overlap, tokens, left):
     engine = engine_of(
         usable_pages=24, page_size=4, enable_overlap=overlap, init_new_token_ratio=1.0, min_new_token_ratio=1.0
     )

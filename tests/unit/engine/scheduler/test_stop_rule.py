@@ -21,7 +21,7 @@ def cut(run: list[int], outputs: list[int] = (), *, prompt_len: int = 4, max_tok
     return RULE.cut_at_stop(sampling, prompt_len=prompt_len, outputs=list(outputs), run=run)
 
 
-def test_run_without_an_end_is_kept_whole():
+def test_run_of_tokens_without_a_stop_is_kept_whole():
     assert cut([A, B, C]) == Cut(keep=3, finish=None)
 
 

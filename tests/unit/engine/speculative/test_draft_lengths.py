@@ -76,7 +76,7 @@ def test_drafts_that_are_right_get_as_long_as_may_be():
     assert machine.speed() > 3
 
 
-def test_half_right_drafts_are_shorter_than_right_ones():
+def test_drafts_with_low_acceptance_become_short():
     chosen = Machine([1], DraftLengths(longest=8), draft_s=0.1).run(200)
     assert {lengths[0] for lengths in chosen[50:]} <= {0, 1, 2, 3}
     assert any(lengths[0] for lengths in chosen[50:])
@@ -109,7 +109,7 @@ def test_only_requests_with_accepted_drafts_draft():
     assert sum(lengths[1] for lengths in chosen[100:200]) < 5
 
 
-def test_stream_that_begins_to_please_is_found_out():
+def test_rejected_drafts_are_tried_again_and_grow_when_they_are_accepted():
     machine = Machine([0, 0])
     machine.run(500)
     machine.right = [4, 4]

@@ -43,7 +43,7 @@ def test_tokenizer_without_marks_cannot_fill_in(tmp_path):
         TextTokenizer.load(write_tokenizer(tmp_path)).encode_middle("a", "b")
 
 
-def test_marks_of_a_family_are_found_only_together():
+def test_fim_marks_are_found_only_as_a_complete_set_of_one_family():
     assert find_fim_marks({"<fim_prefix>": 1, "<fim_suffix>": 2}.get) is None
     assert find_fim_marks({"<|fim_prefix|>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}.get) is None
     found = find_fim_marks({"▁<PRE>": 1, "▁<SUF>": 2, "▁<MID>": 3, "▁<EOT>": 4}.get)

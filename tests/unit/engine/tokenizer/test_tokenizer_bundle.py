@@ -48,7 +48,7 @@ def test_missing_or_large_files_are_refused_by_name(folder, monkeypatch):
         TokenizerBundle.read(folder)
 
 
-def test_parts_make_the_whole(folder, monkeypatch):
+def test_tokenizer_parts_join_to_the_bundle_that_was_read(folder, monkeypatch):
     monkeypatch.setattr(bundles, "PART_BYTES", 100)
     bundle = TokenizerBundle.read(folder)
     data = b""

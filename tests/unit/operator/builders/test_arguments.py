@@ -285,7 +285,7 @@ def test_other_failures_of_the_check_refuse_no_argument(failure: str) -> None:
 
 
 @pytest.mark.parametrize("place", ["engine.args", "decode.engine.args", "gateway.args"])
-def test_arguments_of_another_spec_say_nothing_of_these(place: str) -> None:
+def test_check_results_of_former_arguments_are_not_used_for_new_ones(place: str) -> None:
     """Within a revision: pods of the former template are ready, and have checked other words."""
     name = "--explain-candidates" if place == "gateway.args" else "--watermark"
     former, now = spec_with(place, f"{name}=0.1"), spec_with(place, f"{name}=0.2")

@@ -27,7 +27,7 @@ def backend(objects) -> dict:
     return one
 
 
-def test_pool_its_picker_and_the_way_to_it():
+def test_inference_pool_selects_gateways_and_names_its_picker_and_service():
     objects = made(inferencePool={"replicas": 2})
     pool = objects["InferencePool", "chat"]["spec"]
     gateways = objects["Deployment", "chat-gateway"]["spec"]["template"]

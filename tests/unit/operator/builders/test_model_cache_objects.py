@@ -84,7 +84,7 @@ def test_job_of_another_manifest_has_another_hash():
     assert request_of(first.source.hugging_face) != request_of(second.source.hugging_face)
 
 
-def test_prune_names_what_stays():
+def test_prune_job_names_the_commits_that_it_keeps():
     one = prune_job("qwen", "models", spec(), SETTINGS, COMMIT, [OTHER])
     args = build_parser().parse_args([*container(one)["command"][1:], *container(one)["args"]])
     assert (args.model, args.prune, args.keep) == (f"org/mini@{COMMIT}", True, [OTHER])

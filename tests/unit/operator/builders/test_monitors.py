@@ -27,7 +27,7 @@ def test_each_monitor_finds_its_pods_and_a_port_of_theirs():
     assert not pods
 
 
-def test_there_are_none_unless_they_are_wanted():
+def test_pod_monitors_are_made_only_where_they_are_requested():
     def made(there: bool, **spec: Any) -> int:
         settings = OperatorSettings(apis=ClusterApis(pod_monitors=there), allow=frozenset({"monitors"}))
         plan = make_plan(service_of(**spec), Observed(now="2026-01-01T00:00:00Z"), ModelServiceStatus(), 1, settings)

@@ -344,7 +344,7 @@ def client(answer):
         httpx.Response(200, text='{"more": ' + "[" * 2000 + "]" * 2000 + "}"),
     ],
 )
-async def test_progress_that_is_none_is_left_out(answer):
+async def test_malformed_download_progress_is_ignored(answer):
     assert await fetch_progress(client(answer), "http://10.0.0.1:8080/progress") is None
 
 

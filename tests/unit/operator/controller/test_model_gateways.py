@@ -92,7 +92,7 @@ def test_state_of_a_service_is_that_in_the_status_of_its_gateway():
     assert gateway_seen(a_store(a_gateway(services=[row])), OTHER, settings) is None
 
 
-def test_of_two_with_one_name_the_older_one_has_it():
+def test_older_of_a_service_and_a_gateway_keeps_their_common_name():
     key = ServiceKey("models", "chat", "ModelGateway")
     for created, taken in (("1999-01-01T00:00:00Z", CHAT), ("2999-01-01T00:00:00Z", key)):
         store = Store()

@@ -43,7 +43,7 @@ def test_canary_of_a_revision_names_its_pair(book):
     assert [ask.pair for ask in book.due(0.0, ALL) if ask.revision == ""] == [None]
 
 
-def test_pair_of_two_revisions_is_none(book):
+def test_workers_of_different_revisions_are_no_canary_pair(book):
     assert asked(book, 0.0, (GATEWAY, PREFILL, replace(DECODE, revision="r2"))) == set()
 
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from tandem_operator.controller.workqueue import FIRST_PAUSE_S, MAX_PAUSE_S, Schedule, WorkQueue, back_off
 
 
-def test_burst_of_events_is_one_look():
+def test_burst_of_events_of_one_service_is_one_reconcile():
     schedule: Schedule[str] = Schedule()
     for _ in range(100):
         schedule.add("chat", 0.0)

@@ -52,7 +52,7 @@ async def cluster(script):
         await client.close()
 
 
-async def test_busy_server_is_given_the_time_that_it_asks_for(cluster, script):
+async def test_request_to_a_busy_api_server_is_repeated_after_its_retry_after(cluster, script):
     script.answers = [(429, {}, {"Retry-After": "2"}), (503, {}, {}), (200, {"kind": "Service"}, {})]
     assert await cluster.apply(MANIFEST) == {"kind": "Service"}
     assert 2.0 <= script.pauses[0] <= 2.5
@@ -60,7 +60,7 @@ async def test_busy_server_is_given_the_time_that_it_asks_for(cluster, script):
     assert {request.query_string for request in script.asked} == {"fieldManager=tandem-operator&force=true"}
 
 
-async def test_one_that_stays_busy_is_given_up(cluster, script):
+async def test_api_server_that_stays_busy_fails_the_request_after_four_attempts(cluster, script):
     script.answers = [(429, {"reason": "TooManyRequests", "message": "slow down"}, {})] * 4
     with pytest.raises(ApiError, match="429 TooManyRequests: slow down"):
         await cluster.apply(MANIFEST)

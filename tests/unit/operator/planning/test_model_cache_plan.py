@@ -144,7 +144,7 @@ def test_former_commit_stays_until_the_next_one_is_whole(cluster):
     assert cluster.jobs == {}, "workers use the former one"
 
 
-def test_commit_goes_some_time_after_its_last_worker(cluster):
+def test_unused_commit_is_removed_after_a_delay(cluster):
     downloaded(cluster, wanted())
     downloaded(cluster, wanted("v2"), B)
     assert cluster.status.commits[1].unused_since == NOW
@@ -337,7 +337,7 @@ def test_bad_spec_changes_nothing_and_names_the_field(cluster, cache, field):
     assert message.startswith(f"{field}:")
 
 
-def test_taken_name_is_reported():
+def test_claim_name_that_is_taken_is_reported_as_nametaken():
     taken = frozenset({Ref(api_version="v1", kind="PersistentVolumeClaim", name="qwen")})
     observed = CacheObserved(now=NOW, foreign=taken)
     plan = make_cache_plan(wanted(), observed, ModelCacheStatus(), OperatorSettings())

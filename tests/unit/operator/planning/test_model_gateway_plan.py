@@ -99,7 +99,7 @@ def test_other_keys_are_another_entry():
     assert first.files.keys() != second.files.keys()
 
 
-def test_first_that_has_a_name_keeps_it():
+def test_older_service_keeps_a_model_name_that_a_younger_one_wants():
     old, young = behind("b", created="2026-01-01"), behind("a", created="2026-01-02", aliases=["b"])
     models = shared_models(gateway_of(), [young, old], Former())
     assert (served(models), reasons(models)) == ({"b": ["b"]}, {"a": "NameTaken", "b": ""})
@@ -111,7 +111,7 @@ def test_first_that_has_a_name_keeps_it():
     assert served(models) == {"a": ["a"], "b": ["b"]}
 
 
-def test_alias_that_is_taken_leaves_a_service_as_it_was():
+def test_service_with_a_taken_alias_keeps_its_former_names():
     before = shared_models(gateway_of(), [behind("a", created="1"), behind("b", created="2")], Former())
     models = shared_models(
         gateway_of(), [behind("a", created="1", aliases=["b"]), behind("b", created="2")], after(before)

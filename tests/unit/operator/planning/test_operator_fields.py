@@ -41,7 +41,7 @@ FIELDS = [(".".join(map(str, path)), path, value) for path, value in leaves(FULL
 
 
 @pytest.mark.parametrize(("name", "path", "value"), FIELDS, ids=[name for name, _, _ in FIELDS])
-def test_another_value_has_another_outcome(name, path, value):
+def test_each_changed_spec_field_changes_the_plan(name, path, value):
     accepted = 0
     for other in others(value):
         try:

@@ -169,7 +169,7 @@ def test_changed_weights_make_a_revision_and_replace_the_old():
     assert cluster.status.history == [old]
 
 
-def test_going_back_takes_up_the_old_revision_again():
+def test_reverted_spec_returns_to_the_former_revision():
     cluster, first = KubeCluster(), service_of()
     cluster.settle(first)
     old = cluster.status.revision
@@ -208,7 +208,7 @@ def test_old_deployment_is_kept_until_its_last_pod_has_drained():
     raise AssertionError("the old Deployment was never taken away")
 
 
-def test_owner_of_the_number_of_workers():
+def test_autoscaling_mode_decides_who_owns_the_number_of_workers():
     fixed, external = (
         service_of(decode={"replicas": 2}),
         service_of(decode={"replicas": 2}, autoscaling={"mode": "external"}),

@@ -46,7 +46,7 @@ def test_pods_two_windows_apart_are_skewed_among_themselves():
     assert f"old ({RELEASE - 1})" in one.message
 
 
-def test_message_has_an_end():
+def test_version_skew_message_of_many_pods_is_short():
     one = version_skew(observed(**{f"pod_{number:03}": FAR for number in range(500)}))
     assert "and 492 more" in one.message
     assert "pod-000" in one.message

@@ -54,7 +54,7 @@ def test_jump_of_the_load_is_answered_within_two_periods():
     assert service.there["decode"] > before["decode"]
 
 
-def test_no_more_than_the_step_at_a_time():
+def test_one_decision_adds_at_most_max_step_up_workers():
     service = FluidService(config_of(max_step_up=2))
     busy(service)
     service.step(50_000.0, 2.0)
@@ -70,7 +70,7 @@ def test_backlog_during_pod_start_is_counted_once():
     assert service.there["prefill"] <= 4
 
 
-def test_fewer_only_after_the_window_and_one_at_a_time():
+def test_workers_are_removed_one_at_a_time_after_the_window():
     service = FluidService(config_of(), there={"prefill": 8, "decode": 1})
     while service.there["prefill"] == 8:
         service.step(800.0, 2.0)

@@ -64,7 +64,7 @@ def test_backlog_is_cleared_as_without_objective():
     assert within == prefill_need(prefill(3000.0), patient).workers, "that much may wait"
 
 
-def test_few_prompts_in_a_long_time_are_known_to_be_few():
+def test_few_prompts_over_a_long_observation_are_enough_for_a_need():
     few = [200.0, 400.0, 800.0]
     new, old = (prefill_need(prefill(10.0, lengths=few, observed_s=seconds), TARGETS) for seconds in (60.0, 400.0))
     assert (new.lacks_figures, old.lacks_figures) == (True, False)
@@ -76,7 +76,7 @@ def test_prompts_of_no_tokens_ask_for_no_fleet():
     assert prefill_need(load, TARGETS).workers < 10
 
 
-def test_need_says_what_it_expects():
+def test_reason_of_the_prefill_need_names_load_and_wait():
     reason = prefill_need(prefill(3000.0), TARGETS).reason
     assert "3000 tokens/s come" in reason
     assert "wait at most" in reason

@@ -167,7 +167,7 @@ def test_variation_is_within_its_bounds_whatever_is_seen(sequence):
         assert 0.0 <= gaps.variation <= MAX_VARIATION
 
 
-def test_looks_without_a_duration_say_nothing():
+def test_samples_without_a_positive_duration_do_not_change_the_variation():
     gaps = after(looks_of(poisson(7, 2.0, 0.0, 2 * HALF_LIFE_S), 2 * HALF_LIFE_S))
     known = gaps.variation
     for seconds in (0.0, -30.0, float("nan")):

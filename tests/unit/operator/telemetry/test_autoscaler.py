@@ -114,7 +114,7 @@ def test_no_role_flip_during_rollout():
     assert scaled.pools == {"prefill": 2, "decode": 2}
 
 
-def test_emptiest_goes_first():
+def test_worker_with_the_fewest_requests_is_removed_first():
     pods, figures = fleet(
         p0=("prefill", "prefill", 0),
         d0=("decode", "decode", 3),

@@ -70,7 +70,7 @@ def test_need_of_each_role_is_served_in_both_forms():
     assert "2500 tokens/s come" in str(document["reason"])
 
 
-def test_both_roles_come_from_zero_and_go_together():
+def test_external_figures_scale_both_roles_from_and_to_zero_together():
     held = figures_of(load(held=1, waiting=1, queued=5))
     assert all(value(held, "workers_needed", role) >= LEAST for role in ("prefill", "decode"))
     running = figures_of(load(running=1))
@@ -132,7 +132,7 @@ def test_hpas_name_metrics_and_labels_that_are_served():
         assert registry.get_sample_value(wanted["name"], labels) is not None
 
 
-def test_keda_asks_for_what_is_served():
+def test_metrics_that_the_keda_example_reads_are_served():
     figures = figures_of(load(running=3))
     for one in documents("keda.yaml"):
         [trigger] = one["spec"]["triggers"]

@@ -112,7 +112,7 @@ def test_factors_are_medians_within_bounds():
 
 
 @pytest.mark.parametrize("value", ["NaN", "-1", "+Inf"])
-def test_fit_that_cannot_be_is_none(value):
+def test_step_fit_with_impossible_numbers_is_ignored(value):
     def fit(base: str, sequence: str = "0.01") -> StepFit | None:
         lines = (("base", base), ("sequence", sequence), ("kv_token", "0"))
         text = "".join(f'tandem_worker_step_fit_seconds{{part="{part}"}} {number}\n' for part, number in lines)

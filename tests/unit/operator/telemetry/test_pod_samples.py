@@ -33,7 +33,7 @@ def test_rates_need_a_second_sample():
     assert set(seen.workers) == {"p0", "d0"}
 
 
-def test_service_at_rest():
+def test_idle_samples_make_an_idle_load():
     load = looked(IDLE, IDLE).load
     assert load is not None
     assert load.idle

@@ -58,7 +58,7 @@ def test_pod_that_is_not_scheduled_yet() -> None:
     assert seen.url("health", "/metrics") is None
 
 
-def test_pod_that_goes() -> None:
+def test_pod_with_a_deletion_timestamp_is_terminating() -> None:
     seen = PodSeen.of(pod(metadata={"deletionTimestamp": "2026-01-01T00:00:00Z"}))
     assert seen is not None
     assert seen.terminating
@@ -70,7 +70,7 @@ def test_pods_that_have_ended_are_none(phase: str) -> None:
 
 
 @pytest.mark.parametrize("component", ["redis", "operator", ""])
-def test_other_pods_are_none(component: str) -> None:
+def test_pods_of_other_components_are_not_workers(component: str) -> None:
     assert PodSeen.of(pod(metadata={"labels": {"app.kubernetes.io/component": component}})) is None
 
 

@@ -16,7 +16,7 @@ def owner():
     return made
 
 
-def test_first_number_that_is_seen_is_taken_as_it_is():
+def test_first_observed_replica_count_is_restored_to_no_other():
     assert PoolOwner().judge(0.0, THEIRS, BOUNDS).restore == {}
 
 

@@ -47,7 +47,7 @@ async def test_through_the_router():
         (httpx.Response(500, text="x" * 10_000), "500"),
     ],
 )
-async def test_everything_but_a_clear_yes_is_a_no(answer, error_message):
+async def test_canary_answer_that_is_not_a_success_fails_the_canary(answer, error_message):
     canary, _ = await asked(answer)
     assert not canary.passed
     assert error_message in canary.message

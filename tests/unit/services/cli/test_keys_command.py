@@ -111,7 +111,7 @@ def test_key_file_is_unchanged_if_owner_cannot_be_kept(tmp_path, monkeypatch, ca
     assert list(tmp_path.iterdir()) == [path]
 
 
-def test_two_that_are_made_at_once_are_both_in_the_file(tmp_path, monkeypatch) -> None:
+def test_keys_created_at_the_same_time_are_both_in_the_file(tmp_path, monkeypatch) -> None:
     """The second read the file before the first had replaced it, and wrote it without the first's entry."""
     path = tmp_path / "keys.json"
     lock, replace = fcntl.flock, keys_command._replace

@@ -16,7 +16,7 @@ def folder(tmp_path):
 
 
 @pytest.mark.parametrize("models", [["", "m={}"], ["a={}", "b,a={}"], ["a,a={}"], ["a,={}"], ["={}"]])
-def test_models_need_names_of_their_own(models, folder, capsys):
+def test_router_refuses_two_models_of_one_name(models, folder, capsys):
     flags = [flag for text in models for flag in ("--model", text.format(folder) or str(folder))]
     assert main(["router", "--redis-url", "redis://127.0.0.1:1", *flags]) == 2
     assert "unique names" in capsys.readouterr().err

@@ -22,7 +22,7 @@ def test_valid_token_is_accepted(path, header):
     "header",
     [None, "", "s3cret", "Basic s3cret", "Bearer", "Bearer s3cre", "Bearer s3crets", "Bearer s3 cret", "Bearer é"],
 )
-def test_anything_else_does_not(path, header):
+def test_any_other_authorization_header_is_not_admitted(path, header):
     assert not BearerToken(path=path).admits(header)
 
 

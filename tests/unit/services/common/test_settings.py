@@ -7,7 +7,7 @@ from tandem_engine.base.errors import ConfigError
 from tandem_services.common.settings import read_settings
 
 
-def test_switch_is_on_or_off_and_nothing_else():
+def test_boolean_setting_accepts_only_on_and_off_values():
     assert read_settings({"TANDEM_STANDBY": "1"}).standby
     assert not read_settings({"TANDEM_STANDBY": "0"}).standby
     assert read_settings({"TANDEM_STANDBY": "true"}).standby

@@ -34,7 +34,7 @@ def test_values_of_a_field_are_found_by_its_path(path, values) -> None:
     assert allowed_values(Body, path) == values
 
 
-async def test_role_that_is_none_is_answered_with_those_that_are(gateway) -> None:
+async def test_unknown_message_role_is_refused_with_the_valid_ones(gateway) -> None:
     body = {"model": "mock", "messages": [{"role": "wizard", "content": "x"}]}
     answer = (await gateway.http.post("/v1/chat/completions", json=body)).json()["error"]
     assert answer["param"] == "messages[0].role"

@@ -348,7 +348,7 @@ async def test_client_may_leave_at_any_chunk_and_twice(gateway, engine):  # [cli
 
 
 @pytest.mark.parametrize("stream", [False, True])
-async def test_crowd_that_leaves_holds_nothing_up(gateway, engine, stream):  # [client-leaves-aborts]
+async def test_abandoned_requests_do_not_block_the_next_one(gateway, engine, stream):  # [client-leaves-aborts]
     """Two hundred long requests are asked for and left; the next one is answered, and nothing runs on."""
     body = {"model": "mock", "prompt": "hi", "max_tokens": 400, "ignore_eos": True, "min_tokens": 400, "stream": stream}
     engine.behavior.mute = True

@@ -119,7 +119,7 @@ async def test_old_clients_need_no_host_and_older_ones_are_refused(gateway):  # 
 
 
 @pytest.mark.parametrize("sent", [b"", b"\r\n", b"GET", b"GET /live HTTP/1.1\r\nHo"])
-async def test_head_that_never_ends_is_given_up(gateway, monkeypatch, sent):  # [slow-request-ends]
+async def test_head_that_never_ends_is_answered_408(gateway, monkeypatch, sent):  # [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.http.connection.HEAD_TIMEOUT_S", 0.05)
     assert "did not arrive" in check_refusal(await response_to(gateway, sent), 408)
 
@@ -144,7 +144,7 @@ async def test_idle_connection_between_requests_owes_no_head(gateway, monkeypatc
         assert (await reader.read()).startswith(b"HTTP/1.1 200 ")
 
 
-async def test_head_without_end_is_not_kept(gateway, monkeypatch):  # [heads-bounded], vLLM CVE-2025-48956
+async def test_oversized_head_is_refused_before_it_ends(gateway, monkeypatch):  # [heads-bounded], vLLM CVE-2025-48956
     monkeypatch.setattr("tandem_services.gateway.http.connection.MAX_HEAD_BYTES", 1000)
     async with connection(gateway) as (reader, writer):
         writer.write(b"GET /live HTTP/1.1\r\nHost: x\r\nX: ")

@@ -112,7 +112,7 @@ async def test_address_without_an_engine_proves_nothing(pool, views):
     assert not pool.proven(silent.incarnation)
 
 
-async def test_proof_that_is_old_is_asked_for_again(pool, rack, views, clock):
+async def test_worker_whose_proof_is_outdated_is_pinged_again(pool, rack, views, clock):
     assert await pool.prove(views[0], within_s=PATIENCE_S)
     await outlive_proofs(clock)
     engine = rack.engines[0]

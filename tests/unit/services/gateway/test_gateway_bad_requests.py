@@ -88,7 +88,7 @@ NUMBERS = {"1e999": b"1e999", "10,000 digits": b"9" * 10_000, "a lone minus": b"
 
 @pytest.mark.parametrize("path", [CHAT, COMPLETIONS])
 @pytest.mark.parametrize("number", NUMBERS.values(), ids=NUMBERS.keys())
-async def test_number_that_is_none_is_refused(gateway, rack, path, number):  # [finite-numbers]
+async def test_nan_and_infinite_numbers_in_a_body_are_refused(gateway, rack, path, number):  # [finite-numbers]
     for field in (b"temperature", b"max_tokens"):
         body = b'{"model": "mock", "prompt": "a", "messages": [], "' + field + b'": ' + number + b"}"
         await check_refused(gateway, rack, await gateway.http.post(path, content=body), 400)
@@ -131,7 +131,7 @@ async def test_body_over_the_limit_is_refused(gateway, rack, monkeypatch, declar
     await check_refused(gateway, rack, answer, 413)
 
 
-async def test_body_that_never_ends_is_given_up(gateway, rack, monkeypatch):  # [one-reading] [slow-request-ends]
+async def test_body_that_never_ends_is_answered_408(gateway, rack, monkeypatch):  # [one-reading] [slow-request-ends]
     monkeypatch.setattr("tandem_services.gateway.http.body.BODY_TIMEOUT_S", 0.05)
     answered = asyncio.Event()
 

@@ -135,7 +135,7 @@ async def test_workers_of_other_weights_fail_canary_and_are_named(rack, tokenize
     assert [engine.received for engine in rack.engines] == [[], []]
 
 
-async def test_worker_that_says_nothing_fails_it_in_time(rack, tokenizer):
+async def test_silent_worker_fails_the_canary_within_its_time_limit(rack, tokenizer):
     rack.add("p", healthy(), Role.PREFILL)
     rack.add("d", healthy(mute=True), Role.DECODE)
     assert await failed(rack, tokenizer, prefill="p", decode="d", within_s=0.3) == "no answer within 0.3 s"

@@ -47,7 +47,7 @@ def grammar_of(rack):
 
 
 @pytest.mark.parametrize("fields", [{}, THINKING], ids=["thoughts-closed", "thoughts-wanted"])
-async def test_thoughts_and_answer_are_apart(says, fields):
+async def test_reasoning_and_content_are_separate_fields_of_a_message(says, fields):
     async with says(THOUGHT + "It rains.") as gateway:
         message = (await gateway.chat(**fields)).json()["choices"][0]["message"]
     assert (message["reasoning_content"], message["content"]) == ("Rain?", "It rains.")

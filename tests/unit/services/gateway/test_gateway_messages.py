@@ -111,7 +111,7 @@ async def test_thinking_text_and_calls_are_blocks_of_their_own(says):
     assert answer["usage"]["output_tokens_details"]["thinking_tokens"] > 0
 
 
-async def test_call_that_was_cut_is_not_there_to_be_run(says):
+async def test_truncated_tool_call_is_left_out_of_the_message(says):
     async with says(CALL.replace('"Bern"', '"Bern, the capital of Switzerland, on the river Aare"')) as gateway:
         answer = (await ask(gateway, tools=[WEATHER], max_tokens=60)).json()
     assert answer["stop_reason"] == "max_tokens"

@@ -56,7 +56,7 @@ async def test_another_model_is_a_404_that_names_it(gateway):
 
 
 @pytest.mark.parametrize("prefix", ["", "/v1"])
-async def test_text_goes_to_ids_and_back(gateway, tokenizer, prefix):
+async def test_tokenize_and_detokenize_are_inverse(gateway, tokenizer, prefix):
     body = {"model": "mock", "prompt": "hello <|im_end|>", "return_token_strs": True}
     answer = (await gateway.http.post(f"{prefix}/tokenize", json=body)).json()
     assert answer["tokens"] == tokenizer.encode("hello <|im_end|>")

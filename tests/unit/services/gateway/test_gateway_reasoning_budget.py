@@ -51,7 +51,7 @@ async def test_engine_request_has_reasoning_budget_and_markers(says, rack, think
 
 
 @pytest.mark.parametrize("value", [None, 0, 2**31 - 1])
-async def test_values_that_are_served(says, rack, value):
+async def test_accepted_reasoning_budgets_reach_the_engine(says, rack, value):
     async with says("ok") as gateway:
         assert (await gateway.chat(**{FIELD: value})).status_code == 200
     budget = sampling_of(rack).reasoning_budget

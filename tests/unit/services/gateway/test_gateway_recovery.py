@@ -223,7 +223,7 @@ async def test_decode_workers_compute_prompts_without_prefill_workers(rack, serv
     assert decode.received[0].handoff is None
 
 
-async def test_unless_that_is_not_wanted(rack, serving):  # [decode-computes-prompts]
+async def test_decode_workers_compute_no_prompts_if_prefill_fallback_is_off(rack, serving):  # [decode-computes-prompts]
     decode = rack.add("d", healthy(), Role.DECODE)
     async with serving(prefill_fallback=False, queue_s=0.2) as gateway:
         answer = await gateway.complete(max_tokens=3)

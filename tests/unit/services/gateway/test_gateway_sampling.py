@@ -65,7 +65,7 @@ async def test_bad_words_are_encoded_with_and_without_leading_space(gateway, rac
     assert len(sampling.bad_words) == 4
 
 
-async def test_spelling_that_ends_in_another_forbids_nothing_more(gateway, rack, tokenizer):
+async def test_bad_word_spelling_that_ends_in_another_is_left_out(gateway, rack, tokenizer):
     word = "\N{SNOWMAN}"
     bare, spaced = (tokenizer.encode(text, add_special_tokens=False) for text in (word, f" {word}"))
     assert spaced[-len(bare) :] == bare

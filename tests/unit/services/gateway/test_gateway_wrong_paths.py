@@ -18,7 +18,7 @@ async def test_unknown_path_returns_404_suggesting_the_right_path(gateway, path,
     assert answer.json()["error"]["message"] == sentence
 
 
-async def test_method_that_is_not_there_is_named_with_the_one_that_is(gateway):
+async def test_wrong_method_is_answered_405_with_the_right_one(gateway):
     answer = await gateway.http.get("/v1/chat/completions")
     assert (answer.status_code, answer.headers["allow"]) == (405, "POST")
     assert answer.json()["error"]["message"] == "GET /v1/chat/completions is not served: use POST"

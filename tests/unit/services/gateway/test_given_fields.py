@@ -63,12 +63,12 @@ def test_field_out_of_range_is_named(fields, param):
     assert refused.value.param == param
 
 
-def test_one_choice_is_what_is_asked_for_without_a_number():
+def test_missing_n_means_one_choice():
     assert choice_counts(ChatRequest(messages=[]), prompts=1) == choice_counts(ChatRequest(messages=[], n=1), prompts=1)
 
 
 @pytest.mark.parametrize("name", ["", "ada"])
-def test_message_with_a_name_keeps_it(name):
+def test_name_of_a_message_reaches_the_chat_template(name):
     [entry] = template_messages([ChatMessage(role="user", content="hi", name=name)])
     assert entry == {"role": "user", "content": "hi", "name": name}
     assert template_messages([ChatMessage(role="user", content="hi")]) == [{"role": "user", "content": "hi"}]

@@ -130,7 +130,7 @@ async def test_queued_request_of_removed_model_is_answered(serve):
         await closed(live, "b")
 
 
-async def test_other_words_for_a_model_leave_the_others_alone(serve):
+async def test_changed_aliases_of_one_model_restart_no_other_model(serve):
     async with serve("a", "b") as live:
         first, second = live.models.fleets
         await live.say("a", ("b", "gpt"))

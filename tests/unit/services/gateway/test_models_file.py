@@ -62,7 +62,7 @@ def test_absent_entry_fields_default_to_flags(write, tmp_path):
         assert (model.max_waiting, model.reasoning_parser, model.redis) == (7, "qwen3", FLAGS.redis)
 
 
-def test_toml_says_the_same(write, tmp_path):
+def test_toml_models_file_is_read_like_a_json_one(write, tmp_path):
     write()
     path = tmp_path / "models.toml"
     path.write_text('[[models]]\nmodel = "llama"\nserved_model_name = "a"\n', encoding="utf-8")

@@ -228,7 +228,7 @@ def test_fields_of_the_clients_types_are_known(body, place):
         ({"type": "text", "text": "a", "detail": "high"}, "messages[0].content[0].detail"),
     ],
 )
-async def test_parts_of_other_types_are_refused(rack, tokenizer, part, param):
+async def test_content_parts_of_unsupported_types_are_refused(rack, tokenizer, part, param):
     async with live_gateway(rack.context, tokenizer, rack.engines) as live:
         answer = await live.chat(messages=[{"role": "user", "content": [part]}])
         assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
@@ -259,7 +259,7 @@ TOOL = {"type": "object", "properties": {"city": {"type": "string"}}}
 CALLING = '<tool_call>{"name": "weather", "arguments": {"city": "Bern"}}</tool_call>'
 
 
-async def test_answers_can_be_sent_back(rack, tmp_path):
+async def test_whole_response_messages_are_accepted_as_input_messages(rack, tmp_path):
     """All of a message, as programs do that keep what they got."""
     tokenizer = TextTokenizer.load(write_tokenizer(tmp_path, chat_template=THINKING_CHATML))
     ids = script(tokenizer, CALLING, eos=EOS)

@@ -116,7 +116,7 @@ async def test_pinned_adapter_is_pinned_on_workers(served):
     assert [order.pinned for port in served.ports for order in port.orders] == [True, True]
 
 
-async def test_wrong_name_is_an_answer_of_one_sentence(served):
+async def test_load_or_unload_of_a_wrong_adapter_name_is_answered_with_a_reason(served):
     report = await served.load(replace(SQL, name="a/b"))
     assert (report.done, "a name has 1 to 128 bytes" in report.message) == (False, True)
     missing = await served.send(Unload(name="sql"))

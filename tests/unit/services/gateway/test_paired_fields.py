@@ -78,6 +78,6 @@ def test_logprobs_are_equal_within_the_tolerance() -> None:
     assert [*differences([-1.0], [-1.002])] == ["[0]: -1.0 and -1.002"]
 
 
-def test_stream_without_its_end_is_no_answer() -> None:
+def test_stream_without_the_done_event_fails_the_comparison() -> None:
     with pytest.raises(AssertionError, match="the stream ends with"):
         streamed_answer(stream(*PIECES, end="{}"))

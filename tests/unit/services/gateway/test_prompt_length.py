@@ -27,7 +27,7 @@ async def test_truncation_keeps_the_requested_prompt_tokens(gateway, rack, field
 
 
 @pytest.mark.parametrize(("max_tokens", "room"), [(12, 500), (None, 511)])
-async def test_minus_one_leaves_room_for_the_output_that_was_asked_for(gateway, rack, max_tokens, room):
+async def test_truncation_to_minus_one_leaves_room_for_max_tokens(gateway, rack, max_tokens, room):
     body = {"model": "mock", "prompt": [7] * 600 + [9] * 400, "max_tokens": max_tokens, "truncate_prompt_tokens": -1}
     body = {name: value for name, value in body.items() if value is not None}
     assert (await gateway.http.post("/v1/completions", json=body)).status_code == 200

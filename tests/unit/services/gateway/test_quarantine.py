@@ -101,7 +101,7 @@ def test_quarantine_ends_after_its_duration(make, clock):
     assert not refuses(quarantine, asked())
 
 
-async def test_other_gateways_learn_of_it(make):
+async def test_quarantine_of_one_gateway_applies_at_another_after_a_sync(make):
     first, second = make(), make()
     convict(first, asked())
     await first.sync()

@@ -43,7 +43,7 @@ async def test_long_outputs_wait_for_a_bounded_time():
     assert pace._due - clock() <= MAX_PAUSE_S
 
 
-async def test_rest_ends_with_the_crowd(monkeypatch):
+async def test_pause_of_a_reader_ends_when_fewer_streams_wait(monkeypatch):
     monkeypatch.setattr(reading_pace, "MAX_PAUSE_S", 10 * PATIENCE_S)
     waiting = CROWD + 1
     pace = ReadingPace(lambda: waiting)

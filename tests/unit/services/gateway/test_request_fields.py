@@ -90,7 +90,7 @@ async def test_every_known_field_is_served_or_refused_by_name(gateway, path):
 
 
 @pytest.mark.parametrize("path", ROUTES)
-async def test_values_that_ask_for_nothing_are_accepted(gateway, path):
+async def test_neutral_values_of_unsupported_fields_are_accepted(gateway, path):
     for field in refused_fields(ROUTES[path][0]):
         for value in (None, *neutral_values(field)):
             status, _, error = await post(gateway, path, **{field: value})

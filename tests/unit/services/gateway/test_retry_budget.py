@@ -32,7 +32,7 @@ def test_share_of_all_choices_may_be_tried_again(clock):
     assert spent == pytest.approx(200, abs=1)
 
 
-def test_some_may_always_be_tried_again(clock):
+def test_drained_retry_budget_refills_at_its_rate(clock):
     budget = drained(clock, per_second=5)
     clock.advance(budget.wait_s)
     assert budget.spend()

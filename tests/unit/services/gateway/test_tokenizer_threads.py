@@ -370,7 +370,7 @@ async def test_too_much_that_waits_is_refused(threads, waiting, characters):
     assert await threads.run(lambda: "room", characters=characters) == "room"
 
 
-async def test_single_text_is_never_too_much(threads):
+async def test_single_long_text_is_not_refused_for_its_length(threads):
     assert await threads.run(lambda: "taken", characters=100 * LONG) == "taken"
 
 

@@ -55,7 +55,7 @@ def test_invalid_trace_header_counts_as_absent(value):
     assert context(value, "a=b") is None
 
 
-def test_nothing_and_twice_are_none():
+def test_missing_and_repeated_traceparent_headers_are_ignored():
     assert client_context([(b"tracestate", b"a=b")]) is None
     assert client_context([(b"traceparent", GOOD.encode())] * 2) is None
 

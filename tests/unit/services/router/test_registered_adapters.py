@@ -101,7 +101,7 @@ async def test_removed_name_does_not_return_before_it_is_forgotten(gateway, boar
     assert (board.texts, first.last_digest("sql"), late.last_digest("sql")) == ({}, "", "")
 
 
-async def test_entries_of_others_are_not_taken(gateway, board):
+async def test_adapter_entries_signed_by_another_deployment_are_ignored(gateway, board):
     await gateway(of=Deployment.of(KeyPair.generate())).register(adapter("sql", 1), source="evil")
     mine = gateway()
     await mine.sync()
@@ -144,7 +144,7 @@ async def test_names_are_bounded(gateway, board):
     assert (len(board.texts), len(one.all()), one.full) == (MAX_NAMES + 1, MAX_NAMES, True)
 
 
-async def test_removed_names_make_way_for_others(gateway, board, time):
+async def test_removed_adapter_names_make_room_for_new_ones(gateway, board, time):
     first, second = gateway(), gateway()
     await first.register(adapter("a0", 1), source="x")
     await first.remove("a0")

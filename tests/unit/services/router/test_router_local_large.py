@@ -143,7 +143,7 @@ def test_last_prefill_worker_that_does_not_drain_is_found():
     assert fleet.send(b"block").prefill.view.incarnation == "w1@1"
 
 
-def test_few_workers_of_the_wanted_kind_are_found():
+def test_few_compatible_workers_are_found_in_a_large_fleet():
     fleet = Fleet(512)
     rare = [make_record(f"r{n}", role, compat_hash="rare") for n, role in enumerate((Role.PREFILL, Role.DECODE))]
     fleet.show([*fleet.records, *rare])

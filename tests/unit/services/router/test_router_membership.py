@@ -134,7 +134,7 @@ def test_page_size_of_the_majority_counts(members):
     assert members.page_size(MODEL) == 16
 
 
-def test_people_see_those_that_were_found_dead_too(members):
+def test_member_list_for_people_includes_suspected_workers(members):
     members.update(snapshot(make_record("w1"), make_record("w2")))
     members.mark_dead("w2@1")
     seen = {each.record.view.worker_id: each.suspect for each in members.members()}
@@ -177,7 +177,7 @@ def test_view_requested_before_rejection_keeps_worker_excluded(members, clock):
     assert offered(members) == {"a", "b"}
 
 
-def test_worker_that_refuses_again_is_left_out_again(members, clock):
+def test_worker_that_refuses_repeatedly_is_excluded_each_time(members, clock):
     both = snapshot(make_record("a"), make_record("b"))
     for _ in range(3):
         clock.advance(1.0)

@@ -51,7 +51,7 @@ def test_adapters_survive_the_hash():
 
 
 @pytest.mark.parametrize("digest", ["0" * 32, "0A" * 16, "0a" * 15, "", "0a" * 17])
-def test_row_with_a_digest_that_is_none_is_no_worker(digest):  # [redis-values-untrusted]
+def test_worker_row_with_a_malformed_adapter_digest_is_ignored(digest):  # [redis-values-untrusted]
     adapters = msgspec.json.encode([{"name": "sql", "digest": digest, "rank": 8, "root": ""}]).decode()
     assert read_record(written(adapters=adapters)) is None
 

@@ -110,7 +110,7 @@ def test_policy_locality_leaves_new_worker_out_by_its_share(slow_start, clock):
 
 
 @pytest.mark.parametrize("other", [{"role": Role.PREFILL}, {"compat_hash": "another"}])
-def test_new_worker_without_another_of_its_kind_is_not_left_out(slow_start, other):
+def test_new_worker_that_is_the_only_one_of_its_kind_is_not_passed_over(slow_start, other):
     assert not passed_over(slow_start, [make_view("old", **other), make_view("new")])
 
 

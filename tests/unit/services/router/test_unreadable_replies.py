@@ -137,7 +137,7 @@ async def test_answer_of_the_wrong_shape_is_none_and_named_in_the_log(ask, answe
 
 
 @pytest.mark.parametrize("counter", ["nan", "1e999", "a lot"])
-async def test_counters_that_are_no_numbers_are_no_answer(counter, client, caplog):
+async def test_fairness_reply_with_non_numeric_counters_is_unreadable(counter, client, caplog):
     client._line = Answers(msgspec.msgpack.encode({"floor": counter, "values": [], "wishes": [], "places": 0}))
     with pytest.raises(UnreadableReplyError, match="fair_sync"):
         await fairness(client)

@@ -101,7 +101,7 @@ def test_values_that_are_deleted_later_count_as_deleted_at_once(seed):
         assert len(pair[0]._values) <= 2 * len(names) + MIN_DELETED
 
 
-def test_request_that_leaves_looks_at_few_of_many_tenants():
+def test_leaving_request_deletes_few_of_many_tenant_counters():
     """Each request looked at the counters of all of them."""
     looks = Counter[str]()
 

@@ -229,7 +229,7 @@ async def test_response_body_is_streamed_unchanged(exchange):
         assert streamed(answers, "response_body") == (content, end)
 
 
-async def test_answers_body_that_is_not_duplex_is_left_alone(exchange):
+async def test_response_body_that_is_not_duplex_is_not_changed(exchange):
     await play(exchange, head(response_mode=STREAMED), body(b"{}"), answer_head())
     (answer,) = await exchange.answer(answer_body(b"one"))
     assert not answer.response_body.response.HasField("body_mutation")
@@ -238,7 +238,7 @@ async def test_answers_body_that_is_not_duplex_is_left_alone(exchange):
 @pytest.mark.parametrize(
     "last", [answer_head(end=True), answer_body(b"x"), answer_trailers()], ids=["head", "body", "trailers"]
 )
-async def test_end_of_the_answer_ends_the_pick(exchange, picker, last):
+async def test_end_of_the_response_stream_ends_the_pick_of_a_worker(exchange, picker, last):
     await play(exchange, head(), body(b"{}"))
     if last.WhichOneof("request") != "response_headers":
         await play(exchange, answer_head())

@@ -89,7 +89,7 @@ def test_request_that_one_worker_serves(collector):
     assert only(spans, "decode")["gen_ai.usage.output_tokens"] == 5
 
 
-def test_two_ends_of_a_handoff(collector):
+def test_both_ends_of_a_handoff_have_spans_that_name_their_side(collector):
     spans = spans_of(collector, SENT, RECEIVED)
     sender, receiver = (span for span in spans if span.name == "llm_request")
     assert (sender["tandem.handoff"], receiver["tandem.handoff"]) == ("send", "receive")

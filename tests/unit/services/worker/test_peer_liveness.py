@@ -152,7 +152,7 @@ async def test_only_its_endpoint_proves_that_a_process_ended(watched):
 
 
 @pytest.mark.asyncio
-async def test_endpoint_that_is_none_is_nowhere(watched):
+async def test_peer_with_an_invalid_endpoint_is_treated_as_unreachable(watched):
     peer = Peer(worker_id="p", incarnation="p@1", endpoint="tcp://127.0.0.1:99999999", compat_hash="h")
     async with following(watched, peer) as task:
         await until(lambda: watched.board.asked > 2, PATIENCE_S, "it knocks")

@@ -74,7 +74,7 @@ def missing(watch: PeerWatch, *incarnations: str) -> None:
     watch.update("e", frozenset())
 
 
-async def test_peer_that_answers_is_kept(rack, watch, registry, checks, gone, clock):
+async def test_missing_peer_that_answers_a_check_is_not_fenced(rack, watch, registry, checks, gone, clock):
     engine = rack.add("w", MockBehavior(token=hash_tokens(3, 9)))
     checks.observe([engine.view])
     missing(watch, "w@1")

@@ -295,7 +295,7 @@ def test_lost_peer_takes_a_state_along_that_is_digested():  # [late-write]
     assert (nixl.events[-1].key, nixl.events[-1].peer_lost) == (state_push().key, True)
 
 
-def test_looks_come_an_eighth_of_the_time_after_each_other():
+def test_polls_of_a_device_digest_are_an_eighth_of_the_elapsed_time_apart():
     nixl = ran([StartPush(push()), *[None] * 12], Device(looks=20))
     looks = nixl.waited[2:]
     assert looks[:3] == pytest.approx([FIRST_PAUSE, TURN_S / PAUSE_SHARE, 2 * TURN_S / PAUSE_SHARE])

@@ -119,7 +119,7 @@ def test_removed_or_recreated_interface_stays_lost(machine, now):
     assert not seen.same()
 
 
-def test_others_may_come_and_go(machine):
+def test_interfaces_that_nixl_does_not_use_may_change(machine):
     seen = Interfaces(frozenset({"eth0"}))
     machine["cali7"] = 9
     del machine["mlx5_0"]

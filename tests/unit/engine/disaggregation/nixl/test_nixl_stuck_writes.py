@@ -85,7 +85,7 @@ def pushed(seconds: float, *, done: bool) -> tuple[list[str], TransportEvent]:
     return agent.calls, event
 
 
-def test_write_that_does_not_end_is_given_up_with_its_connection():
+def test_write_that_does_not_end_fails_and_closes_its_connection():
     calls, event = pushed(STUCK_S + 1.0, done=False)
     assert calls == ["add", "write", "release", "remove"]
     assert event == PushFailed(key=KEY, reason="a WRITE has not ended in 16 s", peer_lost=True)

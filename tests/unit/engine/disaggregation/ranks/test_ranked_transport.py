@@ -73,7 +73,7 @@ def test_ranks_receive_their_heads_and_digests_agree(senders, receivers, kv_head
 
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
-def test_nothing_is_done_before_the_last_slice_is(senders, receivers):
+def test_transfer_to_ranks_is_done_only_when_the_last_slice_is(senders, receivers):
     link = Link(senders, receivers)
     link.slow(senders - 1, receivers - 1, Fate(delay=2))
     link.push()
@@ -125,7 +125,7 @@ def test_flipped_bit_on_one_rank_is_seen_by_all(senders, receivers):
 
 
 @pytest.mark.parametrize(("senders", "receivers"), UNEQUAL)
-def test_slice_that_never_came_is_seen_by_all(senders, receivers):
+def test_missing_slice_is_found_by_the_digests_of_all_ranks(senders, receivers):
     link = Link(senders, receivers)
     link.push()
     link.fabric.advance()
@@ -189,7 +189,7 @@ def test_forgotten_peer_ends_the_pushes_of_all_ranks():
     assert (failed.key, failed.peer_lost) == (KEY, True)
 
 
-def test_between_engines_that_are_alone_nothing_is_renamed():
+def test_transfer_between_engines_of_one_rank_passes_keys_and_peers_unchanged():
     link = Link(1, 1)
     started = []
     link.fabric.fates = lambda push: started.append(push) or Fate()

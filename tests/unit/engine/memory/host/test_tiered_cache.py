@@ -130,7 +130,7 @@ def test_cap_on_a_match_holds_in_every_tier():  # [one-token-computed]
     assert tiers.matched(PROMPT[:12], at_most=11) == 8
 
 
-def test_salt_finds_nothing_of_another():
+def test_prefix_cached_under_one_salt_is_not_found_under_another():
     tiers = make_tiers()
     tiers.serve(PROMPT, space=CacheSpace("a"))
     tiers.evict_device()
@@ -182,7 +182,7 @@ def test_prefix_is_evicted_from_its_end():
     assert tiers.matched(PROMPT, at_most=12) == 8
 
 
-def test_clearing_leaves_nothing_to_be_found():
+def test_cleared_cache_has_no_prefix_on_device_host_or_disk():
     storage = MemoryStorage()
     tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)
     tiers.serve(PROMPT)
@@ -272,7 +272,7 @@ def test_block_computed_while_read_is_on_both_tiers():
     tiers.check()
 
 
-def test_no_more_is_written_at_a_time_than_may_be_pinned(monkeypatch):
+def test_writes_to_storage_are_limited_to_what_may_be_pinned(monkeypatch):
     monkeypatch.setattr("tandem_engine.memory.host.storage.MAX_WRITES", 2)
     storage = MemoryStorage(at_once=False)
     tiers = make_tiers(WritePolicy.WRITE_THROUGH, storage=storage)

@@ -40,7 +40,7 @@ def test_first_matching_key_of_a_pattern_counts(tmp_path: Path) -> None:
     assert facts.scale_of("model.layers.0.self_attn.q_proj") == 5.0
 
 
-def test_key_of_a_pattern_ends_at_whole_parts(tmp_path: Path) -> None:
+def test_rank_pattern_matches_only_whole_module_name_parts(tmp_path: Path) -> None:
     facts = read(tmp_path, rank_pattern={"1.self_attn.q_proj": 2})
     assert facts.rank_of("model.layers.11.self_attn.q_proj") == 8
     assert facts.rank_of(Q) == 2

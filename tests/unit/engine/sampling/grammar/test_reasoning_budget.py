@@ -80,7 +80,7 @@ def test_end_of_reasoning_token_obeys_the_answers_grammar():
     assert allowed(following) == allowed(plain)
 
 
-def test_end_that_was_begun_is_completed():
+def test_partly_generated_end_of_reasoning_is_completed():
     following = matcher(3, end=(7, 7, 8))
     following.accept((1, 7, 7))
     assert allowed(following) == {8}

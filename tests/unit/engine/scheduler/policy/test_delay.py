@@ -93,7 +93,7 @@ def test_retracted_request_is_not_delayed(way):
     engine.assert_expected()
 
 
-def test_time_in_which_nothing_ran_is_that_of_no_step():
+def test_idle_time_does_not_count_as_step_time_for_the_delay():
     engine = make_engine(scheduler_delay_factor=1.0, usable_pages=200, enable_overlap=False)
     engine.add(make_message("first", [1, 2, 3], max_tokens=1))
     engine.run()

@@ -52,7 +52,7 @@ def test_longest_cached_prefix_goes_first():
     assert served(engine) == ["long", "short", "cold", "tie"]
 
 
-def test_prefix_that_many_wait_for_goes_before_a_longer_one():
+def test_prefix_shared_by_more_waiting_requests_is_served_first():
     engine = engine_of(DFS)
     warm(engine, branch(10, 4), branch(40, 2))
     queue(engine, long=[*branch(10, 4), 7], a=[*branch(40, 2), 7], cold=[5, 6], b=[*branch(40, 2), 8])

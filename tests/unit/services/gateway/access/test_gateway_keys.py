@@ -148,7 +148,7 @@ async def test_keys_are_in_no_log_no_metric_and_no_answer(guarded, caplog):
 # What they see
 
 
-async def test_model_that_is_not_theirs_is_not_there(guarded):
+async def test_key_without_a_right_on_a_model_gets_404_for_it(guarded):
     assert (await guarded.http.get("/v1/models", headers=bearer("other"))).json()["data"] == []
     card = await guarded.http.get("/v1/models/mock", headers=bearer("other"))
     bodies = {

@@ -327,7 +327,7 @@ async def test_about_names_adapters_and_the_workers_that_have_them(see):
         await sight.is_sound()
 
 
-async def test_curves_are_there_after_a_reload(see):
+async def test_console_curves_are_drawn_again_after_a_reload(see):
     async with see(member("w1")) as sight:
         await sight.live.http.get("/console/data/fleet")
         await sight.open()

@@ -38,7 +38,7 @@ def described(*members, age_s: float = 0.4, health: Health | None = None) -> Fle
     return fleet_document([ViewedFleet("blue", fleet)], gateway_figures(health))
 
 
-def test_several_fleets_are_one_and_as_old_as_the_oldest():
+def test_fleet_document_of_several_fleets_has_the_age_of_the_oldest_view():
     chat = ScriptedFleet(members=[member("a", Role.DECODE, model="chat")])
     code = ScriptedFleet(members=[member("b", Role.PREFILL, model="code")], age_s=7.0)
     document = fleet_document([ViewedFleet("blue", chat, "org/chat@c0"), ViewedFleet("red", code)], gateway_figures())

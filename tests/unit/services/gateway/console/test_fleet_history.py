@@ -66,7 +66,7 @@ def test_sample_sums_workers_and_rates_since_the_last_one(monkeypatch):
     assert (second.hits, second.moved) == (0.25, 1000 / PERIOD_S)
 
 
-def test_hour_is_kept_and_no_more(monkeypatch):
+def test_fleet_history_keeps_one_hour_of_samples(monkeypatch):
     recording = Recording(monkeypatch, member("w1"))
     for _ in range(MAX_SAMPLES + 50):
         recording.history.viewed()

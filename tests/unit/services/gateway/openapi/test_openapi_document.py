@@ -60,7 +60,7 @@ def test_openapi_references_resolve_and_components_are_used(traits):
 
 
 @pytest.mark.parametrize("traits", [FREE, GUARDED], ids=["free", "guarded"])
-def test_every_schema_is_one(traits):
+def test_every_component_of_the_openapi_document_is_a_valid_schema(traits):
     document = openapi_document(traits)
     for name, schema in document["components"]["schemas"].items():
         jsonschema_rs.meta.validate(schema)

@@ -147,7 +147,7 @@ async def test_drain_passes_over_a_process_that_hangs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["/ready", "/console", "/metrics", "/requests/a/explain"])
-async def test_head_of_an_answer_has_no_body_to_wait_for(tmp_path, path):
+async def test_head_request_is_answered_without_a_body(tmp_path, path):
     async with front(tmp_path, 2) as (client, played, _):
         for each in played:
             each.answers[path] = (200, b"# TYPE a gauge\na 2.0\n")

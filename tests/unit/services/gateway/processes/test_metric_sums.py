@@ -68,7 +68,7 @@ def test_counts_of_ended_processes_stay_and_their_gauges_go():
     assert values(sums)["requests_total|200"] == 8
 
 
-def test_end_of_a_process_that_was_never_scraped_counts_nothing():
+def test_end_of_a_process_that_was_never_scraped_does_not_change_the_sums():
     sums = two()
     sums.ended(5)
     assert values(sums)["requests_total|200"] == 7

@@ -54,7 +54,7 @@ def test_place_is_read_as_it_was_written(tmp_path):
     assert "secret" not in repr(read)
 
 
-def test_place_that_is_none_names_its_file(tmp_path):
+def test_malformed_process_place_file_is_refused_by_its_path(tmp_path):
     (tmp_path / "0.json").write_text('{"number": 0}')
     with pytest.raises(ConfigError, match=r"--process-place .*0\.json"):
         read_place(tmp_path / "0.json")

@@ -108,7 +108,7 @@ def clock() -> ServiceClock:
     return ServiceClock()
 
 
-def test_place_at_another_worker_is_left_to_others(clock):
+def test_freed_place_at_a_worker_goes_only_to_requests_that_may_run_there(clock):
     turnover = Turnover(clock=clock)
     turnover.add(1, worker="w0@1")
     turnover.add(1, worker="w1@1")
@@ -119,7 +119,7 @@ def test_place_at_another_worker_is_left_to_others(clock):
     assert [turnover.take(), turnover.take(), turnover.take()] == [True, True, False]
 
 
-def test_place_in_another_cell_is_taken_there_alone(clock):
+def test_freed_place_in_a_cell_goes_only_to_requests_of_that_cell(clock):
     turnover = Turnover(clock=clock)
     for cell in ("", "west", "west"):
         turnover.add(1, worker="w0@1", cell=cell)

@@ -174,7 +174,7 @@ async def test_unused_freed_slot_expires(left):
     assert answer.done()
 
 
-async def test_place_that_another_has_left_is_as_good_as_ones_own():
+async def test_place_that_another_gateway_gave_up_lets_a_waiting_request_start():
     gateway = Gateway()
     first, second = await gateway.come(), await gateway.come()
     assert not await gateway.binding.turn()
