@@ -66,6 +66,6 @@ def facts_of(device: torch.device) -> DeviceFacts:
     """Of `device`; of the interpreter if it is no CUDA device."""
     if device.type != "cuda":
         return INTERPRETER
-    index = torch.cuda.current_device() if device.index is None else device.index
+    index = torch.cuda.current_device() if device == torch.device("cuda") else device.index
     properties = triton.runtime.driver.active.utils.get_device_properties(index)
     return DeviceFacts(multiprocessors=properties["multiprocessor_count"], shared_bytes=properties["max_shared_mem"])
