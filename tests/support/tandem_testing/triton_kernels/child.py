@@ -6,6 +6,8 @@ TRITON_INTERPRET=1 python -m tandem_testing.triton_kernels.child tandem_testing.
 A longer prefix chooses among them. With "long" behind it, those of `make test-long` run instead.
 """
 
+import gc
+import importlib
 import json
 import sys
 import traceback
@@ -26,7 +28,11 @@ def run(name: str, prefix: str, *, long: bool) -> None:
         scalars.install()
         kept_language.install()
     checks = KernelChecks(name)
+    importlib.import_module(checks.module)
     for check in checks.names(prefix, long=long):
+        # An engine collects garbage before it captures graphs, and would look through all that was imported.
+        gc.collect()
+        gc.freeze()
         failure = None
         try:
             checks.run(check)
@@ -34,6 +40,7 @@ def run(name: str, prefix: str, *, long: bool) -> None:
             failure = traceback.format_exc()
         sys.stdout.write(json.dumps({"check": check, "failure": failure}) + "\n")
         sys.stdout.flush()
+    gc.unfreeze()
 
 
 if __name__ == "__main__":

@@ -6,13 +6,14 @@ reads TRITON_INTERPRET when it is imported. A server of kernels to compile also 
 which is part of the key of each compiled kernel.
 """
 
+import gc
 import json
 import os
 import sys
 import traceback
 from pathlib import Path
 
-import torch.distributed.tensor  # noqa: F401 - for the children: assert_close imports it
+import torch.distributed.tensor  # for the children: assert_close imports it
 import triton
 from triton.runtime.cache import triton_key
 
@@ -22,12 +23,15 @@ from tandem_testing.triton_kernels.child import run
 def main() -> None:
     if not triton.knobs.runtime.interpret:
         triton_key()
+    torch.set_num_threads(1)  # the suite has as many processes as cores, and tensors of checks are small
+    gc.freeze()
     for order in sys.stdin:
         if (child := os.fork()) == 0:
             _obey(*json.loads(order))
         os.waitpid(child, 0)
         sys.stdout.write("ended\n")
         sys.stdout.flush()
+    gc.unfreeze()
 
 
 def _obey(name: str, prefix: str, long: bool, out: str, log: str) -> None:
