@@ -89,7 +89,7 @@ release: setup ## As root with buildah: charts, all images built twice, bills of
 gpu: ## Benchmarks and tests on a GPU, in parts that end by ARGS="--minutes N" (docs/gpu.md); without one it says so
 	@tools/gpu.sh $(ARGS)
 
-gpu-pack: setup ## Wheels and a slim NIXL for a GPU machine without a package registry, in kit/
+gpu-pack: setup ## Wheels, a slim NIXL and kernels (by TANDEM_PYTHON) for a GPU machine without a package registry, in kit/
 	@tools/gpu_pack.sh $(ARGS)
 
 gpu-rehearse: ## All parts of `make gpu` on a CPU, tiny and interpreted (TANDEM_PYTHON: one with the GPU machine's versions)

@@ -5,7 +5,8 @@
 #   tools/gpu.sh ARGS…      for benchmarks/gpu (--part, --minutes, --out, --dry-run, --help)
 #
 # Nothing is installed, for a machine with a GPU may have no way to: what kit/ has (tools/gpu_pack.sh) is unpacked into a
-# folder of its own. Figures come before tests; the exit status is 1 if anything failed.
+# folder of its own, which is also Triton's cache (TRITON_CACHE_DIR, unless that is set). Figures come before tests; the
+# exit status is 1 if anything failed.
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 
@@ -15,7 +16,15 @@ python=${TANDEM_PYTHON:-${TANDEM_VENV:-$here/.venv}/bin/python}
     exit 1
 }
 path="$here/engine:$here/services:$here/operator:$here/lab:$here/tests/support:$here/benchmarks"
-if [ -e "$here/kit/manifest.json" ] && ! "$python" -c 'import msgspec, zmq, llguidance, nixl' 2>/dev/null; then
-    path=$(TANDEM_PYTHON="$python" "$here/tools/gpu_unpack.sh" "$here/kit" "${TMPDIR:-/tmp}/tandem-kit")
+site=${TMPDIR:-/tmp}/tandem-kit
+has_packages() { "$python" -c 'import msgspec, zmq, llguidance, nixl' 2>/dev/null; }
+if [ -e "$here/kit/manifest.json" ]; then
+    # A kit for another Python is of no use, and not needed where its packages are installed.
+    if unpacked=$(TANDEM_PYTHON="$python" "$here/tools/gpu_unpack.sh" "$here/kit" "$site"); then
+        has_packages || path=$unpacked
+        [ ! -d "$site/triton-cache" ] || export TRITON_CACHE_DIR="${TRITON_CACHE_DIR:-$site/triton-cache}"
+    else
+        has_packages || exit 1
+    fi
 fi
 PYTHONPATH="$path${PYTHONPATH:+:$PYTHONPATH}" exec "$python" -m gpu "$@"

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# A kit for a GPU machine without a package registry: tools/gpu_pack.sh [FOLDER] [--find-links WHEELS] (docs/gpu.md).
+# A kit for a GPU machine without a package registry: tools/gpu_pack.sh [FOLDER] [--find-links WHEELS] [--kernels-by PYTHON] (docs/gpu.md).
 set -euo pipefail
 here=$(cd "$(dirname "$0")/.." && pwd)
 python=${TANDEM_VENV:-$here/.venv}/bin/python

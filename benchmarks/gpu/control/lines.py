@@ -10,6 +10,8 @@ from pathlib import Path
 import msgspec
 
 NAME = "lines.jsonl"
+MAX_NAMES = 12
+"""Of kernels in a table."""
 
 
 class Figure(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,7 +89,20 @@ class Check(_Line, tag="check"):
     seconds: float = 0.0
 
 
-Line = Machine | Ceilings | Begin | End | Measured | Missing | Check
+class Compiled(_Line, tag="compiled"):
+    """Kernels that Triton compiled in a part: its cache had not got them, from the kit or an earlier part."""
+
+    kernels: list[str]
+    """Names, one for each."""
+
+    @property
+    def text(self) -> str:
+        names = [*dict.fromkeys(self.kernels)]
+        named = ", ".join(names[:MAX_NAMES]) + (", …" if len(names) > MAX_NAMES else "")
+        return f"{len(self.kernels)} ({named})" if names else "0"
+
+
+Line = Machine | Ceilings | Begin | End | Measured | Missing | Check | Compiled
 
 
 class LineFile:

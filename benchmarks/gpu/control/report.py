@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import msgspec
 
-from gpu.control.lines import Ceilings, Check, Line, LineFile, Machine, Measured, Missing, ended
+from gpu.control.lines import Ceilings, Check, Compiled, Line, LineFile, Machine, Measured, Missing, ended
 from gpu.control.parts import PARTS
 from gpu.control.state import State, Status
 from gpu.figures import HEAD, figure_row, row
@@ -86,16 +86,17 @@ class Report:
             yield f"\\* {part}: ceilings before and after are {self.spreads()[part]:.1%} apart"
 
     def _parts(self) -> Iterable[str]:
-        yield row(("part", "ended", "seconds", "tests", "why"))
-        yield row("---" for _ in range(5))
+        yield row(("part", "ended", "seconds", "tests", "compiled", "why"))
+        yield row("---" for _ in range(6))
         for part in PARTS:
             if part.name not in self.state.parts:
-                yield row((part.name, "not begun", "", "", ""))
+                yield row((part.name, "not begun", "", "", "", ""))
                 continue
             state = self.state.parts[part.name]
             tests = Counter(line.outcome for line in self._of(Check) if line.part == part.name)
             counted = ", ".join(f"{count} {outcome}" for outcome, count in sorted(tests.items()))
-            yield row((part.name, state.status, f"{state.seconds:g}", counted, state.why))
+            compiled = "; ".join(line.text for line in self._of(Compiled) if line.part == part.name)
+            yield row((part.name, state.status, f"{state.seconds:g}", counted, compiled, state.why))
 
     def _rest(self) -> Iterable[str]:
         for line in self.missing:

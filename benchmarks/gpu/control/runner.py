@@ -11,14 +11,15 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 from gpu.control import child, folder
-from gpu.control.lines import End, LineFile, Missing, open_case
+from gpu.control.lines import Compiled, End, LineFile, Missing, open_case
 from gpu.control.parts import REHEARSAL, Part
 from gpu.control.state import PartState, State, Status
+from gpu.kit.manifest import GROUP
 from tandem_engine.base.linux import die_with_parent
 
 MIN_S = 20.0
@@ -26,6 +27,8 @@ MIN_S = 20.0
 GRACE_S = 12.0
 """A part that plans its time ends so long before it would be ended."""
 MAX_CRASHES = 5
+TRITON_CACHE = "~/.triton/cache"
+"""Unless TRITON_CACHE_DIR names another."""
 ENDINGS = {0: Status.DONE, child.LEFT: Status.LEFT, child.SKIPPED: Status.SKIPPED}
 
 
@@ -39,6 +42,8 @@ class Runner:
     dry_run: bool = False
     command: Callable[[Part, float], Sequence[str]] | None = None
     """Of a part's process, for so many seconds; None is that of `child`."""
+    kernels: Path = field(default_factory=lambda: Path(os.environ.get("TRITON_CACHE_DIR", TRITON_CACHE)).expanduser())
+    """Triton's cache."""
 
     def __post_init__(self) -> None:
         self.out.mkdir(parents=True, exist_ok=True)
@@ -57,8 +62,9 @@ class Runner:
                 self._is(part, Status.NO_TIME, why=f"{max(0.0, self.left_s):.0f} s were left")
                 continue
             self._is(part, Status.RUNNING)
-            began = time.monotonic()
+            began, kernels = time.monotonic(), self._cached()
             status, why = self._run(part)
+            self._name_compiled(part, self._cached() - kernels)
             self._is(part, status, seconds=time.monotonic() - began, why=why)
         return self._state
 
@@ -66,6 +72,17 @@ class Runner:
         self._state.parts[part.name] = PartState(status=status, seconds=round(seconds, 1), why=why)
         self._state.write(self.out)
         self._say(f"== {part.name}: {status}{f' ({why})' if why else ''}\n".encode())
+
+    def _cached(self) -> set[Path]:
+        """Of each kernel in Triton's cache the list of its files."""
+        return set(self.kernels.glob(f"*/{GROUP}*.json"))
+
+    def _name_compiled(self, part: Part, new: set[Path]) -> None:
+        """For the report: with a kit's kernels there should be few. A rehearsal compiles none."""
+        if not self.dry_run:
+            line = Compiled(part=part.name, kernels=sorted(path.stem.removeprefix(GROUP) for path in new))
+            self._lines.write(line)
+            self._say(f"== {part.name}: kernels compiled: {line.text}\n".encode())
 
     def _run(self, part: Part) -> tuple[Status, str]:
         ends_at = min(self.ends_at, time.monotonic() + self._limit(part))

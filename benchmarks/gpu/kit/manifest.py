@@ -8,6 +8,10 @@ from typing import Any
 
 NAME = "manifest.json"
 FORMAT = 1
+KERNELS = "triton-cache"
+"""Of an unpacked kit, the folder that TRITON_CACHE_DIR names; in the kit an archive."""
+GROUP = "__grp__"
+"""In Triton's cache, before the name of a file that lists the files of a kernel, by absolute path."""
 
 
 class KitError(Exception):
@@ -37,6 +41,10 @@ class Manifest:
     files: list[Packed]
     tree_bytes: int
     """Size of the tree that goes with the kit."""
+    kernels: int = 0
+    """Compiled for the GPU machine, in Triton's cache of the kit."""
+    triton: str = ""
+    """Key of the Triton that compiled them; another finds none (`python -m gpu.kit.kernels --key`)."""
     format: int = field(default=FORMAT)
 
     @property

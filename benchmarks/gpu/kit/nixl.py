@@ -29,7 +29,7 @@ def slim(wheel: Path, archive: Path, scratch: Path) -> list[str]:
     kept = closure(files, {name: needed_by(scratch / name) for name in files if ".so" in PurePosixPath(name).suffixes})
     with tarfile.open(archive, "w:xz", preset=9) as packing:
         for name in kept:
-            packing.add(scratch / name, arcname=name, filter=_anonymous)
+            packing.add(scratch / name, arcname=name, filter=anonymous)
     return kept
 
 
@@ -62,7 +62,7 @@ def needed_by(library: Path) -> list[str]:
     return NEEDED.findall(done.stdout)
 
 
-def _anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+def anonymous(entry: tarfile.TarInfo) -> tarfile.TarInfo:
     """Equal files give equal archives, independent of user and time."""
     entry.uid = entry.gid = 0
     entry.uname = entry.gname = "root"

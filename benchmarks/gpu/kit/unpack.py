@@ -4,6 +4,7 @@ Standard library alone, for the Python that runs it has nothing of Tandem's yet.
 """
 
 import argparse
+import json
 import platform
 import shutil
 import sys
@@ -12,8 +13,8 @@ import zipfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from gpu.kit.manifest import GROUP, KERNELS, KitError, Manifest
 from gpu.kit.manifest import NAME as MANIFEST
-from gpu.kit.manifest import KitError, Manifest
 
 ROOT = Path(__file__).parents[3]
 UNPACKED = ".kit"
@@ -40,7 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def unpack(folder: Path, site: Path) -> Manifest:
-    """Puts a kit's packages into `site`, in place of those of another kit.
+    """Puts a kit's packages, and its kernels as a cache of Triton, into `site`, in place of those of another kit.
+
+    The kit itself stays as it is: what Triton compiles besides goes to `site`, and is there at the next call.
 
     Raises `KitError` when they are damaged or for another Python, or when `site` holds something else.
     """
@@ -61,6 +64,8 @@ def unpack(folder: Path, site: Path) -> Manifest:
         else:
             with tarfile.open(path) as packed:
                 packed.extractall(site, filter="data")
+    if manifest.kernels:
+        adopt(site / KERNELS)
     manifest.write(site)
     return manifest
 
@@ -72,6 +77,22 @@ def _holds(site: Path, manifest: Manifest) -> bool:
     if not (site / UNPACKED).exists():
         raise KitError(f"{site} holds something other than a kit: name another folder, or remove it")
     return (site / MANIFEST).exists() and Manifest.read(site) == manifest
+
+
+def adopt(cache: Path) -> int:
+    """Have Triton find kernels in a folder that was moved: lists of their files name where those are now.
+
+    The folder is this user's alone, as engines require. Returns the number of kernels.
+    """
+    cache.chmod(0o700)
+    kernels = 0
+    for metadata in cache.glob("*/*.json"):
+        if not metadata.name.startswith(GROUP):
+            files = {path.name: str(path.resolve()) for path in metadata.parent.glob(f"{metadata.stem}.*")}
+            listed = json.dumps({"child_paths": files})
+            (metadata.parent / f"{GROUP}{metadata.name}").write_text(listed, encoding="utf-8")
+            kernels += 1
+    return kernels
 
 
 def _place(wheel: Path, site: Path) -> None:

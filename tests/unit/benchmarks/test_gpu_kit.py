@@ -2,6 +2,8 @@
 
 import hashlib
 import importlib.util
+import json
+import os
 import platform
 import shutil
 import subprocess
@@ -16,7 +18,7 @@ from tandem_testing.benchmark_modules import BENCHMARKS, benchmarks_importable
 
 with benchmarks_importable():
     from gpu.kit import nixl, pack, pins, unpack
-    from gpu.kit.manifest import KitError, Manifest, Packed
+    from gpu.kit.manifest import KERNELS, KitError, Manifest, Packed
 
 LIBRARY = importlib.util.find_spec("_json").origin
 """A small shared library."""
@@ -205,3 +207,80 @@ def test_unpacking_prints_the_path_to_use(tmp_path):
     assert engine.endswith("/engine")
     assert others[-1] == str(BENCHMARKS)
     assert (tmp_path / "site/one/module.so").exists()
+
+
+def test_kernels_of_a_kit_are_found_where_they_are_unpacked(tmp_path):
+    """Triton's list of the files of a kernel has absolute paths: elsewhere it would compile the kernel again."""
+    cache = tmp_path / KERNELS
+    entry = cache / "KEY"
+    entry.mkdir(parents=True)
+    names = [f"split_kernel.{kind}" for kind in ("source", "ttir", "ptx", "cubin", "json")]
+    for file in names:
+        (entry / file).write_text("{}")
+    listed = {file: f"/where/it/was/made/KEY/{file}" for file in names}
+    (entry / "__grp__split_kernel.json").write_text(json.dumps({"child_paths": listed}))
+    (cache / "LAUNCHER").mkdir()
+    (cache / "LAUNCHER" / "__triton_launcher.so").touch()
+    assert pack.strip(cache) == 1
+    assert {str(path.relative_to(cache)) for path in cache.rglob("*") if path.is_file()} == {
+        "KEY/split_kernel.json",
+        "KEY/split_kernel.cubin",
+    }
+    kit, site = tmp_path / "kit", tmp_path / "site"
+    kit.mkdir()
+    archive = kit / f"{KERNELS}.tar.xz"
+    with tarfile.open(archive, "w:xz") as made:
+        made.add(cache, KERNELS)
+    python = ".".join(platform.python_version_tuple()[:2])
+    manifest = Manifest(
+        commit="c", python=python, versions={}, files=[Packed.of(archive)], tree_bytes=0, kernels=1, triton="t"
+    )
+    manifest.write(kit)
+    unpack.unpack(kit, site)
+    there = site / KERNELS
+    listed = json.loads((there / "KEY" / "__grp__split_kernel.json").read_text())["child_paths"]
+    assert listed == {name: str(there / "KEY" / name) for name in ("split_kernel.cubin", "split_kernel.json")}
+    assert there.stat().st_mode & 0o777 == 0o700, "a kernel is code, so engines refuse folders of others"
+
+
+@pytest.mark.slow
+def test_moved_kernels_are_those_that_a_launch_looks_for(tmp_path):
+    """In a fresh process and another folder nothing is compiled; what has changed since then is, so that a kit of
+    another tree costs time alone."""
+    made, moved = tmp_path / "made", tmp_path / "moved"
+    first = launched("digests 8B", made)
+    count = first["compiled"]
+    assert (first["why"], count >= 2, first["bytes"] < 3 << 30) == ("", True, True)
+    assert pack.strip(made) == count
+    shutil.move(made, moved)
+    assert unpack.adopt(moved) == count
+    engine = tmp_path / "engine"
+    shutil.copytree(BENCHMARKS.parent / "engine", engine, ignore=shutil.ignore_patterns("__pycache__"))
+    again = launched("digests 8B", moved, engine)
+    assert (again["found"], again["compiled"]) == (count + first["found"], 0)
+    changed = engine / "tandem_engine" / "disaggregation" / "digest_triton.py"
+    changed.write_text(changed.read_text().replace("\n@triton.jit", "\n# As of now.\n@triton.jit", 1))
+    assert launched("digests 8B", moved, engine)["compiled"] == count
+
+
+def launched(source, cache, *before):
+    """What a process of one source compiled, for a GPU that is not there."""
+    pytest.importorskip("triton")
+    paths = [*map(str, before), str(BENCHMARKS), *(entry for entry in sys.path if entry)]
+    environment = {"TRITON_CACHE_DIR": str(cache), "TRITON_INTERPRET": "0", "PYTHONPATH": os.pathsep.join(paths)}
+    done = subprocess.run(
+        [sys.executable, "-m", "gpu.kit.kernels", "--source", source],
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_kernels_of_every_measured_model_are_compiled():
+    kernels, loads = importlib.import_module("gpu.kit.kernels"), importlib.import_module("gpu.parts.engine").LOADS
+    plain = {shape for shape, options in kernels.ENGINES if not options}
+    float8 = {shape for shape, options in kernels.ENGINES if options == {"kv_cache_dtype": "fp8"}}
+    assert plain == {*loads}
+    assert float8 == {shape for shape, each in loads.items() if each.float8}

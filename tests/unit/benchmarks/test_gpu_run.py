@@ -244,3 +244,22 @@ def test_ended_runner_leaves_no_part_running(tmp_path, number):
     finally:
         process.kill()
         process.wait()
+
+
+def test_report_names_kernels_that_a_part_compiled(tmp_path):
+    """Those that Triton's cache, of a kit or an earlier part, had not got."""
+
+    def has(key, name):
+        (tmp_path / "cache" / key).mkdir(parents=True)
+        (tmp_path / "cache" / key / f"__grp__{name}.json").touch()
+
+    has("A", "of_the_kit")
+    program = f"import pathlib; made = pathlib.Path({str(tmp_path / 'cache' / 'B')!r}); made.mkdir(); "
+    program += "(made / '__grp__draw_kernel.json').touch(); (made / 'draw_kernel.json').touch()"
+    for name, run in (("probe", program), ("kernels", "pass")):
+        part_runner = replace(runner(tmp_path / "out", run), kernels=tmp_path / "cache")
+        assert status(part_runner.run([part(name)]), name) is Status.DONE
+    probe, kernels = (line for line in lines.LineFile(tmp_path / "out").read() if isinstance(line, lines.Compiled))
+    assert (probe.kernels, kernels.kernels) == (["draw_kernel"], [])
+    assert "| 1 (draw_kernel) |" in Report(tmp_path / "out").table()
+    assert "kernels: kernels compiled: 0" in (tmp_path / "out" / folder.LOG).read_text()
