@@ -17,8 +17,9 @@ grants, digests and acks are of pages as before. The receiver unpacks after the 
 it digests.
 
 Copies and digests of a device are queued on one stream, which is ahead of others (`DeviceQueue`). The ring is made and
-registered for the first slice that needs it. A slot is taken until its WRITE is over. Without memory for the ring, or
-where peers that stand still have all slots, a slice is written to the same place by a range for each layer and part.
+registered for the first slice that needs it, in memory that the plan of the start leaves for it (`ring_bytes`). A slot
+is taken until its WRITE is over. Without memory for the ring, or where peers that stand still have all slots, a slice
+is written to the same place by a range for each layer and part.
 """
 
 import logging
@@ -36,6 +37,7 @@ from tandem_engine.base.names import PageId
 from tandem_engine.disaggregation.digest_words import word_bytes
 from tandem_engine.disaggregation.transport import PagePool
 from tandem_engine.memory.pool import PageLayout
+from tandem_engine.messages.control import KvGeometry
 
 logger = logging.getLogger(__name__)
 
@@ -153,7 +155,7 @@ class PackedPages:
     @classmethod
     def of(cls, pool: PagePool, *, register: Callable[[int, int], None]) -> Self:
         """Of `pool`. A slot has room for a page at least."""
-        slot_bytes = max(SLOT_BYTES, pool.page_bytes)
+        slot_bytes = _slot_bytes(pool.page_bytes)
         return cls(words=words_of(pool), layout=pool.layout, register=register, slot_bytes=slot_bytes)
 
     def slice_bytes(self, layers: range, heads: range) -> int:
@@ -212,6 +214,17 @@ class PackedPages:
             raise TransferError(self._refused) from error
         self._ring, self._free = ring, [*range(self.slots)]
         return ring
+
+
+def ring_bytes(geometry: KvGeometry) -> int:
+    """Of the ring of a pool of such pages. 0 where none is made: for pages of one head, which are one run as they are,
+    and for layers that differ, which go to peers of as many ranks alone."""
+    packs = geometry.num_kv_heads > 1 and not geometry.rows
+    return SLOTS * _slot_bytes(geometry.page_bytes) if packs else 0
+
+
+def _slot_bytes(page_bytes: int) -> int:
+    return max(SLOT_BYTES, page_bytes)
 
 
 def words_of(pool: PagePool) -> Tensor:

@@ -22,6 +22,7 @@ from tandem_engine.config import (
     SchedulerConfig,
     SpecConfig,
 )
+from tandem_engine.disaggregation.packed_pages import ring_bytes
 from tandem_engine.engine.adapter_shelf import LoadingShelf, make_shelf
 from tandem_engine.engine.host_parts import make_host_memory, make_host_pool
 from tandem_engine.engine.loaded_model import LoadedModel, kv_geometry, scales_of_rank
@@ -113,8 +114,10 @@ def sized_pools(
     draft: Draft | None,
     platform: Platform,
     layout: CacheLayout,
+    *,
+    has_peers: bool,
 ) -> GroupPools:
-    """As large as the memory allows, with the draft's share of every page."""
+    """As large as the memory allows, with the draft's share of every page, next to the ring that peers may need."""
     beside = draft_bytes = 0
     itemsize = kv_dtype(config.cache.dtype, loaded.dtype).itemsize
     spec = state_spec(loaded.model_config, loaded.dtype, loaded.parallel.size)
@@ -152,6 +155,7 @@ def sized_pools(
         graph_bytes=graph_bytes,
         draft_bytes=draft_bytes,
         drafted_bytes=drafted_bytes(spec, config),
+        ring_bytes=ring_bytes(geometry) if has_peers else 0,
     )
     plan = plan_pool(config, footprint, loaded.parallel)
     demand = Demand(
@@ -364,14 +368,7 @@ def make_grammars(loaded: LoadedModel, config: GrammarConfig) -> GrammarCompiler
 
 def text_decoder(text: TextTokenizer | None) -> DecodeText | None:
     """Ids to text, for stop strings; None without a tokenizer."""
-    if text is None:
-        return None
-    tokenizer = text
-
-    def decode(token_ids: Sequence[int]) -> str:
-        return tokenizer.decode(token_ids, skip_special_tokens=True)
-
-    return decode
+    return None if text is None else partial(text.decode, skip_special_tokens=True)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -408,8 +405,9 @@ def make_parts(
     draft = read_draft(config.speculative, target=loaded.model_config, target_path=loaded.config.model_path)
     platform = platform or platform_of(config, loaded.model_config)
     agreement = Agreement(loaded.parallel.schedule)
-    layout = cache_layout(loaded, geometry, config, has_peers=agreement.share(has_peers, bool))
-    pools = sized_pools(geometry, config, loaded, draft, platform, layout)
+    has_peers = agreement.share(has_peers, bool)
+    layout = cache_layout(loaded, geometry, config, has_peers=has_peers)
+    pools = sized_pools(geometry, config, loaded, draft, platform, layout, has_peers=has_peers)
     host_pool = make_host_pool(pools, config.cache, platform)
     target = make_target(loaded, config, pools, platform)
     states = keep_states(draft, target)

@@ -73,7 +73,8 @@ def state_shares(plan: MemoryPlan, spec: StateSpec | PartedSpec, demand: Demand,
     running = config.scheduler.max_running_requests
     wanted, each = running + min(running, SPARE_ROWS), 2 if config.cache.enable_prefix_cache else 1
     if config.cache.num_pages:
-        free = plan.facts.available - plan.kv_bytes
+        # As pages do, states on a CPU come before the ring.
+        free = plan.free + (plan.facts.ring if plan.beside_pool else 0)
         needed = (1 + each * wanted) * spec.slot_bytes
         if needed > free:
             fitting = _running_with(max(0, free // spec.slot_bytes - 1) // each)

@@ -237,6 +237,8 @@ class Footprint:
     """Of a draft model's weights, yet to be loaded."""
     drafted_bytes: int = 0
     """Of what layers with states keep of the largest step with drafts, which is not run."""
+    ring_bytes: int = 0
+    """Of the ring that slices for peers of other numbers of ranks are packed in; made when the first is sent."""
 
 
 def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) -> MemoryPlan:
@@ -271,6 +273,7 @@ def plan_pool(config: EngineConfig, footprint: Footprint, parallel: Parallel) ->
             draft=footprint.draft_bytes,
             drafted=footprint.drafted_bytes,
             kept=KEPT_BYTES if torch.device(config.device).type == "cpu" else 0,
+            ring=footprint.ring_bytes,
         ),
         page_bytes=footprint.page_bytes,
         context_length=config.scheduler.context_length,
@@ -287,8 +290,8 @@ def _roomy(cache: CacheConfig, footprint: Footprint, host: HostShare, available:
     """Whether a pool of the default size leaves more than any step takes, so that nothing has to be measured."""
     pages = cache.pages_for(footprint.page_bytes)
     pool = pages * (footprint.page_bytes + host.per_page) + host.fixed
-    drafts = footprint.draft_bytes + footprint.drafted_bytes
-    return available >= pool + drafts + footprint.weight_bytes // 2 + ROOM
+    beside = footprint.draft_bytes + footprint.drafted_bytes + footprint.ring_bytes
+    return available >= pool + beside + footprint.weight_bytes // 2 + ROOM
 
 
 def _share_of_rank(config: EngineConfig) -> CacheConfig:

@@ -7,11 +7,15 @@ import pytest
 
 from tandem_engine.base.errors import ConfigError
 from tandem_engine.config import CacheConfig, EngineConfig, HostConfig, ParallelConfig, SchedulerConfig
+from tandem_engine.disaggregation.packed_pages import SLOT_BYTES, SLOTS
+from tandem_engine.engine import assembly
+from tandem_engine.engine.loaded_model import load
 from tandem_engine.executor import memory_profile
 from tandem_engine.executor.memory_profile import Footprint, plan_pool
 from tandem_engine.forward.batch import ForwardResult
 from tandem_engine.parallel.group import Parallel
 from tandem_testing.rank_threads import on_ranks
+from tandem_testing.tiny_checkpoints import write_tiny_checkpoint
 
 MIB = 1 << 20
 CONFIG = EngineConfig(
@@ -43,13 +47,21 @@ def machine(monkeypatch):
     monkeypatch.setattr(memory_profile, "meter_for", lambda _: Meter())
 
 
-def pages(parallel: Parallel, cache: CacheConfig, *, page_bytes: tuple[int, ...] = (MIB, MIB), drafted: int = 0) -> int:
+def pages(
+    parallel: Parallel,
+    cache: CacheConfig,
+    *,
+    page_bytes: tuple[int, ...] = (MIB, MIB),
+    drafted: int = 0,
+    ring: int = 0,
+) -> int:
     footprint = Footprint(
         weight_bytes=50 * MIB,
         page_bytes=page_bytes[parallel.rank],
         host_page_bytes=page_bytes[parallel.rank],
         threads=1,
         drafted_bytes=drafted,
+        ring_bytes=ring,
         forward_over=lambda _: lambda batch: ForwardResult(step=batch.step, next_token_ids=()),
     )
     config = replace(CONFIG, cache=cache, parallel=ParallelConfig(tp_size=parallel.size))
@@ -72,10 +84,40 @@ def test_states_of_drafts_leave_fewer_pages():
     assert pages(alone, cache) - pages(alone, cache, drafted=30 * MIB) == 30
 
 
+@pytest.mark.parametrize(
+    ("checkpoint", "has_peers", "ring"),
+    [
+        ("qwen3", True, SLOTS * SLOT_BYTES),
+        ("qwen3", False, 0),
+        # One head of latents, which is on every rank.
+        ("deepseek-v3", True, 0),
+    ],
+)
+def test_ring_is_counted_where_peers_may_need_it(tmp_path, monkeypatch, checkpoint, has_peers, ring):
+    """Regression: a ring of 256 MiB that the memory plan had not counted was made at the first handoff."""
+    planned: list[Footprint] = []
+
+    def plan(_config, footprint, _parallel):
+        planned.append(footprint)
+        raise ConfigError("as far as needed")
+
+    monkeypatch.setattr(assembly, "plan_pool", plan)
+    loaded = load(EngineConfig(model_path=str(write_tiny_checkpoint(checkpoint, tmp_path / "model"))), progress=False)
+    with pytest.raises(ConfigError, match="as far as needed"):
+        assembly.make_parts(loaded, loaded.config, sink=None, platform=None, has_peers=has_peers)
+    assert [footprint.ring_bytes for footprint in planned] == [ring]
+
+
 def test_available_memory_is_divided_among_ranks():
-    assert on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=300))) == [300, 300]
-    with pytest.raises(ConfigError, match="--num-pages 301 needs 0.29 GiB .* 0.29 GiB is available: .* at most 300"):
-        on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=301)))
+    # 300 MiB for each of two ranks, of which compiled products take 160.
+    assert on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=140))) == [140, 140]
+    with pytest.raises(ConfigError, match=r"--num-pages 141 needs 0.14 GiB .* 0.29 GiB is available, .* at most 140"):
+        on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=141)))
+
+
+def test_ring_of_packed_pages_leaves_fewer_pages():
+    cache = CacheConfig(mem_fraction_static=0.7)
+    assert pages(Parallel(), cache) - pages(Parallel(), cache, ring=30 * MIB) == 30
 
 
 @pytest.mark.parametrize(
@@ -97,4 +139,4 @@ def test_pool_of_a_given_size_is_not_measured(monkeypatch):
         raise AssertionError
 
     monkeypatch.setattr(Meter, "peak_growth", measured)
-    assert on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=300))) == [300, 300]
+    assert on_ranks(2, lambda parallel: pages(parallel, CacheConfig(num_pages=140))) == [140, 140]

@@ -161,10 +161,11 @@ def test_explicit_pool_size_is_used_unchanged():
     ],
 )
 def test_host_memory_too_large_for_pool_names_size_that_fits(cache, text, fitting):
+    measured = facts() if cache.mem_fraction_static else facts(activations=None)
     with pytest.raises(ConfigError, match=text):
-        plan(cache, facts())
+        plan(cache, measured)
     for accepted in fitting:
-        assert plan(accepted, facts()).pages > 1
+        assert plan(accepted, measured).pages > 1
 
 
 def test_graph_memory_is_added_to_largest_step():
@@ -200,3 +201,63 @@ def test_default_pool_too_small_names_fitting_context_length():
         "which steps take 0.25 GiB: lower --context-length to 2224 or provide more memory"
     )
     assert plan(CacheConfig(), short, context_length=2224).pages == 140
+
+
+RING = 256 * MIB
+
+
+def test_device_keeps_memory_for_ring_of_packed_pages():
+    cache = CacheConfig(mem_fraction_static=0.5)
+    without, made = (plan(cache, replace(facts(), ring=ring), beside_pool=False) for ring in (0, RING))
+    assert without.pages - made.pages == 256
+    assert "packed pages 0.25 GiB, KV " in str(made)
+    assert "packed pages" not in str(without)
+    with pytest.raises(ConfigError, match=r"process \(2\.00 GiB\), packed pages \(0\.25 GiB\) and steps"):
+        plan(CacheConfig(mem_fraction_static=0.33), replace(facts(), ring=RING), beside_pool=False)
+
+
+@pytest.mark.parametrize(
+    ("cache", "smallest"),
+    [
+        # 4096 tokens need 257 MiB; a given size is taken as it is.
+        (CacheConfig(mem_fraction_static=0.9), 257),
+        (CacheConfig(), 257),
+        (CacheConfig(num_pages=500), 500),
+        (CacheConfig(kv_cache_bytes=500 * MIB), 500),
+    ],
+)
+def test_ring_of_packed_pages_on_cpu_yields_to_smallest_pool(cache, smallest):
+    """A worker that starts without peers of other sizes starts with them."""
+    activations = None if cache.num_pages or cache.kv_cache_bytes else 100 * MIB
+    for beside, counted in ((0, 0), (100, 100), (256, 256)):
+        available = (0 if activations is None else activations) + (smallest + beside) * MIB
+        made = plan(cache, replace(facts(available=available, activations=activations), ring=RING))
+        assert (made.pages, made.facts.ring) == (smallest, counted * MIB)
+        assert str(made).count("free 0.00 GiB") == 1
+        assert ("packed pages 0.10 GiB of 0.25 GiB" in str(made)) == (beside == 100)
+
+
+@pytest.mark.parametrize(
+    ("cache", "text", "fitting"),
+    [
+        (CacheConfig(num_pages=800), "--num-pages 800 .* lower it to at most 499$", CacheConfig(num_pages=499)),
+        (
+            CacheConfig(kv_cache_bytes=GIB),
+            "--kv-cache-gib 1 .* set it to at most 0.48$",
+            CacheConfig(kv_cache_bytes=int(0.48 * GIB)),
+        ),
+    ],
+)
+def test_given_pool_size_leaves_room_for_what_serving_takes(cache, text, fitting):
+    """On a device; regression: only pages and host memory were counted, and the ring or a draft found none left."""
+    short = replace(facts(available=GIB, activations=None), ring=RING, draft=269 * MIB)
+    with pytest.raises(ConfigError, match=text) as refused:
+        plan(cache, short, beside_pool=False)
+    serving = "1.00 GiB is available, of which serving takes 0.51 GiB: steps (0.00 GiB), draft (0.26 GiB), packed pages"
+    assert serving in str(refused.value)
+    assert plan(fitting, short, beside_pool=False).pages <= 499
+
+
+def test_given_pool_size_without_any_fitting_names_memory():
+    with pytest.raises(ConfigError, match="0.00 GiB is available: free memory of this machine, or serve a smaller"):
+        plan(CacheConfig(num_pages=20), facts(available=MIB, activations=None))
