@@ -22,9 +22,11 @@ because the fixed cost of a step is the same wherever the prompt is computed.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import TypeVar
+
+import msgspec
 
 from tandem_engine.config import Role
 from tandem_engine.messages.stats import StepFit
@@ -94,6 +96,23 @@ class Load:
     kv_tokens: float = 0.0
     """Context of the sequences that it has."""
 
+    def with_work(self, *, queue_tokens: float, sequences: float) -> "Load":
+        """The same worker with this to do. A decision makes ten: `dataclasses.replace` takes four times as long."""
+        return Load(
+            queue_tokens=queue_tokens,
+            prefill_rate=self.prefill_rate,
+            sequences=sequences,
+            step_s=self.step_s,
+            room_tokens=self.room_tokens,
+            max_sequences=self.max_sequences,
+            token_bytes=self.token_bytes,
+            transfer_rate=self.transfer_rate,
+            host_token_s=self.host_token_s,
+            step_base_s=self.step_base_s,
+            step_fit=self.step_fit,
+            kv_tokens=self.kv_tokens,
+        )
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Demand:
@@ -122,10 +141,6 @@ def prefill_queue_s(load: Load) -> float:
 
 def prefill_compute_s(load: Load, matched: int, demand: Demand) -> float:
     return uncached(matched, demand) / load.prefill_rate
-
-
-def prefill_stall_s(load: Load, role: Role, matched: int, demand: Demand) -> float:
-    return prefill_compute_s(load, matched, demand) * waiting_sequences(load, role)
 
 
 def host_load_s(load: Load, tokens: int) -> float:
@@ -162,9 +177,9 @@ def turn_s(load: Load) -> float:
     return min(load.queue_tokens, TURN_TOKENS) / load.prefill_rate + decode
 
 
-def fetch_s(source: Load, token_seconds: float, tokens: int) -> float:
-    """To bring the KV of `tokens` tokens from the worker whose load is `source`."""
-    return FETCH_S + FETCH_TURNS * turn_s(source) + tokens * token_seconds
+def fetch_overhead_s(source: Load) -> float:
+    """Of a fetch from the worker whose load is `source`, before it brings any KV."""
+    return FETCH_S + FETCH_TURNS * turn_s(source)
 
 
 def fetch_wait_s(seconds: float, load: Load) -> float:
@@ -191,8 +206,7 @@ def decode_room_s(load: Load, demand: Demand) -> float:
     return NO_ROOM_S if full else 0.0
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class PricedFetch:
+class PricedFetch(msgspec.Struct, frozen=True, kw_only=True):
     """A cached prefix that another worker would send before this one computes."""
 
     source: WorkerView
@@ -201,8 +215,7 @@ class PricedFetch:
     seconds: float
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
+class Candidate(msgspec.Struct, frozen=True, kw_only=True):
     """One worker that may serve."""
 
     view: WorkerView
@@ -213,7 +226,7 @@ class Candidate:
     """Tokens of `matched` that are in host memory alone."""
     in_flight: int = 0
     """Tokens of `matched` that a prompt in flight will leave there. They are not computed again, and not fetched."""
-    links: Mapping[str, float] = field(default_factory=dict)
+    links: Mapping[str, float] = msgspec.field(default_factory=dict)
     """Bytes per second of its writes by the receiver's incarnation; 0 for a broken link."""
     fetch: PricedFetch | None = None
     """What it had better fetch if it computes the prompt."""
@@ -229,11 +242,6 @@ class Candidate:
     def known(self) -> int:
         """Prompt tokens that it need not compute."""
         return self.matched if self.fetch is None else self.fetch.tokens
-
-    @property
-    def fetched(self) -> int:
-        """Tokens of `known` that come from another worker."""
-        return self.known - self.matched
 
 
 PAIR_ENDS = 4

@@ -20,8 +20,7 @@ When some role is not among these, nearly all of its workers are excluded, and a
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from heapq import nsmallest
+from dataclasses import dataclass, field
 from itertools import islice
 from random import Random
 
@@ -88,7 +87,19 @@ class OwnLoad:
         return max(0.0, self._busy_until.get(incarnation, 0.0) - self.clock.now())
 
     def sequences(self, incarnation: str) -> int:
-        return self._sequences[incarnation]
+        return self._sequences.get(incarnation, 0)
+
+    def busy_s(self, record: WorkerRecord, now: float) -> float:
+        """Seconds of work that this worker has: prompts, and a step of each sequence."""
+        name = record.view.incarnation
+        wait_s = max(0.0, self._busy_until.get(name, 0.0) - now)
+        return wait_s + self._sequences.get(name, 0) * record.load.step_s
+
+    def load_of(self, record: WorkerRecord, now: float) -> Load:
+        """What it reports, with this gateway's notes in place of its queue and its sequences."""
+        name, load = record.view.incarnation, record.load
+        wait_s = max(0.0, self._busy_until.get(name, 0.0) - now)
+        return load.with_work(queue_tokens=wait_s * load.prefill_rate, sequences=self._sequences.get(name, 0))
 
     def outstanding(self, worker: WorkerView) -> float:
         """Seconds of prompts on a prefill worker, sequences on another."""
@@ -140,10 +151,16 @@ class FewWorkers:
         `absences`: of workers that have to load the adapter.
         """
 
+        known: dict[str, WorkerRecord | None] = {}
+        candidate = self.membership.candidate
+
         def fitting(name: str) -> WorkerRecord | None:
+            if name in known:
+                return known[name]
             if only is not None and name not in only:
                 return None
-            return self.membership.candidate(name, model, prompt_tokens=prompt_tokens, exclude=exclude)
+            found = known[name] = candidate(name, model, prompt_tokens=prompt_tokens, exclude=exclude)
+            return found
 
         near = self._near(model, first_block, fitting)
         homes = frozenset(names[0] for names in near.values() if names)
@@ -190,14 +207,23 @@ class FewWorkers:
         self, groups: Iterable[Sequence[str]], fitting: Callable[[str], WorkerRecord | None]
     ) -> Iterable[str]:
         """The least loaded by own notes of some random ones of each group."""
+        own, now = self.own, self.own.clock.now()
         for names in groups:
-            met = self.random.sample(names, min(MET, len(names)))
-            records = [record for name in met if (record := fitting(name)) is not None]
-            yield from (record.view.incarnation for record in nsmallest(LEAST, records, key=self._busy_s))
+            records = [record for name in _some(names, self.random) if (record := fitting(name)) is not None]
+            records.sort(key=lambda record: own.busy_s(record, now))
+            for record in records[:LEAST]:
+                yield record.view.incarnation
 
-    def _busy_s(self, record: WorkerRecord) -> float:
-        name = record.view.incarnation
-        return self.own.wait_s(name) + self.own.sequences(name) * record.load.step_s
+
+def _some(names: Sequence[str], random: Random) -> Iterable[str]:
+    """`MET` different ones in random order, or all. `Random.sample` takes three times as long where they are many."""
+    size = len(names)
+    if size <= 4 * MET:
+        return random.sample(names, min(MET, size))
+    places: dict[int, None] = {}
+    while len(places) < MET:
+        places[int(random.random() * size)] = None
+    return [names[place] for place in places]
 
 
 def _distinct(names: Iterable[str], fitting: Callable[[str], WorkerRecord | None]) -> Iterator[str]:
@@ -239,7 +265,7 @@ class LocalRouting:
         `in_flight`: prompt tokens that workers will have cached soon, by incarnation. `absences`: of workers that have
         to load the adapter.
         """
-        coming, absent = in_flight or {}, absences or {}
+        coming, absent, now = in_flight or {}, absences or {}, self.own.clock.now()
         candidates = []
         for record in found.records:
             name = record.view.incarnation
@@ -248,7 +274,7 @@ class LocalRouting:
             candidates.append(
                 Candidate(
                     view=record.view,
-                    load=self._load(record),
+                    load=self.own.load_of(record, now),
                     matched=matched,
                     in_flight=matched - guessed,
                     links=record.link_rates,
@@ -256,11 +282,6 @@ class LocalRouting:
                 )
             )
         return options(candidates, demand, self.random)
-
-    def _load(self, record: WorkerRecord) -> Load:
-        name = record.view.incarnation
-        queue_tokens = self.own.wait_s(name) * record.load.prefill_rate
-        return replace(record.load, queue_tokens=queue_tokens, sequences=self.own.sequences(name))
 
 
 def claims_of(option: Option, demand: Demand) -> tuple[Claim, ...]:
@@ -315,22 +336,22 @@ class LocalChoices:
             exclude |= unproven
         else:
             return None
-        serial, computing = self.next_serial(), option.computing
+        serial, computing, terms = self.next_serial(), option.computing, option.terms
         find, prefill = self.membership.find, option.prefill
         if computing.view.page_size == page_size:
-            self.in_flight.note(serial, chain, computing.view.incarnation, computed_in_s(option.terms))
+            self.in_flight.note(serial, chain, computing.view.incarnation, computed_in_s(terms))
         return RouteDecision(
             request_id=query.request_id,
             decode=option.decode.view,
             prefill=None if prefill is None else prefill.view,
             source=Source.LOCAL,
             placement=option.placement,
-            terms=option.terms,
+            terms=terms,
             matched_tokens=0,
             fetch=planned_fetch(computing, demand),
             priced=priced_options(options, option) if explained else None,
             latency=predicted_latency(
-                option.terms,
+                terms,
                 query,
                 demand,
                 decode=find(option.decode.view.incarnation),

@@ -327,9 +327,12 @@ class Membership:
     ) -> WorkerRecord | None:
         """This one, if it is among `candidates`."""
         record = self._records.get(incarnation)
-        if record is None or record.view.model != model or record.view.context_length <= prompt_tokens:
+        if record is None or incarnation in exclude:
             return None
-        return record if incarnation not in exclude and self._offers(incarnation) else None
+        view = record.view
+        if view.model != model or view.context_length <= prompt_tokens:
+            return None
+        return record if self._offers(incarnation) else None
 
     def prefill_rate(self, model: str) -> float:
         """Prompt tokens per second of all workers that compute prompts of `model`; 0 without any."""
@@ -357,9 +360,14 @@ class Membership:
         return record if state is None else replace(record, state=state)
 
     def _offers(self, incarnation: str) -> bool:
+        """Of one in the view. Written out, because a decision asks it of some forty workers."""
         if incarnation in self._unready or incarnation in self._foreign:
             return False
-        return self._usable(incarnation) and self._refusals.state(incarnation) is None
+        if incarnation in self._marked_dead or incarnation in self._skewed:
+            return False
+        if self.proofs is not None and incarnation in self.proofs.silent:
+            return False
+        return self._refusals.state(incarnation) is None
 
     def _usable(self, incarnation: str) -> bool:
         if incarnation not in self._records or incarnation in self._marked_dead or incarnation in self._skewed:

@@ -13,8 +13,11 @@ conversation. Only the few with the longest matches are considered.
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
+from typing import NamedTuple
+
+from msgspec import Struct, structs
 
 from tandem_engine.config import Role
 from tandem_services.router import cost
@@ -38,11 +41,8 @@ a short delay."""
 
 def with_fetches(members: Sequence[Candidate], demand: Demand, random: Random) -> list[Candidate]:
     """`members` of one compat hash, each with the fetch by which it computes the prompt for less, if there is any."""
-    having = [member for member in members if member.held > 0]
-    sources = shortlist(having, [-member.held for member in having], random)
-    if not sources:
-        return [*members]
-    return [_with_fetch(member, sources, demand) for member in members]
+    sources = _sources(members, random)
+    return [_with_fetch(member, sources, demand) for member in members] if sources else [*members]
 
 
 def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
@@ -60,30 +60,48 @@ def planned_fetch(computing: Candidate, demand: Demand) -> PlannedFetch | None:
     )
 
 
-def _with_fetch(member: Candidate, sources: Sequence[Candidate], demand: Demand) -> Candidate:
+class _FetchSource(NamedTuple):
+    """A worker that others of its compat hash may fetch a prefix from."""
+
+    member: Candidate
+    held: int
+    overhead_s: float
+    """Of a fetch of any size."""
+
+
+def _sources(members: Sequence[Candidate], random: Random) -> list[_FetchSource]:
+    having = [member for member in members if member.held > 0]
+    chosen = shortlist(having, [-member.held for member in having], random)
+    return [_FetchSource(each, each.held, cost.fetch_overhead_s(each.load)) for each in chosen]
+
+
+def _with_fetch(member: Candidate, sources: Sequence[_FetchSource], demand: Demand) -> Candidate:
     fetch = _cheapest(member, sources, demand)
-    return member if fetch is None else replace(member, fetch=fetch)
+    return member if fetch is None else structs.replace(member, fetch=fetch)
 
 
-def _cheapest(member: Candidate, sources: Sequence[Candidate], demand: Demand) -> PricedFetch | None:
-    best, least = None, _compute_s(member, member.matched, demand)
-    for source in sources:
-        tokens = source.held - member.matched
+def _cheapest(member: Candidate, sources: Sequence[_FetchSource], demand: Demand) -> PricedFetch | None:
+    load, matched = member.load, member.matched
+    if all(source.held <= matched for source in sources):
+        return None
+    waiting, queue_s = cost.waiting_sequences(load, member.view.role), cost.prefill_queue_s(load)
+
+    def compute_s(known: int) -> float:
+        """If it fetches what it lacks of `known` tokens. Without its queue, which is the same whatever it fetches."""
+        compute = cost.prefill_compute_s(load, known, demand)
+        return compute + compute * waiting + cost.copy_s(load, known - matched)
+
+    best, least = None, compute_s(matched)
+    for source, held, overhead_s in sources:
+        tokens = held - matched
         if source is member or tokens <= 0:
             continue
         token_seconds = cost.token_s(source.load, source.links.get(member.view.incarnation))
-        seconds = cost.fetch_s(source.load, token_seconds, tokens)
-        price = cost.fetch_wait_s(seconds, member.load) + _compute_s(member, source.held, demand)
+        seconds = overhead_s + tokens * token_seconds
+        price = max(0.0, seconds - queue_s) + compute_s(held)
         if price < least:
-            best, least = PricedFetch(source=source.view, tokens=source.held, seconds=seconds), price
+            best, least = PricedFetch(source=source.view, tokens=held, seconds=seconds), price
     return best
-
-
-def _compute_s(member: Candidate, known: int, demand: Demand) -> float:
-    """If it fetches what it lacks of `known` tokens. Without its queue, which is the same whatever it fetches."""
-    compute = cost.prefill_compute_s(member.load, known, demand)
-    stall = cost.prefill_stall_s(member.load, member.view.role, known, demand)
-    return compute + stall + cost.copy_s(member.load, known - member.matched)
 
 
 TIE_S = 1e-4
@@ -96,19 +114,38 @@ PREFILL_QUEUE = "prefill_queue"
 BEFORE_COMPUTED = frozenset({"prefix_fetch", "host_load", PREFILL_QUEUE, "prefill_compute"})
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Option:
-    """A decode worker alone, or a pair."""
+TERMS = (
+    "prefix_fetch",
+    "host_load",
+    PREFILL_QUEUE,
+    "prefill_compute",
+    "prefill_stall",
+    "adapter_load",
+    "transfer",
+    "decode_load",
+    DECODE_ROOM,
+)
+"""Names of the terms of a price (`cost`), in the order in which they are added."""
+
+
+class Option(Struct, frozen=True, kw_only=True):
+    """A decode worker alone, or a pair. A decision prices some twenty and returns one: names are given to the terms of
+    that one."""
 
     decode: Candidate
     prefill: Candidate | None = None
     degraded: bool = False
     """A decode worker computes the prompt because no prefill worker can."""
-    terms: tuple[ScoreTerm, ...]
+    seconds: tuple[float, ...]
+    """Of `TERMS`."""
+
+    @property
+    def terms(self) -> tuple[ScoreTerm, ...]:
+        return tuple(map(ScoreTerm, TERMS, self.seconds))
 
     @property
     def cost(self) -> float:
-        return sum(term.seconds for term in self.terms)
+        return sum(self.seconds)
 
     @property
     def computing(self) -> Candidate:
@@ -124,6 +161,7 @@ class Option:
 class _Group:
     """Workers of one compat hash. A worker that does both is in both lists."""
 
+    members: list[Candidate] = field(default_factory=list)
     prefills: list[Candidate] = field(default_factory=list)
     decodes: list[Candidate] = field(default_factory=list)
 
@@ -146,7 +184,7 @@ def cheapest(found: Sequence[Option], random: Random) -> Option | None:
     """The cheapest option, at random among those of equal cost; None if there is no option."""
     if not found:
         return None
-    costs = [option.cost for option in found]
+    costs = [sum(option.seconds) for option in found]
     best = min(costs)
     return random.choice([option for option, cost in zip(found, costs, strict=True) if cost <= best + TIE_S])
 
@@ -161,14 +199,17 @@ def priced_options(found: Sequence[Option], chosen: Option) -> PricedOptions:
 def options(candidates: Iterable[Candidate], demand: Demand, random: Random) -> list[Option]:
     """Every decode worker that may serve alone, and the pairs of the most promising ends of each compat hash."""
     found = []
-    groups = _by_compat(candidates, demand, random).values()
+    groups = _by_compat(candidates).values()
     any_whole = any(group.prefills and group.decodes for group in groups)
-    for group in groups:
+    fetched = [_sources(group.members, random) for group in groups]
+    for group, sources in zip(groups, fetched, strict=True):
+        ends = {each.view.incarnation: _priced_end(each, sources, demand) for each in group.prefills}
         for decode in group.decodes:
             if _may_serve_alone(decode, group, demand, any_whole=any_whole):
-                degraded = not group.prefills
-                found.append(Option(decode=decode, degraded=degraded, terms=_terms(decode, None, decode, demand)))
-        found += _pairs(group, demand, random)
+                alone, before = ends.get(decode.view.incarnation) or _priced_end(decode, sources, demand)
+                seconds = (*before, 0.0, *_decode(alone, demand))
+                found.append(Option(decode=alone, degraded=not group.prefills, seconds=seconds))
+        found += _pairs(group, [*ends.values()], demand, random)
     return found
 
 
@@ -188,50 +229,61 @@ def computed_in_s(terms: Iterable[ScoreTerm]) -> float:
     return sum(term.seconds for term in terms if term.name in BEFORE_COMPUTED)
 
 
-def _pairs(group: _Group, demand: Demand, random: Random) -> Iterable[Option]:
+class _End(NamedTuple):
+    """A worker that may compute the prompt, priced once for all its options."""
+
+    worker: Candidate
+    seconds: tuple[float, float, float, float, float, float]
+    """`_prefill`."""
+
+
+def _priced_end(member: Candidate, sources: Sequence[_FetchSource], demand: Demand) -> _End:
+    worker = _with_fetch(member, sources, demand)
+    return _End(worker, _prefill(worker, demand))
+
+
+def _pairs(group: _Group, ends: Sequence[_End], demand: Demand, random: Random) -> Iterable[Option]:
     if not group.prefills or not group.decodes:
         return
-    least = cost.uncached(max(each.held for each in (*group.prefills, *group.decodes)), demand)
-    prefills = shortlist(
-        group.prefills,
-        [sum(_prefill(c, demand)) + least * cost.token_s(c.load, None) for c in group.prefills],
-        random,
-    )
-    typical = min(cost.token_s(prefill.load, None) for prefill in prefills)
+    least = cost.uncached(max(each.held for each in group.members), demand)
+    prefills = shortlist(ends, [sum(end.seconds) + least * cost.token_s(end.worker.load, None) for end in ends], random)
+    typical = min(cost.token_s(end.worker.load, None) for end in prefills)
+    loads = [_decode(each, demand) for each in group.decodes]
     decodes = shortlist(
-        group.decodes,
+        [*zip(group.decodes, loads, strict=True)],
         [
-            sum(_decode(c, demand))
-            + cost.transfer_s(typical, c.matched, demand)
-            + cost.absent_adapter_s(c.absence, 0.0)
-            for c in group.decodes
+            sum(load) + cost.transfer_s(typical, each.matched, demand) + cost.absent_adapter_s(each.absence, 0.0)
+            for each, load in zip(group.decodes, loads, strict=True)
         ],
         random,
     )
-    for prefill in prefills:
-        for decode in decodes:
+    for prefill, (fetch, copying, queue, compute, stall, absent) in prefills:
+        name, load, links = prefill.view.incarnation, prefill.load, prefill.links
+        for decode, (load_s, room_s) in decodes:
             # The same worker at both ends is "alone" with a transfer added, and "alone" is on the list.
-            if prefill is not decode:
-                rate = prefill.links.get(decode.view.incarnation)
-                token_seconds = cost.token_s(prefill.load, rate)
-                yield Option(decode=decode, prefill=prefill, terms=_terms(prefill, token_seconds, decode, demand))
+            if name == decode.view.incarnation:
+                continue
+            loading = absent
+            if decode.absence is not cost.PRESENT:
+                loading += cost.absent_adapter_s(decode.absence, queue + compute)
+            transfer = cost.transfer_s(cost.token_s(load, links.get(decode.view.incarnation)), decode.matched, demand)
+            yield Option(
+                decode=decode,
+                prefill=prefill,
+                seconds=(fetch, copying, queue, compute, stall, loading, transfer, load_s, room_s),
+            )
 
 
-def _by_compat(candidates: Iterable[Candidate], demand: Demand, random: Random) -> dict[str, _Group]:
-    alike: dict[str, list[Candidate]] = defaultdict(list)
+def _by_compat(candidates: Iterable[Candidate]) -> dict[str, _Group]:
+    groups: dict[str, _Group] = defaultdict(_Group)
     for candidate in candidates:
-        alike[candidate.view.compat_hash].append(candidate)
-    return {compat: _group(with_fetches(members, demand, random)) for compat, members in alike.items()}
-
-
-def _group(members: Iterable[Candidate]) -> _Group:
-    group = _Group()
-    for member in members:
-        if member.view.role is not Role.DECODE:
-            group.prefills.append(member)
-        if member.view.role is not Role.PREFILL:
-            group.decodes.append(member)
-    return group
+        group, role = groups[candidate.view.compat_hash], candidate.view.role
+        group.members.append(candidate)
+        if role is not Role.DECODE:
+            group.prefills.append(candidate)
+        if role is not Role.PREFILL:
+            group.decodes.append(candidate)
+    return groups
 
 
 def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_whole: bool) -> bool:
@@ -247,52 +299,23 @@ def _may_serve_alone(decode: Candidate, group: _Group, demand: Demand, *, any_wh
 
 
 def _prefill(candidate: Candidate, demand: Demand) -> tuple[float, float, float, float, float, float]:
+    """The first of `TERMS`, of the worker that computes the prompt."""
     load, known, role = candidate.load, candidate.known, candidate.view.role
-    copying = cost.host_load_s(load, candidate.in_host)
-    stall = cost.prefill_stall_s(load, role, known, demand) + copying * cost.waiting_sequences(load, role)
-    queue = cost.prefill_queue_s(load)
+    copying, waiting = cost.host_load_s(load, candidate.in_host), cost.waiting_sequences(load, role)
+    compute, queue = cost.prefill_compute_s(load, known, demand), cost.prefill_queue_s(load)
     return (
         0.0 if candidate.fetch is None else cost.fetch_wait_s(candidate.fetch.seconds, load),
         copying,
         queue,
-        cost.prefill_compute_s(load, known, demand),
-        stall + cost.copy_s(load, candidate.fetched),
-        cost.absent_adapter_s(candidate.absence, queue),
+        compute,
+        compute * waiting + copying * waiting + cost.copy_s(load, known - candidate.matched),
+        0.0 if candidate.absence is cost.PRESENT else cost.absent_adapter_s(candidate.absence, queue),
     )
 
 
 def _decode(candidate: Candidate, demand: Demand) -> tuple[float, float]:
+    """The last of `TERMS`."""
     return cost.decode_load_s(candidate.load), cost.decode_room_s(candidate.load, demand)
-
-
-def _at_decode_end(computing: Candidate, decode: Candidate, demand: Demand) -> float:
-    """Of a pair: what the decode worker's load of the adapter adds to what happens before its turn."""
-    if decode.absence is cost.PRESENT:
-        return 0.0
-    hidden = cost.prefill_queue_s(computing.load) + cost.prefill_compute_s(computing.load, computing.known, demand)
-    return cost.absent_adapter_s(decode.absence, hidden)
-
-
-def _terms(
-    computing: Candidate, token_seconds: float | None, decode: Candidate, demand: Demand
-) -> tuple[ScoreTerm, ...]:
-    """`token_seconds`: of the link between the two; None when there is nothing to move."""
-    fetch, copying, queue, compute, stall, absent = _prefill(computing, demand)
-    load, room = _decode(decode, demand)
-    if computing is not decode:
-        absent += _at_decode_end(computing, decode, demand)
-    transfer = 0.0 if token_seconds is None else cost.transfer_s(token_seconds, decode.matched, demand)
-    return (
-        ScoreTerm("prefix_fetch", fetch),
-        ScoreTerm("host_load", copying),
-        ScoreTerm(PREFILL_QUEUE, queue),
-        ScoreTerm("prefill_compute", compute),
-        ScoreTerm("prefill_stall", stall),
-        ScoreTerm("adapter_load", absent),
-        ScoreTerm("transfer", transfer),
-        ScoreTerm("decode_load", load),
-        ScoreTerm(DECODE_ROOM, room),
-    )
 
 
 def _priced(option: Option) -> PricedOption:

@@ -55,9 +55,9 @@ def test_each_term_by_hand():
     )
     assert cost.prefill_queue_s(load) == 0.5
     assert cost.prefill_compute_s(load, 600, DEMAND) == 0.4
-    assert cost.prefill_stall_s(load, Role.BOTH, 600, DEMAND) == pytest.approx(0.4 * (4 + FOLLOWERS))
-    assert cost.prefill_stall_s(load, Role.DECODE, 600, DEMAND) == pytest.approx(0.4 * (5 + FOLLOWERS))
-    assert cost.prefill_stall_s(load, Role.PREFILL, 600, DEMAND) == pytest.approx(0.4 * FOLLOWERS)
+    assert cost.waiting_sequences(load, Role.BOTH) == 4 + FOLLOWERS
+    assert cost.waiting_sequences(load, Role.DECODE) == 5 + FOLLOWERS
+    assert cost.waiting_sequences(load, Role.PREFILL) == FOLLOWERS
     assert cost.copy_s(load, 600) == pytest.approx(0.6 * COPY_FOLLOWERS)
     assert cost.transfer_s(cost.token_s(load, 1e6), 600, DEMAND) == pytest.approx(HANDOFF_S + 0.4)
     assert cost.decode_load_s(load) == 0.04

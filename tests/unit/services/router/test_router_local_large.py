@@ -8,7 +8,7 @@ import pytest
 from tandem_engine.config import Role
 from tandem_services.router.cost import Demand
 from tandem_services.router.decision import Absence
-from tandem_services.router.local_choices import FewWorkers, LocalRouting, OwnLoad, claims_of
+from tandem_services.router.local_choices import MET, FewWorkers, LocalRouting, OwnLoad, _some, claims_of
 from tandem_services.router.membership import Membership
 from tandem_services.router.registry import WorkerState
 from tandem_services.router.views.fleet_reader import FleetSnapshot
@@ -98,6 +98,18 @@ def test_decision_looks_at_as_many_workers_in_any_fleet(monkeypatch):
     for size in (64, 2048):
         counted(size, Fleet(size))
     assert looked[2048] <= 1.1 * looked[64]
+
+
+def test_random_workers_are_different_and_any_of_the_fleet(fleet):
+    met, random = Counter[str](), Random(1)
+    names = [record.view.incarnation for record in fleet.records]
+    for _ in range(400):
+        some = [*_some(names, random)]
+        assert len(set(some)) == len(some) == MET
+        met.update(some)
+    assert met.keys() == {*names}
+    assert max(met.values()) <= 3 * 400 * MET / len(names)
+    assert len({*_some(names[: MET - 1], random)}) == MET - 1
 
 
 def test_hot_prompt_spreads_over_a_large_fleet(fleet):
