@@ -45,7 +45,7 @@ class Chooser(Protocol):
     async def choose(self, query: RouteQuery) -> RouteDecision:
         """Raises `NoWorkersError`."""
 
-    async def release(self, choice: RouteDecision) -> None:
+    async def release(self, decision: RouteDecision) -> None:
         """The last token of what was chosen is out, or there is no room for it. Called once for each choice."""
 
     def workers(self) -> tuple[WorkerView, ...]:
@@ -181,23 +181,23 @@ class Gateway:
         answer.entry = entry
         arrival.waiting.append(entry)
         try:
-            choice = await self.binding.arrive(entry)
+            decision = await self.binding.arrive(entry)
         except ApiError:
             arrival.waiting.remove(entry)
             arrival.refusals += 1
             return
-        if choice is not None:
+        if decision is not None:
             arrival.waiting.remove(entry)
-            await arrival.client.admitted(number, choice)
+            await arrival.client.admitted(number, decision)
         elif self.binding.has_overtaken(entry):
             self._events.after(NEXT_S, lambda: self._try_now(entry))
 
-    async def ended(self, request: SimulatedRequest, choice: RouteDecision) -> None:
+    async def ended(self, request: SimulatedRequest, decision: RouteDecision) -> None:
         """Its last token is out."""
         await self._fleet.redis.follow()
-        await self.chooser.release(choice)
+        await self.chooser.release(decision)
         self.binding.charge_output(request.tenant, request.output_tokens)
-        self.binding.freed(cell=choice.cell)
+        self.binding.freed(cell=decision.cell)
         if self.binding.queue:
             self._plan_turn(0.0)
 

@@ -246,7 +246,7 @@ class Replay:
     async def _enter(self, served: Served, numbers: Sequence[int]) -> None:
         """Choices of a request, by their numbers."""
         client = Client(
-            admitted=lambda number, choice: self._send(_Part(whole=served, number=number), choice),
+            admitted=lambda number, decision: self._send(_Part(whole=served, number=number), decision),
             refused=lambda count: self._refused(served, count),
         )
         await self._gateway(served.request).arrive(served.request, client, numbers)
@@ -258,33 +258,33 @@ class Replay:
         served.refused = True
         self._ended(served, count)
 
-    async def _send(self, served: _Part, choice: RouteDecision) -> None:
-        if not self._there(choice):
+    async def _send(self, served: _Part, decision: RouteDecision) -> None:
+        if not self._there(decision):
             # Chosen from a view that is a heartbeat old: the attempt fails, and there is another one.
-            await self._gateway(served.request).chooser.release(choice)
+            await self._gateway(served.request).chooser.release(decision)
             self._events.after(HEARTBEAT_S, lambda: self._enter(served.whole, (served.number,)))
             return
         if self._scaling is not None:
-            self._scaling.seen.counters.admitted(choice.matched_tokens)
-            self._scaling.seen.latency.uncached.observe(max(1, served.request.prompt_tokens - choice.matched_tokens))
-        self.outcome.placements[choice.placement] += 1
-        self.outcome.in_other_cells += choice.cell is not None
-        decode = self._fleet.workers[choice.decode.incarnation]
-        if choice.prefill is None:
-            decode.submit(self._alone(served, choice))
+            self._scaling.seen.counters.admitted(decision.matched_tokens)
+            self._scaling.seen.latency.uncached.observe(max(1, served.request.prompt_tokens - decision.matched_tokens))
+        self.outcome.placements[decision.placement] += 1
+        self.outcome.in_other_cells += decision.cell is not None
+        decode = self._fleet.workers[decision.decode.incarnation]
+        if decision.prefill is None:
+            decode.submit(self._alone(served, decision))
             return
-        decode.submit(self._handed_over(served, choice, self._fleet.workers[choice.prefill.incarnation], decode))
+        decode.submit(self._handed_over(served, decision, self._fleet.workers[decision.prefill.incarnation], decode))
 
-    def _there(self, choice: RouteDecision) -> bool:
-        named = (choice.decode, choice.prefill, None if choice.fetch is None else choice.fetch.source)
+    def _there(self, decision: RouteDecision) -> bool:
+        named = (decision.decode, decision.prefill, None if decision.fetch is None else decision.fetch.source)
         return all(worker is None or worker.incarnation in self._fleet.workers for worker in named)
 
-    def _alone(self, served: _Part, choice: RouteDecision) -> Job:
-        job = self._job(served, choice, on_prompt=lambda: self._first(served, choice, job))
+    def _alone(self, served: _Part, decision: RouteDecision) -> Job:
+        job = self._job(served, decision, on_prompt=lambda: self._first(served, decision, job))
         return job
 
     def _handed_over(
-        self, served: _Part, choice: RouteDecision, prefill: ModelledWorker, decode: ModelledWorker
+        self, served: _Part, decision: RouteDecision, prefill: ModelledWorker, decode: ModelledWorker
     ) -> Job:
         """The decode worker's job; it sets off the prefill worker's once it has room."""
         began = 0.0
@@ -302,21 +302,23 @@ class Replay:
             prefill.release(sending)
             decode.begin_decode(receiving)
 
-        receiving = self._job(served, choice, on_prompt=lambda: self._first(served, choice, sending), on_room=compute)
+        receiving = self._job(
+            served, decision, on_prompt=lambda: self._first(served, decision, sending), on_room=compute
+        )
         sending = Job(
             chain=served.request.chain,
             prompt_tokens=served.request.prompt_tokens,
             output_tokens=0,
             on_prompt=transfer,
             on_end=lambda: None,
-            wanted=self._wanted(choice),
+            wanted=self._wanted(decision),
         )
         return receiving
 
     def _job(
         self,
         served: _Part,
-        choice: RouteDecision,
+        decision: RouteDecision,
         *,
         on_prompt: Callable[[], None],
         on_room: Callable[[], None] | None = None,
@@ -327,21 +329,21 @@ class Replay:
             output_tokens=served.request.output_tokens,
             on_prompt=on_prompt,
             # The gateway notifies the router in a separate task.
-            on_end=lambda: self._events.after(0.0, lambda: self._last(served, choice)),
+            on_end=lambda: self._events.after(0.0, lambda: self._last(served, decision)),
             on_room=on_room,
-            wanted=None if choice.prefill is not None else self._wanted(choice),
+            wanted=None if decision.prefill is not None else self._wanted(decision),
         )
 
-    def _wanted(self, choice: RouteDecision) -> WantedPrefix | None:
+    def _wanted(self, decision: RouteDecision) -> WantedPrefix | None:
         """The prefix that the worker for the prompt is to fetch."""
-        fetch = choice.fetch
+        fetch = decision.fetch
         if fetch is None:
             return None
         holder = self._fleet.workers[fetch.source.incarnation]
         blocks = fetch.tokens // fetch.source.page_size
         return WantedPrefix(holder=holder, blocks=blocks, within_s=fetch.within_s)
 
-    def _first(self, served: _Part, choice: RouteDecision, computed: Job) -> None:
+    def _first(self, served: _Part, decision: RouteDecision, computed: Job) -> None:
         whole, served.first = served.whole, self._events.now()
         if not whole.first:
             whole.first = served.first
@@ -350,16 +352,16 @@ class Replay:
         self._gateway(served.request).binding.correct_prompt(
             served.request.tenant,
             served.request.prompt_tokens,
-            predicted=choice.matched_tokens,
+            predicted=decision.matched_tokens,
             cached=computed.matched * self._block,
         )
 
-    async def _last(self, served: _Part, choice: RouteDecision) -> None:
+    async def _last(self, served: _Part, decision: RouteDecision) -> None:
         whole = served.whole
         whole.last = self._events.now()
         gap = (whole.last - served.first) / max(1, served.request.output_tokens - 1)
         whole.mean_gap_s = max(whole.mean_gap_s, gap)
-        await self._gateway(served.request).ended(served.request, choice)
+        await self._gateway(served.request).ended(served.request, decision)
         self._ended(whole, 1)
 
     def _ended(self, served: Served, count: int) -> None:

@@ -50,10 +50,10 @@ class AdapterPrices:
         absent = (each for each in workers if not each.has_adapter(query.adapter))
         return {worker.incarnation: self._absence(query, worker) for worker in absent}
 
-    def note(self, choice: RouteDecision, query: RouteQuery) -> None:
-        """The workers of `choice` are about to get the request."""
+    def note(self, decision: RouteDecision, query: RouteQuery) -> None:
+        """The workers of `decision` are about to get the request."""
         now = self.clock.now()
-        for worker in (choice.decode, choice.prefill):
+        for worker in (decision.decode, decision.prefill):
             key = (worker.incarnation, query.adapter) if worker is not None else None
             absence = None if key is None else query.absences.get(key[0])
             if key is None or absence is None or self._is_coming(key, now):

@@ -82,6 +82,9 @@ RESERVATION_BUCKET_MS = 250
 SWEEP_EVERY_MS = 1_000
 """Dead rows are swept once a second by the first caller, not in every heartbeat."""
 
+NOTED_EVERY_MS = 250
+"""`last_call` is written so often: it tells whether there was a call within a lease."""
+
 SWEEP_STEP = 512
 """Incarnations retired in one sweep, so that no call blocks Redis for long."""
 

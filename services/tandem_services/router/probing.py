@@ -92,18 +92,18 @@ class Probing:
         # The prompt for a slow prefill worker would be computed where it is decoded.
         return replace(query, only=frozenset((view.incarnation, *some)), paired=True)
 
-    def is_measured(self, choice: RouteDecision) -> bool:
+    def is_measured(self, decision: RouteDecision) -> bool:
         """Whether this choice for a probe makes the suspect compute a prompt at once. Where others already wait there,
         it measures itself without it."""
-        computing = choice.prefill or choice.decode
-        waits = has_to_wait(choice.terms) or prefill_wait_s(choice.terms) > 0.0
+        computing = decision.prefill or decision.decode
+        waits = has_to_wait(decision.terms) or prefill_wait_s(decision.terms) > 0.0
         return computing.incarnation in self._chosen_at and not waits
 
-    def note(self, choice: RouteDecision) -> None:
+    def note(self, decision: RouteDecision) -> None:
         """A request goes there."""
         if not self._chosen_at:
             return
-        for worker in (choice.decode, choice.prefill):
+        for worker in (decision.decode, decision.prefill):
             if worker is not None and worker.incarnation in self._chosen_at:
                 self._chosen_at[worker.incarnation] = self.clock.now()
 

@@ -311,18 +311,18 @@ class Router:
 
     async def choose(self, query: RouteQuery) -> RouteDecision:
         """The workers for one attempt. Raises `NoWorkersError` when no worker can take it now."""
-        choice = await self._probed(query) or await self._find(query)
-        if choice is not None and not _continues(choice, query):
+        decision = await self._probed(query) or await self._find(query)
+        if decision is not None and not _continues(decision, query):
             # It registered since the last view, and is known from now on.
-            await self.release(self._noted(choice))
-            choice = await self._find(query)
-        if choice is None:
+            await self.release(self._noted(decision))
+            decision = await self._find(query)
+        if decision is None:
             self.counters.none += 1
             raise NoWorkersError(
                 f"no worker for model {query.model[:100]!r} can take a prompt of {len(query.token_ids)} tokens now",
                 retry_after=RETRY_AFTER_S,
             )
-        return self._noted(choice)
+        return self._noted(decision)
 
     async def stay(self, query: RouteQuery, incarnation: str) -> RouteDecision:
         """This worker and no other, whatever else would be cheaper. Raises `NoWorkersError` when it is gone."""
@@ -333,7 +333,7 @@ class Router:
             raise NoWorkersError(f"worker {incarnation} is gone", retry_after=RETRY_AFTER_S)
         demand = self._demand(query)
         claim = Claim(incarnation, demand.prompt_tokens, 1, room_needed(demand))
-        choice = RouteDecision(
+        decision = RouteDecision(
             request_id=query.request_id,
             decode=record.view,
             prefill=None,
@@ -343,96 +343,96 @@ class Router:
             matched_tokens=0,
             reservation=Reservation(None, (claim,), self._held.next_serial()),
         )
-        return self._noted(choice)
+        return self._noted(decision)
 
     async def relocate(self, query: RouteQuery, leaving: WorkerView) -> RouteDecision:
         """A worker that takes over what `leaving` generates, with its KV: the prefill end of the choice is `leaving`.
 
         Raises `NoWorkersError` when no other worker has capacity now: then the request stays where it is.
         """
-        choice = await self.choose(
+        decision = await self.choose(
             replace(query, exclude=query.exclude | {leaving.incarnation}, compat_hash=leaving.compat_hash)
         )
         # In a view that is a heartbeat old, a worker that was just withdrawn may seem to have capacity.
-        outdated = choice.source is Source.LOCAL and self._routing.available
-        if outdated or has_to_wait(choice.terms):
-            await self.release(choice)
+        outdated = decision.source is Source.LOCAL and self._routing.available
+        if outdated or has_to_wait(decision.terms):
+            await self.release(decision)
             raise NoWorkersError(
                 f"no worker has capacity for a sequence of {len(query.token_ids)} tokens", retry_after=RETRY_AFTER_S
             )
         # It has all of it, whatever else was cheaper for another one.
-        return replace(choice, prefill=leaving, fetch=None, priced=None, latency=None)
+        return replace(decision, prefill=leaving, fetch=None, priced=None, latency=None)
 
-    async def release(self, choice: RouteDecision) -> None:
+    async def release(self, decision: RouteDecision) -> None:
         """The attempt has ended, or never began. Releasing twice counts once."""
-        self._local.in_flight.take_back(choice.reservation.serial)
-        await self._held.release(choice)
+        self._local.in_flight.take_back(decision.reservation.serial)
+        await self._held.release(decision)
 
-    def release_soon(self, choice: RouteDecision) -> None:
+    def release_soon(self, decision: RouteDecision) -> None:
         """As `release`, without a wait."""
-        self._local.in_flight.take_back(choice.reservation.serial)
-        self._held.release_soon(choice)
+        self._local.in_flight.take_back(decision.reservation.serial)
+        self._held.release_soon(decision)
 
-    async def issue_ticket(self, ticket_id: str, choice: RouteDecision, query: RouteQuery) -> bool:
-        """Allow the holder of `ticket_id` to execute `choice`, which is still to be released here.
+    async def issue_ticket(self, ticket_id: str, decision: RouteDecision, query: RouteQuery) -> bool:
+        """Allow the holder of `ticket_id` to execute `decision`, which is still to be released here.
 
         False when that is not possible: without a shared reservation, or without Redis.
         """
-        return await self._ticketed.issue(ticket_id, choice, query)
+        return await self._ticketed.issue(ticket_id, decision, query)
 
     async def redeem(self, ticket_id: str, query: RouteQuery) -> RouteDecision | None:
         """The choice of a ticket, which is to be released as any other; None when it is void.
 
         It is void when it was issued for another prompt, is not there any more, or names workers that are gone.
         """
-        choice = await self._ticketed.redeem(ticket_id, query)
-        if choice is None:
+        decision = await self._ticketed.redeem(ticket_id, query)
+        if decision is None:
             return None
-        find, prefill = self._membership.find, choice.prefill
+        find, prefill = self._membership.find, decision.prefill
         latency = predicted_latency(
-            choice.terms,
+            decision.terms,
             query,
             self._demand(query),
-            decode=find(choice.decode.incarnation),
+            decode=find(decision.decode.incarnation),
             prefill=None if prefill is None else find(prefill.incarnation),
         )
-        return self._noted(replace(choice, latency=latency))
+        return self._noted(replace(decision, latency=latency))
 
-    async def release_unredeemed(self, ticket_id: str, choice: RouteDecision) -> None:
+    async def release_unredeemed(self, ticket_id: str, decision: RouteDecision) -> None:
         """As `release`, of a choice with a ticket: after redemption the other process releases the reservation."""
-        if await self._ticketed.was_redeemed(ticket_id, choice):
-            self._held.drop(choice)
-        await self.release(choice)
+        if await self._ticketed.was_redeemed(ticket_id, decision):
+            self._held.drop(decision)
+        await self.release(decision)
 
     async def _probed(self, query: RouteQuery) -> RouteDecision | None:
         """A suspect that a request is due for, if there is one and it begins at once."""
         probe = self._probing.probe(query)
-        choice = None if probe is None else await self._find(probe)
-        if choice is None or self._probing.is_measured(choice):
-            return choice
-        await self.release(self._noted(choice))
+        decision = None if probe is None else await self._find(probe)
+        if decision is None or self._probing.is_measured(decision):
+            return decision
+        await self.release(self._noted(decision))
         return None
 
     async def _find(self, query: RouteQuery) -> RouteDecision | None:
         known = self._membership.unusable
-        choice = await self._find_allowed(query)
-        again = choice is None and self._membership.unusable - known  # a policy's choice has not answered
-        return await self._find_allowed(query) if again else choice
+        decision = await self._find_allowed(query)
+        again = decision is None and self._membership.unusable - known  # a policy's choice has not answered
+        return await self._find_allowed(query) if again else decision
 
     async def _find_allowed(self, query: RouteQuery) -> RouteDecision | None:
         query = self._exclusions.narrowed(query)
-        choice = await self._find_among(query)
-        if choice is not None and query.absences:
-            self._adapter_prices.note(choice, query)
-        return choice
+        decision = await self._find_among(query)
+        if decision is not None and query.absences:
+            self._adapter_prices.note(decision, query)
+        return decision
 
     async def _find_among(self, query: RouteQuery) -> RouteDecision | None:
         explained = self._explain_budget.spend()
         share = self._membership.unlisted_share(query.model)
         if share > 0.0 and self._random.random() < share:
-            choice = await self._choose_locally(query, explained=explained)
-            if choice is not None:
-                return choice
+            decision = await self._choose_locally(query, explained=explained)
+            if decision is not None:
+                return decision
         return await self._choose_in_redis(query, explained=explained) or await self._choose_locally(
             query, explained=explained
         )
@@ -443,27 +443,27 @@ class Router:
             return None
         known = self._membership.unusable
         try:
-            choice = await self._shared.choose(query, self._demand(query), explained=explained)
-            if choice is None and (learned := self._membership.unusable - known):
+            decision = await self._shared.choose(query, self._demand(query), explained=explained)
+            if decision is None and (learned := self._membership.unusable - known):
                 # A chosen worker does not answer, or has no signed row.
                 query = replace(query, exclude=query.exclude | learned)
-                choice = await self._shared.choose(query, self._demand(query), explained=explained)
+                decision = await self._shared.choose(query, self._demand(query), explained=explained)
         except RedisUnavailableError:
             return None
-        if choice is not None and choice.placement is Placement.DEGRADED and self._membership.unlisted:
+        if decision is not None and decision.placement is Placement.DEGRADED and self._membership.unlisted:
             # Redis has no prefill worker; the view may.
             paired = await self._local.choose(query, self._demand(query), explained=explained)
             if paired is not None and paired.prefill is not None:
-                await self._held.give_back(query.request_id, choice.reservation)
+                await self._held.give_back(query.request_id, decision.reservation)
                 self.counters.local += 1
                 return paired
-        self.counters.redis += choice is not None
-        return choice
+        self.counters.redis += decision is not None
+        return decision
 
     async def _choose_locally(self, query: RouteQuery, *, explained: bool) -> RouteDecision | None:
-        choice = await self._local.choose(query, self._demand(query), explained=explained)
-        self.counters.local += choice is not None
-        return choice
+        decision = await self._local.choose(query, self._demand(query), explained=explained)
+        self.counters.local += decision is not None
+        return decision
 
     async def _refresh_if_possible(self) -> None:
         try:
@@ -478,12 +478,12 @@ class Router:
             local_prefill_tokens=0 if query.paired else self._config.local_prefill_tokens,
         )
 
-    def _noted(self, choice: RouteDecision) -> RouteDecision:
-        """`choice`, which its caller will release."""
-        self.counters.placements[choice.placement] += 1
-        self._held.add(choice)
-        self._probing.note(choice)
-        return choice
+    def _noted(self, decision: RouteDecision) -> RouteDecision:
+        """`decision`, which its caller will release."""
+        self.counters.placements[decision.placement] += 1
+        self._held.add(decision)
+        self._probing.note(decision)
+        return decision
 
     async def _keep_refreshing(self) -> None:
         # A view that stops refreshing would go unnoticed until workers are gone.
@@ -495,6 +495,6 @@ class Router:
         await self._starts.refresh(viewed=self._reader.is_viewed)
 
 
-def _continues(choice: RouteDecision, query: RouteQuery) -> bool:
-    """Whether the workers of `choice` are of the kind that the query requires."""
-    return query.compat_hash in (None, choice.decode.compat_hash)
+def _continues(decision: RouteDecision, query: RouteQuery) -> bool:
+    """Whether the workers of `decision` are of the kind that the query requires."""
+    return query.compat_hash in (None, decision.decode.compat_hash)

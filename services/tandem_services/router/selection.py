@@ -71,10 +71,10 @@ class SharedChoices:
         )
         if routed is None:
             return None
-        choice = await self._resolve(query, demand, routed)
-        if choice is None:
+        decision = await self._resolve(query, demand, routed)
+        if decision is None:
             await self.index.release(routed.reservation)
-        return choice
+        return decision
 
     def _allowed(self, query: RouteQuery) -> frozenset[str] | None:
         """The workers that are not excluded, if they are few and the others many: only a policy leaves out so many."""
@@ -162,45 +162,45 @@ class HeldChoices:
         """Serial of the next choice to hold."""
         return next(self._serials)
 
-    def add(self, choice: RouteDecision) -> None:
+    def add(self, decision: RouteDecision) -> None:
         """It will be released."""
         rates = {}
-        for claim in choice.reservation.claims:
+        for claim in decision.reservation.claims:
             record = self.membership.find(claim.incarnation)
             rates[claim.incarnation] = record.load.prefill_rate if record else ASSUMED_PREFILL_RATE
-        self.own.add(choice.reservation.claims, rates)
-        self._chosen_at[choice.reservation.serial] = self.clock.now()
+        self.own.add(decision.reservation.claims, rates)
+        self._chosen_at[decision.reservation.serial] = self.clock.now()
 
-    async def release(self, choice: RouteDecision) -> None:
+    async def release(self, decision: RouteDecision) -> None:
         """Releasing twice counts once."""
-        reserved = self.reserves(choice)
-        if self.drop(choice) and reserved:
-            await self.give_back(choice.request_id, choice.reservation)
+        reserved = self.reserves(decision)
+        if self.drop(decision) and reserved:
+            await self.give_back(decision.request_id, decision.reservation)
 
-    def release_soon(self, choice: RouteDecision) -> None:
+    def release_soon(self, decision: RouteDecision) -> None:
         """As `release`, without a wait: all that ends in this iteration of the event loop is one call of Redis."""
-        reserved = self.reserves(choice)
-        if not (self.drop(choice) and reserved):
+        reserved = self.reserves(decision)
+        if not (self.drop(decision) and reserved):
             return
         if not self._returned:
             self._background.start(self._return())
-        self._returned.append(choice.reservation)
+        self._returned.append(decision.reservation)
 
     async def settle(self) -> None:
         """Wait for what is being given back. Call at shutdown."""
         await self._background.settle()
 
-    def drop(self, choice: RouteDecision) -> bool:
+    def drop(self, decision: RouteDecision) -> bool:
         """As `release`, of a reservation that another process releases in Redis, or none. False if it was not held."""
-        if self._chosen_at.pop(choice.reservation.serial, None) is None:
+        if self._chosen_at.pop(decision.reservation.serial, None) is None:
             return False
-        self.own.remove(choice.reservation.claims)
+        self.own.remove(decision.reservation.claims)
         return True
 
-    def reserves(self, choice: RouteDecision) -> bool:
+    def reserves(self, decision: RouteDecision) -> bool:
         """Whether what it reserved in Redis may still count."""
-        chosen_at = self._chosen_at.get(choice.reservation.serial, float("-inf"))
-        return choice.reservation.bucket is not None and self.clock.now() - chosen_at <= RESERVATION_MS / 1000
+        chosen_at = self._chosen_at.get(decision.reservation.serial, float("-inf"))
+        return decision.reservation.bucket is not None and self.clock.now() - chosen_at <= RESERVATION_MS / 1000
 
     async def give_back(self, request_id: str, reservation: Reservation) -> None:
         """In Redis alone. Without Redis it expires by itself."""
@@ -228,12 +228,12 @@ class TicketedChoices:
     held: HeldChoices
     refresh: Callable[[], Awaitable[None]]
 
-    async def issue(self, ticket_id: str, choice: RouteDecision, query: RouteQuery) -> bool:
-        """Whether the holder of `ticket_id` may execute `choice`: not without a shared reservation."""
-        if choice.reservation.bucket is None:
+    async def issue(self, ticket_id: str, decision: RouteDecision, query: RouteQuery) -> bool:
+        """Whether the holder of `ticket_id` may execute `decision`: not without a shared reservation."""
+        if decision.reservation.bucket is None:
             return False
         try:
-            await self.board.issue(ticket_id, Ticket.of(choice, query))
+            await self.board.issue(ticket_id, Ticket.of(decision, query))
         except RedisUnavailableError:
             return False
         return True
@@ -248,19 +248,19 @@ class TicketedChoices:
             return None
         if self.membership.unknown({ticket.decode, *([ticket.prefill] if ticket.prefill else [])}):
             await self.refresh()
-        choice = ticket.choice_for(query, self.membership.find_usable, self.held.next_serial())
-        workers = () if choice is None else (choice.decode, choice.prefill)
+        decision = ticket.choice_for(query, self.membership.find_usable, self.held.next_serial())
+        workers = () if decision is None else (decision.decode, decision.prefill)
         names = [worker.incarnation for worker in workers if worker is not None]
         if await self.membership.unproven(names):
-            choice = None
-        if choice is None:
+            decision = None
+        if decision is None:
             await self.held.give_back(query.request_id, ticket.reservation)
-        return choice
+        return decision
 
-    async def was_redeemed(self, ticket_id: str, choice: RouteDecision) -> bool:
-        """Whether another process releases what `choice` has reserved. Its ticket is void from now on."""
+    async def was_redeemed(self, ticket_id: str, decision: RouteDecision) -> bool:
+        """Whether another process releases what `decision` has reserved. Its ticket is void from now on."""
         try:
-            return self.held.reserves(choice) and await self.board.take(ticket_id) is None
+            return self.held.reserves(decision) and await self.board.take(ticket_id) is None
         except RedisUnavailableError:
             return True  # Unknown. The reservation expires by itself.
 

@@ -75,23 +75,23 @@ class Ticket(msgspec.Struct, frozen=True, array_like=True):
     note: Annotated[int, msgspec.Meta(ge=0, le=2**53)] = 0
 
     @classmethod
-    def of(cls, choice: RouteDecision, query: RouteQuery) -> "Ticket":
-        fetch = choice.fetch
+    def of(cls, decision: RouteDecision, query: RouteQuery) -> "Ticket":
+        fetch = decision.fetch
         return cls(
             prompt=_prompt_digest(query),
-            decode=choice.decode.incarnation,
-            prefill=None if choice.prefill is None else choice.prefill.incarnation,
-            placement=choice.placement,
-            terms=tuple((term.name, term.seconds) for term in choice.terms),
-            matched_tokens=choice.matched_tokens,
+            decode=decision.decode.incarnation,
+            prefill=None if decision.prefill is None else decision.prefill.incarnation,
+            placement=decision.placement,
+            terms=tuple((term.name, term.seconds) for term in decision.terms),
+            matched_tokens=decision.matched_tokens,
             fetch=None
             if fetch is None
             else TicketFetch(fetch.source.incarnation, fetch.tokens, fetch.seconds, fetch.within_s),
-            bucket=choice.reservation.bucket,
+            bucket=decision.reservation.bucket,
             claims=tuple(
-                (c.incarnation, c.queue_tokens, c.sequences, c.room_tokens) for c in choice.reservation.claims
+                (c.incarnation, c.queue_tokens, c.sequences, c.room_tokens) for c in decision.reservation.claims
             ),
-            note=choice.reservation.note,
+            note=decision.reservation.note,
         )
 
     @property

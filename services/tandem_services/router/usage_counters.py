@@ -20,6 +20,7 @@ A counter below the value to which its tenant would be raised is forgotten, whic
 from collections import OrderedDict
 from dataclasses import dataclass, field
 from enum import StrEnum
+from heapq import heapify, heappop, heappush
 
 WINDOW_S = 60
 
@@ -206,6 +207,8 @@ class VirtualCounters:
     """Tenants whose value counts even below the floor: it was written, or they left the queue, after the floor was."""
     _kept: int = 0
     """Values that the last deletion left."""
+    _lowest: list[tuple[float, str]] = field(default_factory=list)
+    """A heap of values that tenants of the queue have or had, with their names. All that they have now are in it."""
 
     def value(self, tenant: str) -> float:
         value = self._values.get(tenant, self.floor)
@@ -220,8 +223,9 @@ class VirtualCounters:
         """A request of it waits from now on. Does nothing when one waits already."""
         if tenant in self._backlogged:
             return
-        self._write(tenant, max(self.value(tenant), self._level()))
+        level = max(self.value(tenant), self._level())
         self._backlogged.add(tenant)
+        self._write(tenant, level)
 
     def charge(self, tenant: str, cost: float) -> None:
         """`cost`: virtual tokens over its weight; below 0 takes back what was charged too much."""
@@ -253,13 +257,29 @@ class VirtualCounters:
         self.floor = floor
         self._recent.clear()
         self._delete()
+        self._note_lowest()
 
     def _write(self, tenant: str, value: float) -> None:
         self._values[tenant] = value
         self._recent.add(tenant)
+        if tenant in self._backlogged:
+            heappush(self._lowest, (value, tenant))
+            if len(self._lowest) > 2 * len(self._backlogged) + MIN_DELETED:
+                self._note_lowest()
 
     def _level(self) -> float:
-        return min((self.value(tenant) for tenant in self._backlogged), default=self.floor)
+        """The lowest value in the queue, or the floor."""
+        while self._lowest:
+            value, tenant = self._lowest[0]
+            if tenant in self._backlogged and self._values[tenant] == value:
+                return value
+            heappop(self._lowest)
+        return self.floor
+
+    def _note_lowest(self) -> None:
+        """Those of now alone."""
+        self._lowest = [(self._values[tenant], tenant) for tenant in self._backlogged]
+        heapify(self._lowest)
 
     def _is_forgotten(self, tenant: str, value: float) -> bool:
         return value <= self.floor and tenant not in self._recent and tenant not in self._backlogged

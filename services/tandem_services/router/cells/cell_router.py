@@ -153,8 +153,8 @@ class CellRouter:
         try:
             return await self._choose(query, reserved)
         except BaseException:
-            for choice in reserved:
-                self._background.start(self.release(choice))
+            for decision in reserved:
+                self._background.start(self.release(decision))
             raise
 
     async def redeem(self, ticket_id: str, query: RouteQuery) -> RouteDecision | None:
@@ -187,19 +187,19 @@ class CellRouter:
             raise NoWorkersError(f"worker {leaving.incarnation} is in no view", retry_after=RETRY_AFTER_S)
         return await self.home.relocate(query, leaving)
 
-    async def release(self, choice: RouteDecision) -> None:
+    async def release(self, decision: RouteDecision) -> None:
         """As `Router.release`."""
-        if choice.cell is None:
-            await self.home.release(choice)
+        if decision.cell is None:
+            await self.home.release(decision)
         else:
-            await self._by_name[choice.cell.name].release(choice)
+            await self._by_name[decision.cell.name].release(decision)
 
-    def release_soon(self, choice: RouteDecision) -> None:
+    def release_soon(self, decision: RouteDecision) -> None:
         """As `Router.release_soon`."""
-        if choice.cell is None:
-            self.home.release_soon(choice)
+        if decision.cell is None:
+            self.home.release_soon(decision)
         else:
-            self._by_name[choice.cell.name].release_soon(choice)
+            self._by_name[decision.cell.name].release_soon(decision)
 
     async def endings(self, incarnations: Iterable[str]) -> Endings:
         """As `Registry.endings`, of workers of all cells that are in use. Raises `RedisUnavailableError` if no cell
@@ -339,23 +339,23 @@ class CellRouter:
         cell = next((found for name in sorted(names) if (found := self._cell_of(name)) is not None), None)
         if cell is None:
             return await self.home.choose(query)
-        choice = await cell.choose(query, reason=KEPT)
-        if choice is None:
+        decision = await cell.choose(query, reason=KEPT)
+        if decision is None:
             raise NoWorkersError(f"cell {cell.name} has lost these workers", retry_after=RETRY_AFTER_S)
-        return choice
+        return decision
 
     async def _release_all_but(self, kept: RouteDecision, reserved: list[RouteDecision]) -> None:
-        for choice in [each for each in reserved if each is not kept]:
-            await self.release(choice)
-            reserved.remove(choice)
+        for decision in [each for each in reserved if each is not kept]:
+            await self.release(decision)
+            reserved.remove(decision)
 
-    def _fault(self, choice: RouteDecision) -> str:
+    def _fault(self, decision: RouteDecision) -> str:
         """Why another cell is asked although one has made this choice; "" if none is."""
-        if choice.cell is None and choice.source is Source.LOCAL and not self.home.redis_answers:
+        if decision.cell is None and decision.source is Source.LOCAL and not self.home.redis_answers:
             return "no_redis"
-        if self._needs_prefill and choice.placement is Placement.DEGRADED:
+        if self._needs_prefill and decision.placement is Placement.DEGRADED:
             return "no_worker"
-        waits = has_to_wait(choice.terms) or prefill_wait_s(choice.terms) > self._worker_wait_s
+        waits = has_to_wait(decision.terms) or prefill_wait_s(decision.terms) > self._worker_wait_s
         return FULL if waits else ""
 
     def _in_order(self, query: RouteQuery) -> list[NeighbourCell]:
@@ -364,6 +364,7 @@ class CellRouter:
 
     async def _look_again(self, cells: Sequence[NeighbourCell]) -> None:
         """At what they have, without waiting for it."""
+        # Async for the router of a simulation, which overrides it and waits for them: its tasks end in no fixed order.
         for cell in cells:
             self._background.start(cell.look(self._model))
 

@@ -157,10 +157,10 @@ class NeighbourCell:
         if router is None:
             return None
         try:
-            choice = await router.choose(query)
+            decision = await router.choose(query)
         except NoWorkersError:
             return None
-        return self._taken(choice, reason)
+        return self._taken(decision, reason)
 
     async def stay(self, query: RouteQuery, incarnation: str) -> RouteDecision:
         """See `Router.stay`."""
@@ -174,17 +174,17 @@ class NeighbourCell:
         assert self.router is not None, "a cell that is asleep has no requests"
         return self._taken(await self.router.relocate(query, leaving), KEPT)
 
-    async def release(self, choice: RouteDecision) -> None:
+    async def release(self, decision: RouteDecision) -> None:
         """See `Router.release`."""
-        self._held.discard(choice.reservation.serial)
+        self._held.discard(decision.reservation.serial)
         if self.router is not None:
-            await self.router.release(choice)
+            await self.router.release(decision)
 
-    def release_soon(self, choice: RouteDecision) -> None:
+    def release_soon(self, decision: RouteDecision) -> None:
         """See `Router.release_soon`."""
-        self._held.discard(choice.reservation.serial)
+        self._held.discard(decision.reservation.serial)
         if self.router is not None:
-            self.router.release_soon(choice)
+            self.router.release_soon(decision)
 
     def pass_over(self, prompt_tokens: int) -> None:
         """It had no capacity just now for a prompt of this length."""
@@ -265,7 +265,7 @@ class NeighbourCell:
         if not task.cancelled() and (error := task.exception()) is not None:
             logger.error("cannot open the view of a cell", exc_info=error, extra={"fields": {"cell": self.name}})
 
-    def _taken(self, choice: RouteDecision, reason: str) -> RouteDecision:
+    def _taken(self, decision: RouteDecision, reason: str) -> RouteDecision:
         self._used_at = self.clock.now()
-        self._held.add(choice.reservation.serial)
-        return replace(choice, cell=OtherCell(self.name, reason))
+        self._held.add(decision.reservation.serial)
+        return replace(decision, cell=OtherCell(self.name, reason))

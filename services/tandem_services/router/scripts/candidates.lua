@@ -228,7 +228,7 @@ end
 -- Workers of a release that writes no holders are found by their sets alone, so up to MIXED_UP_TO are priced while there
 -- are any.
 local function all_publish(state)
-  return redis.call('HGET', state.meta, 'unpublished') == '0'
+  return meta_field(state, 'unpublished') == '0'
 end
 
 -- Those of `names` that may take the prompt. Those without a row are dropped from `ranks`.
@@ -264,9 +264,10 @@ end
 local function may_rank_again(state, query)
   local passed = state.now - meta_time(state, 'missed_at', 0)
   local missed = query.model .. string.format('%.0f', generation_of(state))
-  local again = redis.call('HGET', state.meta, 'missed') ~= missed
+  local again = meta_field(state, 'missed') ~= missed
   if passed < RANK_AGAIN_MS and not (again and passed >= RANK_AGAIN_MS / 10) then return false end
-  redis.call('HSET', state.meta, 'missed_at', string.format('%.0f', state.now), 'missed', missed)
+  set_meta_time(state, 'missed_at', state.now)
+  set_meta(state, 'missed', missed)
   return true
 end
 

@@ -11,8 +11,11 @@ local EVER = '' -- no incarnation is empty
 -- The generation since which all changes are known.
 local function known_since(state)
   local key, generation = state.changes, generation_of(state)
-  state.dropped = state.dropped + drop_unless(key, 'zset')
-  local last = tonumber(redis.call('ZRANGE', key, -1, -1, 'WITHSCORES')[2] or '')
+  local newest = redis.pcall('ZRANGE', key, -1, -1, 'WITHSCORES')
+  if newest.err then
+    state.dropped, newest = state.dropped + drop_unless(key, 'zset'), {}
+  end
+  local last = tonumber(newest[2] or '')
   local since = tonumber(redis.call('ZSCORE', key, EVER) or '')
   local sound = last == generation and since and since >= 1 and since <= generation
   if sound and redis.call('ZCARD', key) <= MAX_CHANGES then return since end
@@ -52,7 +55,9 @@ end
 
 -- Incarnations that changed after generation `since`; nil if that is not known. Generations begin at 1.
 local function changed_since(state, since)
-  if since < 1 or since < known_since(state) or since > generation_of(state) then return nil end
+  local generation = generation_of(state)
+  if since < 1 or since < known_since(state) or since > generation then return nil end
+  if since == generation then return {} end
   local names, found = redis.call('ZRANGE', state.changes, string.format('(%.0f', since), '+inf', 'BYSCORE'), {}
   for _, name in ipairs(names) do
     if worker_of(name) then found[#found + 1] = name end

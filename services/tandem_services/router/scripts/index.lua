@@ -10,9 +10,10 @@ local SLICE = 1000 -- arguments of one command; Lua's C stack holds 8000
 local HOLDER = ''
 
 local function cursor_of(blocks, cursor)
-  drop_unless(blocks, 'set')
-  drop_unless(cursor, 'string')
-  if redis.call('EXISTS', blocks) == 0 or redis.call('STRLEN', cursor) > 16 then return -1 end
+  local kept, length = redis.pcall('SISMEMBER', blocks, HOLDER), redis.pcall('STRLEN', cursor)
+  if type(kept) ~= 'number' then drop_unless(blocks, 'set') end
+  if type(length) ~= 'number' then drop_unless(cursor, 'string') end
+  if kept ~= 1 or type(length) ~= 'number' or length == 0 or length > 16 then return -1 end
   return whole(redis.call('GET', cursor), MAX_WHOLE) or -1
 end
 

@@ -10,9 +10,12 @@ end
 -- The verdict on `incarnation`, as text; nil if there is none.
 local function verdict_on(state, incarnation)
   local key = fence_key(state, incarnation)
-  state.dropped = state.dropped + drop_unless(key, 'string')
-  local length = redis.call('STRLEN', key)
+  local length = redis.pcall('STRLEN', key)
   if length == 0 then return nil end
+  if type(length) ~= 'number' then
+    state.dropped = state.dropped + drop_unless(key, 'string')
+    return nil
+  end
   local verdict = length <= MAX_VERDICT_BYTES and redis.call('GET', key)
   if verdict and read_verdict(verdict) then return verdict end
   redis.call('UNLINK', key)
@@ -44,25 +47,26 @@ local function fence_incarnation(state, incarnation, verdict)
   redis.call('SET', fence_key(state, incarnation), verdict, 'PX', FENCED_MEMORY_MS)
 end
 
--- Records that the registry was used. If there was no call for the time of a lease, Redis was unavailable and no worker
--- could renew: a grace period keeps their indexes from being dropped. The same holds after a wipe, which the missing
--- epoch shows.
+-- Records that the registry was used, to NOTED_EVERY_MS. If there was no call for the time of a lease, Redis was
+-- unavailable and no worker could renew: a grace period keeps their indexes from being dropped. The same holds after a
+-- wipe, which the missing epoch shows. Returns whether it recorded the call.
 local function touch(state, epoch_seed)
+  read_meta(state)
   local last = meta_time(state, 'last_call', 0)
-  redis.call('HSET', state.meta, 'last_call', string.format('%.0f', state.now))
-  if not epoch_of(state.meta) then
-    redis.call('HSET', state.meta, 'epoch', epoch_seed)
+  local noted = state.now - last >= NOTED_EVERY_MS
+  if noted then set_meta_time(state, 'last_call', state.now) end
+  if not epoch_of(state) then
+    set_meta(state, 'epoch', epoch_seed)
     drop_notes_of(state.prefix)
   end
   serve_generations(state)
   if state.now - last > LEASE_MS then
-    redis.call('HSET', state.meta, 'grace_until', string.format('%.0f', state.now + FENCE_AFTER_MS))
-  else
-    local grace = redis.call('HGET', state.meta, 'grace_until')
-    if grace and (whole(grace, state.now + FENCE_AFTER_MS) or 0) <= state.now then
-      redis.call('HDEL', state.meta, 'grace_until')
-    end
+    set_meta_time(state, 'grace_until', state.now + FENCE_AFTER_MS)
+  elseif meta_field(state, 'grace_until') and meta_time(state, 'grace_until', FENCE_AFTER_MS) <= state.now then
+    redis.call('HDEL', state.meta, 'grace_until')
+    state.fields.grace_until = nil
   end
+  return noted
 end
 
 -- `swept_at`: when the last sweep was. A lease that has ended since is noted once.
@@ -74,7 +78,7 @@ local function sweep_fleet(state, swept_at)
     local kind, lease_ms = lease_state(rows[i + 1], state.now)
     if kind == 'malformed' or not worker_of(rows[i]) then
       redis.call('HDEL', state.fleet, rows[i])
-      if state.dropped == 0 then lost_entries(state.meta, state.prefix) end
+      if state.dropped == 0 then lost_entries(state) end
       state.dropped = state.dropped + 1
     elseif kind == 'lapsed' and may_forget and budget > 0 and state.now - lease_ms > FENCE_AFTER_MS - LEASE_MS then
       retire(state, rows[i])
@@ -93,13 +97,14 @@ end
 local function sweep(state)
   local swept_at, ranked_at = meta_time(state, 'swept_at', 0), meta_time(state, 'ranked_at', 0)
   if state.now - swept_at < SWEEP_EVERY_MS and state.now - ranked_at < SWEEP_EVERY_MS then return end
-  redis.call('HSET', state.meta, 'swept_at', string.format('%.0f', state.now))
+  set_meta_time(state, 'swept_at', state.now)
   sweep_fleet(state, swept_at)
 end
 
--- The verdict of the owner that keeps `incarnation` from its name, or nil. `claim`: the signed claim of `incarnation`.
-local function owner_verdict(state, incarnation, worker_id, number, claim)
-  local verdict = redis.call('HGET', state.owner, worker_id)
+-- The verdict of the owner that keeps `incarnation` from its name, or nil. `verdict`: the claim of the owner, false if
+-- there is none; `claim`: that of `incarnation`.
+local function owner_verdict(state, incarnation, worker_id, number, verdict, claim)
+  if verdict == claim then return nil end
   local owner = read_verdict(verdict)
   if not owner or owner == incarnation then return nil end
   local owner_id, owner_number = worker_of(owner)
@@ -138,11 +143,19 @@ end
 
 local FIELDS = 11 -- first of the readable fields among the arguments of a heartbeat
 
--- Writes the row of `incarnation`. Returns whether Redis has the description of the heartbeat `args`.
-local function write_row(state, args, incarnation, worker_id)
+-- Whether Redis has the description with this digest. Under its key nothing but a hash stays.
+local function is_described(state, worker_id, digest)
+  local key = state.prefix .. 'worker:' .. worker_id
+  local known = redis.pcall('HGET', key, 'described')
+  if type(known) == 'table' then drop_unless(key, 'hash') end
+  return known == digest
+end
+
+-- Writes the row of `incarnation`. `owns`: its claim to the name is there. Returns whether Redis has the description of the
+-- heartbeat `args`.
+local function write_row(state, args, incarnation, worker_id, owns)
   local before = redis.call('HGET', state.fleet, incarnation)
-  local owns = redis.call('HGET', state.owner, worker_id) == args[3]
-  local known = redis.call('HGET', state.prefix .. 'worker:' .. worker_id, 'described') == args[10]
+  local known = is_described(state, worker_id, args[10])
   if not (before and owns and known) or lease_state(before, state.now) ~= 'live' then note_change(state, incarnation) end
   if not owns then redis.call('HSET', state.owner, worker_id, args[3]) end
   local report_ms = state.now - tonumber(args[7])
@@ -229,17 +242,19 @@ local function heartbeat(keys, args)
   touch(state, args[4])
   sweep(state)
   if args[9] ~= '' then drop_forged(state, incarnation, worker_id, args[9]) end
-  local verdict = verdict_on(state, incarnation) or owner_verdict(state, incarnation, worker_id, number, args[3])
+  local claim = redis.call('HGET', state.owner, worker_id)
+  local verdict = verdict_on(state, incarnation)
+    or owner_verdict(state, incarnation, worker_id, number, claim, args[3])
   if verdict then return cmsgpack.pack({status = 'fenced', verdict = verdict}) end
-  if redis.call('HLEN', state.fleet) >= MAX_WORKERS and redis.call('HEXISTS', state.fleet, incarnation) == 0 then
+  if state.count >= MAX_WORKERS and redis.call('HLEN', state.fleet) >= MAX_WORKERS
+      and redis.call('HEXISTS', state.fleet, incarnation) == 0 then
     return cmsgpack.pack({status = 'full'})
   end
-  drop_unless(state.prefix .. 'worker:' .. worker_id, 'hash')
-  local known = write_row(state, args, incarnation, worker_id)
+  local known = write_row(state, args, incarnation, worker_id, claim == args[3])
   if args[FIELDS] then write_description(state, args, incarnation, worker_id, number) end
   local generation = generation_of(state)
   local reply = {
-    status = 'renewed', epoch = epoch_of(state.meta), generation = generation, workers = state.count,
+    status = 'renewed', epoch = epoch_of(state), generation = generation, workers = state.count,
     undescribed = not known and not args[FIELDS],
     cursor = cursor_of(state.prefix .. 'blocks:' .. incarnation, state.prefix .. 'cursor:' .. incarnation),
     dropped = state.dropped,
@@ -259,8 +274,9 @@ end
 -- The readable hash of a live incarnation; nil, which is counted, if it has none.
 local function described_by(state, worker_id, incarnation)
   local described = state.prefix .. 'worker:' .. worker_id
-  state.dropped = state.dropped + drop_unless(described, 'hash')
-  if redis.call('HGET', described, 'incarnation') == incarnation and redis.call('HLEN', described) <= MAX_ROW_FIELDS then
+  local found = redis.pcall('HGET', described, 'incarnation')
+  if type(found) == 'table' then state.dropped = state.dropped + drop_unless(described, 'hash') end
+  if found == incarnation and redis.call('HLEN', described) <= MAX_ROW_FIELDS then
     return redis.call('HGETALL', described)
   end
   state.dropped = state.dropped + 1
@@ -303,15 +319,15 @@ end
 --   fenced: those of the last arguments with a verdict, whose signature the caller checks
 local function changes(keys, args)
   local state = open(keys, args)
-  touch(state, args[2])
+  local noted = touch(state, args[2])
   sweep(state)
   local changed, last, fenced = changed_since(state, tonumber(args[3])), 5 + tonumber(args[5]), {}
   local reply = {
-    epoch = epoch_of(state.meta), generation = generation_of(state), changed = changed,
+    epoch = epoch_of(state), generation = generation_of(state), changed = changed,
     listed = (not changed or args[4] == '1') and live_incarnations(state) or nil,
     workers = descriptions(state, {unpack(args, 6, last)}),
   }
-  redis.call('PEXPIRE', state.changes, FLEET_TTL_MS)
+  if noted then redis.call('PEXPIRE', state.changes, FLEET_TTL_MS) end
   for i = last + 1, #args do
     local verdict = verdict_on(state, args[i])
     if verdict then fenced[#fenced + 1] = {args[i], verdict} end

@@ -23,21 +23,37 @@ local function trim_registry(keys, now)
   return dropped, count
 end
 
-local function open(keys, args)
+-- The registry after a look at each key.
+local function mended(keys, args)
   local dropped, now = 0, now_ms()
   for _, key in ipairs(keys) do
     dropped = dropped + drop_unless(key, 'hash')
   end
   local trimmed, count = trim_registry(keys, now)
   dropped = dropped + trimmed
-  if dropped > 0 then lost_entries(keys[3], args[1]) end
-  return opened(keys, args, count, now, dropped)
+  local state = opened(keys, args, count, now, dropped)
+  if dropped > 0 then lost_entries(state) end
+  return state
 end
 
--- The same for decisions, of which there are thousands per second: they use only `fleet` and `meta`, and HLEN succeeds
--- only for hashes. The next heartbeat checks the other keys.
+-- Number of fields of a hash; more than any limit for a key of another type, of which HLEN fails.
+local function size_of(key)
+  local size = redis.pcall('HLEN', key)
+  return type(size) == 'number' and size or math.huge
+end
+
+local function open(keys, args)
+  local count = size_of(keys[1])
+  if count > MAX_WORKERS or size_of(keys[2]) > MAX_WORKERS or size_of(keys[3]) > MAX_META_FIELDS then
+    return mended(keys, args)
+  end
+  return opened(keys, args, count, now_ms(), 0)
+end
+
+-- The same for decisions, of which there are thousands per second: they use only `fleet` and `meta`. The next heartbeat
+-- checks the other key.
 local function open_to_route(keys, args)
-  local count, fields = redis.pcall('HLEN', keys[1]), redis.pcall('HLEN', keys[3])
-  if type(count) ~= 'number' or count > MAX_WORKERS or type(fields) ~= 'number' then return open(keys, args) end
+  local count = size_of(keys[1])
+  if count > MAX_WORKERS or size_of(keys[3]) == math.huge then return mended(keys, args) end
   return opened(keys, args, count, now_ms(), 0)
 end

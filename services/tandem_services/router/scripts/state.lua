@@ -51,41 +51,62 @@ local function read_verdict(text)
   return string.match(text, '^([%w%._%-]+@%d+) (%x+)$')
 end
 
+-- A field of `meta`, false if it has none. A call that reads many of them has read all at once (`read_meta`).
+local function meta_field(state, field)
+  if state.fields then return state.fields[field] or false end
+  return redis.call('HGET', state.meta, field)
+end
+
+local function set_meta(state, field, text)
+  redis.call('HSET', state.meta, field, text)
+  if state.fields then state.fields[field] = text end
+end
+
+local function read_meta(state)
+  local fields, all = {}, redis.call('HGETALL', state.meta)
+  for i = 1, #all, 2 do fields[all[i]] = all[i + 1] end
+  state.fields = fields
+end
+
 -- Redis time in milliseconds in `field` of `meta`, at most `ahead` from now; 0 if it has none.
 local function meta_time(state, field, ahead)
-  return whole(redis.call('HGET', state.meta, field), state.now + ahead) or 0
+  return whole(meta_field(state, field), state.now + ahead) or 0
+end
+
+local function set_meta_time(state, field, time)
+  set_meta(state, field, string.format('%.0f', time))
 end
 
 local function generation_of(state)
-  return whole(redis.call('HGET', state.meta, 'generation'), MAX_WHOLE - 1) or 0
+  return whole(meta_field(state, 'generation'), MAX_WHOLE - 1) or 0
 end
 
 -- A generation that no caller has seen before: the current time in microseconds, in which no registry has as many changes.
 local function new_generation(state)
   local generation = math.max(generation_of(state) + 1, state.now * 1000)
-  redis.call('HSET', state.meta, 'generation', string.format('%.0f', generation))
+  set_meta_time(state, 'generation', generation)
 end
 
 -- A worker joined, changed or left. A generation that was lost or overwritten starts again.
 local function next_generation(state)
   local before = generation_of(state)
   if before == 0 then return new_generation(state) end
-  redis.call('HSET', state.meta, 'generation', string.format('%.0f', before + 1))
+  set_meta_time(state, 'generation', before + 1)
 end
 
 -- Two random words of at most 16 hex digits: a longer epoch was not written by Tandem.
-local function epoch_of(meta)
-  local epoch = redis.call('HGET', meta, 'epoch')
+local function epoch_of(state)
+  local epoch = meta_field(state, 'epoch')
   return epoch and #epoch <= 40 and string.find(epoch, '^%x+$') and epoch or nil
 end
 
 -- Entries were dropped without a release, as in a wipe. Only this call can detect that, so the registry gets a new epoch:
 -- gateways keep their old view until live workers have registered again. The new generation makes all readers read all.
-local function lost_entries(meta, prefix)
-  local epoch = epoch_of(meta)
-  redis.call('UNLINK', prefix .. 'changes')
-  new_generation({meta = meta, now = now_ms()})
-  if epoch then redis.call('HSET', meta, 'epoch', redis.sha1hex(epoch .. now_ms())) end
+local function lost_entries(state)
+  local epoch = epoch_of(state)
+  redis.call('UNLINK', state.changes)
+  new_generation(state)
+  if epoch then set_meta(state, 'epoch', redis.sha1hex(epoch .. state.now)) end
 end
 
 -- Removes from an overfull hash the fields for which `keeps(field, value)` is false. Checks at most `TRIM_STEP` fields.
@@ -103,6 +124,6 @@ end
 local function opened(keys, args, count, now, dropped)
   return {
     fleet = keys[1], owner = keys[2], meta = keys[3], changes = args[1] .. 'changes',
-    prefix = args[1], now = now, dropped = dropped, count = count,
+    prefix = args[1], now = now, dropped = dropped, count = count, fields = false,
   }
 end

@@ -22,8 +22,8 @@ end
 
 -- All rows were looked at, and so many workers publish no holders.
 local function note_ranked(state, unpublished)
-  redis.call('HSET', state.meta, 'ranked_at', string.format('%.0f', state.now),
-    'unpublished', string.format('%.0f', unpublished))
+  set_meta_time(state, 'ranked_at', state.now)
+  set_meta_time(state, 'unpublished', unpublished)
 end
 
 -- Writes the ranks of all workers of `model`. Rows of others are not decoded: a model without workers may be requested
@@ -37,6 +37,6 @@ local function rank_model(state, model)
       unpublished = unpublished + rank_row(state, rows[i], row, true)
     end
   end
-  local known = whole(redis.call('HGET', state.meta, 'unpublished'), MAX_WHOLE) or 0
-  redis.call('HSET', state.meta, 'unpublished', string.format('%.0f', math.max(known, unpublished)))
+  local known = whole(meta_field(state, 'unpublished'), MAX_WHOLE) or 0
+  set_meta_time(state, 'unpublished', math.max(known, unpublished))
 end

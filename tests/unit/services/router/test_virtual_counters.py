@@ -77,9 +77,16 @@ class Forgetting(VirtualCounters):
         self._delete()
 
 
+class Defined(Forgetting):
+    """Looks at all tenants of the queue for the lowest."""
+
+    def _level(self) -> float:
+        return min((self.value(tenant) for tenant in self.backlogged), default=self.floor)
+
+
 @pytest.mark.parametrize("seed", range(20))
-def test_values_that_are_deleted_later_count_as_deleted_at_once(seed):
-    random, pair = Random(seed), (VirtualCounters(), Forgetting())
+def test_values_are_those_of_the_definition(seed):
+    random, pair = Random(seed), (VirtualCounters(), Defined())
     names = [f"t{number}" for number in range(40)]
     for _ in range(2_000):
         act, name, cost = random.randrange(8), random.choice(names), float(random.randint(-30, 60))
@@ -98,6 +105,7 @@ def test_values_that_are_deleted_later_count_as_deleted_at_once(seed):
         later, at_once = ({each: counters.value(each) for each in names} for counters in pair)
         assert later == at_once
         assert pair[0].floor == pair[1].floor
+        assert pair[0]._level() == pair[1]._level()
         assert len(pair[0]._values) <= 2 * len(names) + MIN_DELETED
 
 
@@ -117,3 +125,30 @@ def test_leaving_request_deletes_few_of_many_tenant_counters():
         counters.arrive("other")
         counters.leave("other")
     assert looks["values"] < 4 * 4_096
+
+
+def test_arrivals_look_at_few_of_many_waiting_tenants():
+    """Each one looked at the counters of all that wait."""
+    looks = Counter[str]()
+
+    class Values(dict[str, float]):
+        def __getitem__(self, tenant: str) -> float:
+            looks["values"] += 1
+            return super().__getitem__(tenant)
+
+        def get(self, tenant: str, default: float) -> float:
+            looks["values"] += 1
+            return super().get(tenant, default)
+
+    counters, random = VirtualCounters(_values=Values()), Random(1)
+    for number in range(1_024):
+        counters.arrive(f"t{number}")
+        counters.charge(f"t{number}", random.uniform(0.0, 100.0))
+    for _ in range(4_096):
+        tenant = f"t{random.randrange(1_024)}"
+        counters.charge(tenant, random.uniform(-10.0, 100.0))
+        counters.leave(tenant)
+        counters.arrive(tenant)
+        counters.pass_by("another")
+    assert looks["values"] < 16 * 4_096
+    assert len(counters._lowest) <= 2 * 1_024 + MIN_DELETED
