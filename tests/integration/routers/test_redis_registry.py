@@ -52,6 +52,31 @@ async def until_offered(workers: Fleet, *members: str) -> None:
     await until(offered)
 
 
+async def test_heartbeat_between_descriptions_makes_few_commands(server, fleet):
+    """It made 30, of which 8 read fields of `meta` and 7 asked for types of keys."""
+
+    def commands() -> int:
+        lines = server.command("INFO", "commandstats").splitlines()
+        counts = {
+            line.partition(":")[0]: int(line.partition("calls=")[2].partition(",")[0])
+            for line in lines
+            if "calls=" in line
+        }
+        return sum(count for name, count in counts.items() if name not in {"cmdstat_fcall", "cmdstat_info"})
+
+    record = make_record("w1", Role.DECODE)
+    for _ in range(2):
+        fleet.generation = (await fleet.beat(record)).generation
+    await fleet.cache(record, chain_of(range(64)))
+    before = commands()
+    for _ in range(20):
+        reply = await fleet.beat(record, describe=False)
+        assert (reply.status, reply.undescribed) == (LeaseStatus.RENEWED, False)
+        assert reply.cursor > 0
+    # The time of the last call is written from time to time, and a sweep may come in between.
+    assert commands() - before <= 17 * 20 + 100
+
+
 async def test_heartbeat_registers_everything_a_gateway_needs_to_know(fleet):
     record = make_record("w1", Role.DECODE, load=make_load(queue_tokens=7, sequences=3, transfer_rate=5e8))
     reply = await fleet.beat(record)

@@ -27,7 +27,19 @@ FOLDER = Path(__file__).parents[2] / "unit" / "engine" / "messages" / "wire"
 DIGEST = "0123456789abcdef" * 2
 
 
-OF_ONE_PROCESS = frozenset({"Figures", "Latency", "PricedOption", "PricedOptions", "PricedPrefix", "ScoreTerm"})
+OF_ONE_PROCESS = frozenset(
+    {
+        "Candidate",
+        "Figures",
+        "Latency",
+        "Option",
+        "PricedFetch",
+        "PricedOption",
+        "PricedOptions",
+        "PricedPrefix",
+        "ScoreTerm",
+    }
+)
 """Of the router, those that never leave a process. Nor do private ones, which read replies of its Redis functions."""
 
 

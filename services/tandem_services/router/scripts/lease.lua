@@ -284,10 +284,11 @@ local function described_by(state, worker_id, incarnation)
 end
 
 local function live_incarnations(state)
-  local found, rows = {}, redis.call('HGETALL', state.fleet)
+  local found, rows, known = {}, redis.call('HGETALL', state.fleet), kept_fleet(state.prefix).workers
   for i = 1, #rows, 2 do
     local kind = lease_state(rows[i + 1], state.now)
-    if kind == 'malformed' or not worker_of(rows[i]) then
+    -- Rows are decoded under names of incarnations alone.
+    if kind == 'malformed' or not (known[rows[i]] or worker_of(rows[i])) then
       state.dropped = state.dropped + 1
     elseif kind == 'live' then
       found[#found + 1] = rows[i]
