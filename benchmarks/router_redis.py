@@ -40,7 +40,7 @@ from statistics import median
 from types import MappingProxyType
 
 ROOT = Path(__file__).resolve().parent.parent
-sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "lab", "tests/support", "benchmarks")]
+sys.path[:0] = [str(ROOT / part) for part in ("engine", "services", "operator", "lab", "tests/support", "benchmarks")]
 
 from fleet_views import JOINS, FleetCosts, measure_views  # noqa: E402
 
