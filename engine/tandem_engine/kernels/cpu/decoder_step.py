@@ -46,6 +46,7 @@ from tandem_engine.kernels.cpu.step_products import (
     PROJECTIONS,
     QKV,
     Adapters,
+    expand,
     panels_of,
     product_of_panels,
     product_with_adapters,
@@ -57,8 +58,8 @@ PHASES_OF_LAYER = 6
 
 
 def phases_of(layers: int, *, adapted: bool) -> int:
-    """Of a step. Those of adapters, one for each product, come after all others."""
-    return 2 + PHASES_OF_LAYER * layers + (PROJECTIONS * layers if adapted else 0)
+    """Of a step. Those of adapters, two for each product, come after all others."""
+    return 2 + PHASES_OF_LAYER * layers + (2 * PROJECTIONS * layers if adapted else 0)
 
 
 STEP = np.dtype(
@@ -114,6 +115,8 @@ STEP = np.dtype(
             "num_adapted_tokens",
             "low",
             "low_rows",
+            "delta",
+            "delta_outputs",
         )
     ]
     + [("eps", np.float32), ("scale", np.float32)]
@@ -138,6 +141,7 @@ of a step with adapters
     adapters        [adapters, ADAPTER_COLUMNS] int64
     adapted_tokens  [N] int64: those of each adapter, one adapter after the other
     low             [T, low_rows], scratch
+    delta           [T, delta_outputs], scratch
 
 scratch
     hidden [T, E], qkv [T, (H + 2 KV) · D], query [T, H, D], partial [tasks, H, D + STATISTICS], gate_up [T, 2 I]
@@ -462,9 +466,11 @@ def _project_adapted(
         each=array_at(work.adapters, (work.num_adapters, ADAPTER_COLUMNS), types.int64),
         tokens=array_at(work.adapted_tokens, (work.num_adapted_tokens,), types.int64),
         low=array_at(work.low, (x.shape[0], work.low_rows), types.float32),
+        delta=array_at(work.delta, (x.shape[0], work.delta_outputs), types.float32),
     )
     place = layer * PROJECTIONS + product
     if is_open(phase, panels_of(out)):
-        first = 2 + PHASES_OF_LAYER * work.num_layers
-        shrink(work.phases + (first + place) * PHASE_BYTES, place, adapters, x)
+        first = work.phases + (2 + PHASES_OF_LAYER * work.num_layers + 2 * place) * PHASE_BYTES
+        shrink(first, place, adapters, x)
+        expand(first + PHASE_BYTES, place, out.shape[1], adapters)
     product_with_adapters(phase, x, model.projections[layer, product], sums, out, added, place, adapters)

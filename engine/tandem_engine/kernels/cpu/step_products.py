@@ -1,27 +1,27 @@
 """Products of a step (`kernels.cpu.decoder_step`): x Wᵀ by panels of W, and what adapters add to rows of them.
 
     low = s · x Aᵀ      `shrink`, in float32, rounded to a number of the model's dtype: a phase before the product
-    x Wᵀ + low Bᵀ       `add_to_panel`, while a panel of the product is in the first cache
+    delta = low Bᵀ      `expand`, in float32: the next phase
+    x Wᵀ + delta        `add_to_panel`, while a panel of the product is in the first cache
+
+A step reads each A and each B once, and they come from memory faster than they are multiplied only if they are read
+from the first byte to the last: one adapter after the other, one row after the other. So `expand` adds to a range of
+outputs in the first cache for each row of Bᵀ; registers would hold sums of few outputs, a piece of each row.
 
 Rows without an adapter are neither read nor written. Every sum is over its inputs in order, whatever rows a step has,
 so a row has the same bits in any batch. A and B are read where the adapter holds them (`model.adapters.weights`), as
 float32 or bfloat16.
 """
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import llvmlite.ir
 import numpy as np
-from numba.core import cgutils
 from numba.core import types as numba_types
-from numba.extending import intrinsic, overload
 
 from tandem_engine.kernels.cpu.gemm import OUTPUTS, multiply_panel
 from tandem_engine.kernels.cpu.numbers import rounded, widened
-from tandem_engine.kernels.cpu.pieces import Array, compiled_piece, inlined, kernel_piece_options
+from tandem_engine.kernels.cpu.pieces import Array, compiled_piece, inlined
 from tandem_engine.kernels.cpu.threads import array_at, finish, take, wait
-from tandem_engine.kernels.cpu.vectors import LANES, Vectors, load_unaligned
 
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
 """Rows of `STEP`'s `projections`, for each layer,"""
@@ -35,6 +35,9 @@ PROJECTION_COLUMNS = 3
 
 SHRINK_ROWS = 16
 """Of A that are one task."""
+
+EXPAND_OUTPUTS = 2048
+"""Of B that are one task: sums of one token in a quarter of the first cache."""
 
 TABLE, FIRST, END = range(3)
 """Columns of `STEP`'s `adapters`: address of the adapter's table, and where its tokens are in `adapted_tokens`."""
@@ -56,8 +59,6 @@ HALF_BYTES = 2
 MAX_PARTS, PART_COLUMNS = 3, 6
 TABLE_COLUMNS = PARTS + MAX_PARTS * PART_COLUMNS
 
-_HALF_BITS = 16
-ir: Any = llvmlite.ir
 types: Any = numba_types
 
 
@@ -70,6 +71,8 @@ class Adapters(NamedTuple):
     """[N]"""
     low: Array
     """[T, most rows of an A]"""
+    delta: Array
+    """[T, at least the outputs of a product]"""
 
 
 @compiled_piece
@@ -137,13 +140,13 @@ def product_with_adapters(
     phase: int, x: Array, weight: Array, sums: Array, out: Array, added: bool, place: int, adapters: Adapters
 ) -> None:
     """As `product_of_panels`, with what adapters add to the product at `place`."""
-    delta, panels = np.empty(OUTPUTS, np.float32), panels_of(out)
+    panels = panels_of(out)
     panel = take(phase)
     while panel < panels:
         multiply_panel(x, weight[ADDRESS] + panel * weight[PANEL_BYTES], sums)
         first, count = _outputs_of(panel, out)
         _add_bias(sums, weight[BIAS], first, count, out.shape[0])
-        add_to_panel(first, count, place, adapters, sums, delta, x)
+        add_to_panel(first, count, place, adapters, sums, x)
         if added:
             _add(sums, 0, panel, x, out)
         else:
@@ -186,33 +189,68 @@ def _shrink_rows(a: Array, scales: Array, first: int, end: int, adapter: Array, 
             adapters.low[token, row] = rounded(total * scales[row], x)
 
 
-@inlined
-def add_to_panel(
-    first: int, count: int, place: int, adapters: Adapters, sums: Array, delta: Array, like: Array
-) -> None:
-    """sums [T, OUTPUTS], `count` outputs of a product from `first` on, += what adapters add to them.
+@compiled_piece
+def expand(phase: int, place: int, outputs: int, adapters: Adapters) -> None:
+    """`delta` of all adapted tokens at a product of so many outputs, after `shrink`."""
+    chunks = (outputs + EXPAND_OUTPUTS - 1) // EXPAND_OUTPUTS
+    tasks = adapters.each.shape[0] * chunks
+    task = take(phase)
+    while task < tasks:
+        adapter = adapters.each[task // chunks]
+        found = _product_of(adapter, place)
+        first = task % chunks * EXPAND_OUTPUTS
+        if found[ROWS] != 0:
+            _expand_outputs(found, first, min(first + EXPAND_OUTPUTS, outputs), adapter, adapters)
+        finish(phase)
+        task = take(phase)
+    wait(phase, tasks)
 
-    Both are rounded as numbers of `like` before and after. `delta` [OUTPUTS] is overwritten.
+
+@inlined
+def _expand_outputs(found: Array, first: int, end: int, adapter: Array, adapters: Adapters) -> None:
+    """`delta` of the adapter's tokens, from output `first` to `end`."""
+    for index in range(adapter[FIRST], adapter[END]):
+        adapters.delta[adapters.tokens[index], first:end] = np.float32(0.0)
+    for number in range(MAX_PARTS):
+        part = found[PARTS + number * PART_COLUMNS : PARTS + (number + 1) * PART_COLUMNS]
+        begin = max(first, part[FIRST_OUTPUT])
+        width = min(end, part[FIRST_OUTPUT] + part[PART_OUTPUTS]) - begin
+        if part[RANK] == 0 or width <= 0:
+            continue
+        shape = (part[RANK], part[PART_OUTPUTS])
+        for index in range(adapter[FIRST], adapter[END]):
+            token = adapters.tokens[index]
+            low = adapters.low[token, part[FIRST_ROW] : part[FIRST_ROW] + part[RANK]]
+            delta = adapters.delta[token, begin : begin + width]
+            if part[B_BYTES] == HALF_BYTES:
+                _expand_rows(low, array_at(part[B], shape, types.uint16), begin - part[FIRST_OUTPUT], delta)
+            else:
+                _expand_rows(low, array_at(part[B], shape, types.float32), begin - part[FIRST_OUTPUT], delta)
+
+
+@inlined
+def _expand_rows(low: Array, transpose: Array, first: int, delta: Array) -> None:
+    """delta += low · Bᵀ for outputs from `first` on."""
+    for row in range(transpose.shape[0]):
+        for i in range(delta.shape[0]):
+            delta[i] += low[row] * widened(transpose[row, first + i])
+
+
+@inlined
+def add_to_panel(first: int, count: int, place: int, adapters: Adapters, sums: Array, like: Array) -> None:
+    """sums [T, OUTPUTS], `count` outputs of a product from `first` on, += `delta`.
+
+    Both are rounded as numbers of `like` before and after.
     """
     for number in range(adapters.each.shape[0]):
         adapter = adapters.each[number]
-        found = _product_of(adapter, place)
-        if found[ROWS] == 0:
+        if _product_of(adapter, place)[ROWS] == 0:
             continue
-        for index in range(MAX_PARTS):
-            part = PARTS + index * PART_COLUMNS
-            rank, first_output, outputs = found[part + RANK], found[part + FIRST_OUTPUT], found[part + PART_OUTPUTS]
-            if rank == 0:
-                break
-            begin = max(first, first_output)
-            width = min(first + count, first_output + outputs) - begin
-            if width <= 0:
-                continue
-            shape, b, size = (rank, outputs), found[part + B], found[part + B_BYTES]
-            for place_of_token in range(adapter[FIRST], adapter[END]):
-                token = adapters.tokens[place_of_token]
-                low = adapters.low[token, found[part + FIRST_ROW] :]
-                expand(low, shape, b, size, begin - first_output, width, delta, sums[token, begin - first :], like)
+        for index in range(adapter[FIRST], adapter[END]):
+            token = adapters.tokens[index]
+            for i in range(count):
+                added = rounded(adapters.delta[token, first + i], like)
+                sums[token, i] = rounded(rounded(sums[token, i], like) + added, like)
 
 
 @inlined
@@ -227,129 +265,3 @@ def _dot(weights: Array, x: Array, size: int) -> float:
     for i in range(size):
         total += widened(weights[i]) * widened(x[i])
     return total  # type: ignore[return-value]
-
-
-def expand(low: Any, shape: Any, b: Any, b_bytes: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any) -> Any:
-    """sums[:width] += low · Bᵀ for outputs from `first` on, both rounded as numbers of `like` before and after. For
-    compiled code.
-
-    Args:
-        low: [at least rank] float32, dense.
-        shape: rank and outputs of Bᵀ, of which `b` is the address; `b_bytes` for each number.
-        delta: [OUTPUTS] float32, overwritten.
-        sums: [at least width] float32, dense.
-    """
-    raise NotImplementedError("expand is for compiled code")
-
-
-def _build_panel(*, halves: bool) -> Callable[[int, int, int, int, int], None]:
-    """A function for compiled code: OUTPUTS outputs in registers, which are added to those at `out`; with `halves` they
-    are put there, to be rounded."""
-
-    @intrinsic  # type: ignore[untyped-decorator]
-    def panel(typing_context: Any, low: Any, b: Any, b_row: Any, out: Any, rank: Any) -> Any:  # noqa: ARG001
-        """Addresses; `b_row` numbers from one row of Bᵀ to the next."""
-        signature = types.void(types.uintp, types.uintp, types.intp, types.uintp, types.intp)
-
-        def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:  # noqa: ARG001
-            _write_panel(Vectors(builder), *arguments, halves=halves)
-            return context.get_dummy_value()
-
-        return signature, generate
-
-    return panel  # type: ignore[no-any-return]
-
-
-def _write_panel(code: Vectors, low: Any, b: Any, b_row: Any, out: Any, rank: Any, *, halves: bool) -> None:
-    builder, columns = code.builder, [code.index(column) for column in range(0, OUTPUTS, LANES)]
-    low, out = code.floats(low), code.floats(out)
-    b = builder.inttoptr(b, (ir.IntType(16) if halves else code.number).as_pointer())
-    # Stack slots, which the optimizer turns into registers.
-    totals = [cgutils.alloca_once(builder, code.vector) for _ in columns]
-    for total in totals:
-        builder.store(code.constant(0.0), total)
-    with cgutils.for_range(builder, rank) as loop:
-        value = code.spread(builder.load(builder.gep(low, [loop.index])))
-        for column, total in zip(columns, totals, strict=True):
-            place = code.place(b, loop.index, b_row, column)
-            weights = _widened_vector(code, place) if halves else code.load(place)
-            builder.store(code.multiply_add(value, weights, builder.load(total)), total)
-    for column, total in zip(columns, totals, strict=True):
-        place, value = builder.gep(out, [column]), builder.load(total)
-        code.store(value if halves else builder.fadd(code.load(place), value), place)
-
-
-def _widened_vector(code: Vectors, place: Any) -> Any:
-    """bfloat16 numbers as float32."""
-    builder = code.builder
-    words = builder.zext(load_unaligned(builder, place, ir.VectorType(ir.IntType(16), LANES)), code.integers)
-    shift = ir.Constant(code.integers, [_HALF_BITS] * LANES)
-    return builder.bitcast(builder.shl(words, shift), code.vector)
-
-
-# numba requires an equal signature, annotations included, of the stub, the chooser and the choices.
-def _expand_floats(
-    low: Any, shape: Any, b: Any, b_bytes: Any, first: Any, width: Any, delta: Any, sums: Any, like: Any
-) -> Any:
-    if b_bytes == HALF_BYTES:
-        _sum_halves(low, shape, b, first, width, delta)
-        for i in range(width):
-            sums[i] += delta[i]
-        return
-    if width == OUTPUTS:
-        _panel_of_floats(low.ctypes.data, b + first * like.itemsize, shape[1], sums.ctypes.data, shape[0])
-        return
-    _sum_outputs(low, array_at(b, shape, types.float32), first, width, delta)
-    for i in range(width):
-        sums[i] += delta[i]
-
-
-def _expand_halves(
-    low: Any,
-    shape: Any,
-    b: Any,
-    b_bytes: Any,  # noqa: ARG001
-    first: Any,
-    width: Any,
-    delta: Any,
-    sums: Any,
-    like: Any,
-) -> Any:
-    _sum_halves(low, shape, b, first, width, delta)
-    for i in range(width):
-        sums[i] = rounded(rounded(sums[i], like) + rounded(delta[i], like), like)
-
-
-@inlined
-def _sum_halves(low: Array, shape: tuple[int, int], b: int, first: int, width: int, delta: Array) -> None:
-    """delta[:width] = low · Bᵀ for outputs from `first` on, where B is bfloat16."""
-    if width == OUTPUTS:
-        _panel_of_halves(low.ctypes.data, b + first * HALF_BYTES, shape[1], delta.ctypes.data, shape[0])
-    else:
-        _sum_outputs(low, array_at(b, shape, types.uint16), first, width, delta)
-
-
-@inlined
-def _sum_outputs(low: Array, weights: Array, first: int, width: int, delta: Array) -> None:
-    delta[:width] = np.float32(0.0)
-    for row in range(weights.shape[0]):
-        for i in range(width):
-            delta[i] += low[row] * widened(weights[row, first + i])
-
-
-_panel_of_floats, _panel_of_halves = _build_panel(halves=False), _build_panel(halves=True)
-
-
-@overload(expand, jit_options=kernel_piece_options())  # type: ignore[untyped-decorator]
-def _expand_of_dtype(
-    low: Any,  # noqa: ARG001
-    shape: Any,  # noqa: ARG001
-    b: Any,  # noqa: ARG001
-    b_bytes: Any,  # noqa: ARG001
-    first: Any,  # noqa: ARG001
-    width: Any,  # noqa: ARG001
-    delta: Any,  # noqa: ARG001
-    sums: Any,  # noqa: ARG001
-    like: Any,
-) -> Any:
-    return _expand_floats if like.dtype == types.float32 else _expand_halves

@@ -81,6 +81,8 @@ class AdapterTasks:
     """int64 [N], adapter after adapter."""
     low: Array
     """float32 [T, most rows of an A], scratch."""
+    delta: Array
+    """float32 [T, most outputs of a product of the model], scratch."""
     tables: tuple[AdapterTable, ...]
     """What `each` has the addresses of."""
 
@@ -89,6 +91,7 @@ class AdapterTasks:
         step["adapters"], step["num_adapters"] = self.each.ctypes.data, len(self.each)
         step["adapted_tokens"], step["num_adapted_tokens"] = self.tokens.ctypes.data, len(self.tokens)
         step["low"], step["low_rows"] = self.low.ctypes.data, self.low.shape[1]
+        step["delta"], step["delta_outputs"] = self.delta.ctypes.data, self.delta.shape[1]
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,8 +100,8 @@ class AdapterTables:
 
     _made: "WeakKeyDictionary[AdapterWeights, AdapterTable]" = field(default_factory=WeakKeyDictionary)
 
-    def tasks_of(self, adapters: StepAdapters, *, tokens: int, layers: int) -> AdapterTasks:
-        """For a step of so many tokens, by a model of so many layers."""
+    def tasks_of(self, adapters: StepAdapters, *, tokens: int, layers: int, outputs: int) -> AdapterTasks:
+        """For a step of so many tokens, by a model of so many layers, whose widest product has so many outputs."""
         lists = adapters.rows.tokens
         tables = tuple(self._table(adapters.slots[slot], layers) for slot, _ in lists)
         # Lists: of the few tokens of a step an array for each adapter would take longer than what is in it.
@@ -113,6 +116,7 @@ class AdapterTables:
             each=np.array(each, np.int64),
             tokens=np.array(indices, np.int64),
             low=np.empty((tokens, most_rows), np.float32),
+            delta=np.empty((tokens, outputs), np.float32),
             tables=tables,
         )
 

@@ -314,7 +314,10 @@ class FusedStack:
         )
 
     def _tasks(self, adapters: StepAdapters, tokens: int) -> AdapterTasks:
-        return self.tables.tasks_of(adapters, tokens=tokens, layers=self.arrays.config.num_layers)
+        config = self.arrays.config
+        heads = (config.num_heads + 2 * config.num_kv_heads) * config.head_dim
+        outputs = max(heads, config.hidden_size, 2 * config.intermediate_size)
+        return self.tables.tasks_of(adapters, tokens=tokens, layers=config.num_layers, outputs=outputs)
 
 
 def fuse(

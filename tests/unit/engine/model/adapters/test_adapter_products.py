@@ -9,7 +9,7 @@ import torch
 
 from tandem_engine.forward.adapter_rows import AdapterRows, SlotRows
 from tandem_engine.kernels.cpu.gemm import OUTPUTS
-from tandem_engine.kernels.cpu.step_products import PROJECTIONS, Adapters, add_to_panel, shrink
+from tandem_engine.kernels.cpu.step_products import PROJECTIONS, Adapters, add_to_panel, expand, shrink
 from tandem_engine.kernels.cpu.tensors import as_numbers
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES
 from tandem_engine.model.adapters.step import StepAdapters
@@ -41,7 +41,7 @@ def with_adapters(x: Floats, sums: Floats, adapters: Sequence[AdapterWeights], l
 @pytest.mark.parametrize("halves", ["", "A", "B", "AB"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype, halves: str) -> None:
-    shrink_rows, add = calling(shrink), calling(add_to_panel)
+    shrink_rows, expand_rows, add = calling(shrink), calling(expand), calling(add_to_panel)
     config = small_config()
     adapters = [
         random_adapter(config, seed=1, rank=8, dtype=dtype, halves=halves),
@@ -50,21 +50,22 @@ def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype, halves: str) -> 
     ]
     rows = tuple(SlotRows(slot, torch.tensor(tokens)) for slot, tokens in enumerate(LISTS))
     tasks = AdapterTables().tasks_of(
-        StepAdapters(rows=AdapterRows(tokens=rows, wanted=rows), slots=adapters), tokens=TOKENS, layers=2
+        StepAdapters(rows=AdapterRows(tokens=rows, wanted=rows), slots=adapters), tokens=TOKENS, layers=2, outputs=192
     )
-    given = Adapters(each=tasks.each, tokens=tasks.tokens, low=tasks.low)
+    given = Adapters(each=tasks.each, tokens=tasks.tokens, low=tasks.low, delta=tasks.delta)
     dice = torch.Generator().manual_seed(4)
     for layer, site, inputs, outputs in ((1, Site.QKV, 64, 128), (0, Site.GATE_UP, 64, 192), (1, Site.DOWN, 96, 64)):
         x = torch.randn((TOKENS, inputs), generator=dice).to(dtype)
         before = torch.randn((TOKENS, outputs), generator=dice).to(dtype).float()
-        sums, delta = np.zeros((TOKENS, OUTPUTS), np.float32), np.empty(OUTPUTS, np.float32)
-        place, phase = layer * PROJECTIONS + PRODUCTS[site], np.zeros(PHASE_BYTES, np.uint8)
-        shrink_rows(phase.ctypes.data, place, given, as_numbers(x))
+        sums = np.zeros((TOKENS, OUTPUTS), np.float32)
+        place, phases = layer * PROJECTIONS + PRODUCTS[site], np.zeros((2, PHASE_BYTES), np.uint8)
+        shrink_rows(phases[0].ctypes.data, place, given, as_numbers(x))
+        expand_rows(phases[1].ctypes.data, place, outputs, given)
         found = np.empty((TOKENS, outputs))
         for first in range(0, outputs, OUTPUTS):
             panel = slice(first, min(first + OUTPUTS, outputs))
             sums[:, : panel.stop - first] = before[:, panel]
-            add(first, panel.stop - first, place, given, sums, delta, as_numbers(x))
+            add(first, panel.stop - first, place, given, sums, as_numbers(x))
             found[:, panel] = sums[:, : panel.stop - first]
         expected = with_adapters(x.double().numpy(), before.double().numpy(), adapters, layer, site)
         within = 1e-5 if dtype is torch.float32 else 2**-5
