@@ -22,6 +22,7 @@ from tandem_engine.kernels.cpu.gemm import OUTPUTS, multiply_panel
 from tandem_engine.kernels.cpu.numbers import rounded, widened
 from tandem_engine.kernels.cpu.pieces import Array, compiled_piece, inlined
 from tandem_engine.kernels.cpu.threads import array_at, finish, take, wait
+from tandem_engine.kernels.cpu.vectors import FLOAT_BYTES
 
 QKV, OUTPUT, GATE_UP, DOWN = range(4)
 """Rows of `STEP`'s `projections`, for each layer,"""
@@ -217,23 +218,25 @@ def _expand_outputs(found: Array, first: int, end: int, adapter: Array, adapters
         width = min(end, part[FIRST_OUTPUT] + part[PART_OUTPUTS]) - begin
         if part[RANK] == 0 or width <= 0:
             continue
-        shape = (part[RANK], part[PART_OUTPUTS])
+        size = part[B_BYTES]
+        b = part[B] + (begin - part[FIRST_OUTPUT]) * size
         for index in range(adapter[FIRST], adapter[END]):
             token = adapters.tokens[index]
-            low = adapters.low[token, part[FIRST_ROW] : part[FIRST_ROW] + part[RANK]]
-            delta = adapters.delta[token, begin : begin + width]
-            if part[B_BYTES] == HALF_BYTES:
-                _expand_rows(low, array_at(part[B], shape, types.uint16), begin - part[FIRST_OUTPUT], delta)
-            else:
-                _expand_rows(low, array_at(part[B], shape, types.float32), begin - part[FIRST_OUTPUT], delta)
+            # Ranges of their own: loops over slices are not known to take adjacent numbers, and remain scalar.
+            delta = array_at(adapters.delta[token].ctypes.data + begin * FLOAT_BYTES, (width,), types.float32)
+            for rank in range(part[RANK]):
+                row, factor = b + rank * part[PART_OUTPUTS] * size, adapters.low[token, part[FIRST_ROW] + rank]
+                if size == HALF_BYTES:
+                    _add_row(factor, array_at(row, (width,), types.uint16), delta)
+                else:
+                    _add_row(factor, array_at(row, (width,), types.float32), delta)
 
 
 @inlined
-def _expand_rows(low: Array, transpose: Array, first: int, delta: Array) -> None:
-    """delta += low · Bᵀ for outputs from `first` on."""
-    for row in range(transpose.shape[0]):
-        for i in range(delta.shape[0]):
-            delta[i] += low[row] * widened(transpose[row, first + i])
+def _add_row(factor: float, row: Array, delta: Array) -> None:
+    """delta += factor · a row of Bᵀ"""
+    for i in range(delta.shape[0]):
+        delta[i] += factor * widened(row[i])
 
 
 @inlined
@@ -248,9 +251,9 @@ def add_to_panel(first: int, count: int, place: int, adapters: Adapters, sums: A
             continue
         for index in range(adapter[FIRST], adapter[END]):
             token = adapters.tokens[index]
+            delta = array_at(adapters.delta[token].ctypes.data + first * FLOAT_BYTES, (count,), types.float32)
             for i in range(count):
-                added = rounded(adapters.delta[token, first + i], like)
-                sums[token, i] = rounded(rounded(sums[token, i], like) + added, like)
+                sums[token, i] = rounded(rounded(sums[token, i], like) + rounded(delta[i], like), like)
 
 
 @inlined

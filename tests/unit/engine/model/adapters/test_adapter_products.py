@@ -9,7 +9,14 @@ import torch
 
 from tandem_engine.forward.adapter_rows import AdapterRows, SlotRows
 from tandem_engine.kernels.cpu.gemm import OUTPUTS
-from tandem_engine.kernels.cpu.step_products import PROJECTIONS, Adapters, add_to_panel, expand, shrink
+from tandem_engine.kernels.cpu.step_products import (
+    EXPAND_OUTPUTS,
+    PROJECTIONS,
+    Adapters,
+    add_to_panel,
+    expand,
+    shrink,
+)
 from tandem_engine.kernels.cpu.tensors import as_numbers
 from tandem_engine.kernels.cpu.threads import PHASE_BYTES
 from tandem_engine.model.adapters.step import StepAdapters
@@ -42,7 +49,9 @@ def with_adapters(x: Floats, sums: Floats, adapters: Sequence[AdapterWeights], l
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype, halves: str) -> None:
     shrink_rows, expand_rows, add = calling(shrink), calling(expand), calling(add_to_panel)
-    config = small_config()
+    # Gate and up are two tasks of `expand`, the border of which is among the outputs of up.
+    inner = EXPAND_OUTPUTS // 2 + 76
+    config = small_config(intermediate_size=inner)
     adapters = [
         random_adapter(config, seed=1, rank=8, dtype=dtype, halves=halves),
         random_adapter(config, seed=2, rank=1, dtype=dtype, layers=[1], modules=["k_proj", "up_proj"], halves=halves),
@@ -50,11 +59,15 @@ def test_adapters_add_what_plain_numpy_does(dtype: torch.dtype, halves: str) -> 
     ]
     rows = tuple(SlotRows(slot, torch.tensor(tokens)) for slot, tokens in enumerate(LISTS))
     tasks = AdapterTables().tasks_of(
-        StepAdapters(rows=AdapterRows(tokens=rows, wanted=rows), slots=adapters), tokens=TOKENS, layers=2, outputs=192
+        StepAdapters(rows=AdapterRows(tokens=rows, wanted=rows), slots=adapters),
+        tokens=TOKENS,
+        layers=2,
+        outputs=2 * inner,
     )
     given = Adapters(each=tasks.each, tokens=tasks.tokens, low=tasks.low, delta=tasks.delta)
     dice = torch.Generator().manual_seed(4)
-    for layer, site, inputs, outputs in ((1, Site.QKV, 64, 128), (0, Site.GATE_UP, 64, 192), (1, Site.DOWN, 96, 64)):
+    sizes = ((1, Site.QKV, 64, 128), (0, Site.GATE_UP, 64, 2 * inner), (1, Site.DOWN, inner, 64))
+    for layer, site, inputs, outputs in sizes:
         x = torch.randn((TOKENS, inputs), generator=dice).to(dtype)
         before = torch.randn((TOKENS, outputs), generator=dice).to(dtype).float()
         sums = np.zeros((TOKENS, OUTPUTS), np.float32)
