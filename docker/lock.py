@@ -10,6 +10,7 @@ files that pip chooses for each architecture of Linux, so that a build takes the
 
     locks/services.txt, operator.txt, engine-cpu.txt, engine-cuda.txt      for the image of that name
     locks/build.txt                                                       what builds our wheel
+    locks/uv.txt                                                          what installs the others in `make up`
 """
 
 import json
@@ -36,6 +37,7 @@ IMAGES = {"python_version": "3.11", "python_full_version": "3.11.2"}
 """Of Debian 12's Python, as requirements compare with them."""
 GLIBC = range(36, 4, -1)
 """Minor versions of glibc 2 that wheels may ask for: Debian 12 has 2.36."""
+UV = "0.13.9"
 CPU_INDEX = "https://download.pytorch.org/whl/cpu"
 HEADER = """\
 # Files of Tandem's images by version and hash. Written by docker/lock.py from constraints.txt; do not edit.
@@ -146,6 +148,7 @@ def locks() -> list[Lock]:
             constraints=("constraints.txt", "constraints-cuda.txt"),
         ),
         Lock(name="build", wanted=tuple(f"{name}=={pinned}" for name, pinned in BUILD.items())),
+        Lock(name="uv", wanted=(f"uv=={UV}",)),
     ]
 
 

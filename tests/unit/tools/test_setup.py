@@ -3,10 +3,12 @@
 import hashlib
 import shutil
 import subprocess
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+from tools.uv_settings import UnknownError, assignments, settings
 
 ROOT = Path(__file__).resolve().parents[3]
 SETUP = ROOT / "tools/setup.sh"
@@ -65,6 +67,8 @@ PROGRAM = """\
 case "$*" in
 *platform*) echo "$MACHINE" ;;
 *compileall*) ;;
+"-m pip config list") echo "global.index-url='https://user:word@index.example/simple'"; echo "global.$SETTING='1'" ;;
+*tools/uv_settings.py) exec "$REAL" tools/uv_settings.py ;;
 "-m pip "*) echo "$*" >>"$LOG"; case "$*" in *"${LACKING:-nothing}"*) exit 1 ;; esac ;;
 esac
 """
@@ -83,6 +87,8 @@ def environment(commands: Path, tmp_path: Path) -> dict[str, str]:
         "TANDEM_VENV": str(tmp_path / "venv"),
         "PYTHON": "python",
         "LOG": str(tmp_path / "log"),
+        "REAL": sys.executable,
+        "SETTING": "retries",
     }
 
 
@@ -92,7 +98,11 @@ def environment(commands: Path, tmp_path: Path) -> dict[str, str]:
         (
             "runtime",
             {"MACHINE": "x86_64 3 11"},
-            ["--require-hashes --no-deps --requirement VENV/.tandem-lock", "--no-deps -e ."],
+            [
+                "-q --require-hashes --no-deps -r docker/locks/uv.txt",
+                "--require-hashes --no-deps --requirement VENV/.tandem-lock",
+                "--no-deps -e .",
+            ],
         ),
         ("runtime", {"MACHINE": "x86_64 3 12"}, ["torch", "--constraint docker/constraints.txt -e .[engine]"]),
         ("runtime", {"MACHINE": "aarch64 3 11"}, ["torch", "--constraint docker/constraints.txt -e .[engine]"]),
@@ -115,9 +125,80 @@ def test_setup_installs_locked_versions_of_runtime_packages(
     assert [line.removeprefix(common).partition("torch==2")[0] or "torch" for line in lines] == installed
 
 
+UV = """\
+#!/bin/sh
+echo "$UV_DEFAULT_INDEX $*" >>"$LOG"
+case "$*" in *"${UV_LACKING:-nothing}"*) exit 1 ;; esac
+"""
+"""Installs nothing either."""
+LOCK, HERE = "--require-hashes -r VENV/.tandem-lock", "--no-deps -e ."
+
+
+@pytest.mark.parametrize(
+    ("variables", "by_uv", "by_pip"),
+    [
+        ({}, [LOCK, HERE], []),
+        ({"SETTING": "constraint"}, [], ["--requirement VENV/.tandem-lock", HERE]),
+        ({"LACKING": "uv.txt"}, [], ["--requirement VENV/.tandem-lock", HERE]),
+        (
+            {"UV_LACKING": "--require-hashes"},
+            [LOCK, f"{LOCK} --index https://download.pytorch.org/whl/cpu"],
+            ["--requirement VENV/.tandem-lock", HERE],
+        ),
+        ({"UV_LACKING": "-e ."}, [LOCK, HERE], [HERE]),
+    ],
+    ids=["uv does", "a setting of pip alone", "no uv", "uv lacks a file", "uv cannot build"],
+)
+def test_uv_installs_the_lock_and_pip_what_uv_cannot(
+    environment: dict[str, str], variables: dict[str, str], by_uv: list[str], by_pip: list[str]
+) -> None:
+    venv, bash = Path(environment["TANDEM_VENV"]), shutil.which("bash") or "bash"
+    (venv / "bin/uv").write_text(UV)
+    (venv / "bin/uv").chmod(0o755)
+    given = environment | {"MACHINE": "x86_64 3 11", "LACKING": "nothing"} | variables
+    subprocess.run([bash, SETUP, "runtime"], env=given, capture_output=True, check=True)
+    lines = Path(environment["LOG"]).read_text().replace(str(venv), "VENV").splitlines()
+    uv = "https://user:word@index.example/simple pip install --python VENV/bin/python --index-strategy "
+    uv += "unsafe-best-match --no-deps "
+    assert [line.removeprefix(uv) for line in lines if "-m pip" not in line] == [
+        each.removeprefix("--no-deps ") for each in by_uv
+    ]
+    pip = [line for line in lines if "-m pip" in line and "uv.txt" not in line]
+    assert len(pip) == len(by_pip)
+    assert all(line.endswith(end) for line, end in zip(pip, by_pip, strict=True))
+
+
+def test_uv_asks_the_indexes_of_pip() -> None:
+    listed = [
+        "global.cert='/ca.pem'",
+        "global.index-url='https://one.example/simple'",
+        "global.no-index='true'",
+        "global.timeout='60'",
+        "install.no-index='0'",
+        ":env:.extra-index-url='https://two.example/simple\\nhttps://three.example/simple'",
+        ":env:.find-links='/wheels more'",
+        "download.index-url='https://other.example/simple'",
+    ]
+    expected = [
+        "export SSL_CERT_FILE=/ca.pem",
+        "export UV_DEFAULT_INDEX=https://one.example/simple",
+        "export UV_INDEX='https://two.example/simple https://three.example/simple'",
+        "export UV_FIND_LINKS=/wheels,more",
+        "UV_FLAGS=()",
+    ]
+    # What uv is told itself counts.
+    assert assignments(settings(listed), {"UV_HTTP_TIMEOUT": "5", "REQUESTS_CA_BUNDLE": "/other.pem"}) == expected
+    assert assignments({"no-index": "1"}, {"CURL_CA_BUNDLE": "/ca.pem"}) == [
+        "export SSL_CERT_FILE=/ca.pem",
+        "UV_FLAGS=(--no-index)",
+    ]
+    with pytest.raises(UnknownError, match="only-binary"):
+        assignments(settings([":env:.only-binary=':all:'"]), {})
+
+
 @pytest.mark.parametrize(
     ("machine", "lacking", "calls"),
-    [("x86_64 3 11", "--require-hashes", 2), ("x86_64 3 12", "--constraint", 2)],
+    [("x86_64 3 11", "--require-hashes", 3), ("x86_64 3 12", "--constraint", 2)],
 )
 def test_index_without_locked_versions_has_a_way_out(
     environment: dict[str, str], machine: str, lacking: str, calls: int
@@ -135,7 +216,8 @@ def test_index_without_locked_versions_has_a_way_out(
 
 
 def test_modules_that_setup_compiles_by_import_exist() -> None:
-    [line] = [line for line in SETUP.read_text().splitlines() if line.strip().startswith("for imported in ")]
-    names = line.partition(" in ")[2].partition(";")[0].replace(",", " ").split()
-    assert len(names) == 4
-    assert [name for name in names if find_spec(name) is None] == []
+    text = SETUP.read_text()
+    names = text[text.index("for imported in ") :].partition("for imported in ")[2].partition(";")[0]
+    modules = names.replace("\\\n", " ").replace(",", " ").split()
+    assert len(modules) == 7
+    assert [name for name in modules if find_spec(name) is None] == []
