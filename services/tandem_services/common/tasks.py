@@ -27,24 +27,25 @@ class BackgroundTasks:
 async def run_periodically(
     step: Callable[[], Awaitable[None]],
     *,
-    every_s: float,
+    every_s: float | Callable[[], float],
     logger: logging.Logger,
     failure: str,
     at_once: bool = False,
 ) -> None:
-    """Do `step` every `every_s` seconds, `at_once` for the first time, or after so long.
+    """Do `step` every `every_s` seconds, `at_once` for the first time, or after so long. A function is asked each time.
 
     A task boundary: a failing step is logged as `failure` and repeated, for its users would not notice
     that it has stopped.
     """
+    wait_s = every_s if callable(every_s) else lambda: every_s
     if not at_once:
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(wait_s())
     while True:
         try:
             await step()
         except Exception:
             logger.exception(failure)
-        await asyncio.sleep(every_s)
+        await asyncio.sleep(wait_s())
 
 
 def ending_signals() -> tuple[signal.Signals, ...]:

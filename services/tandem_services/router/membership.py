@@ -2,8 +2,9 @@
 
 Redis is a hint: it contains addresses and loads, but a worker's own answer proves its membership (`MemberProofs`).
 
-    1. snapshot      each heartbeat brings the rows of Redis, only signed ones. A worker may be chosen by its row,
-                     unless it was asked and does not answer; it gets a request once it has answered (`prove`)
+    1. snapshot      each heartbeat brings the rows of Redis, only signed ones; ten a second while no worker decodes. A
+                     worker may be chosen by its row, unless it was asked and does not answer; it gets a request once it
+                     has answered (`prove`)
     2. unlisted      missing in the snapshot: the worker cannot reach Redis, Redis lost it, or it has exited. It is
                      asked then, and stays while it answers, until a signed verdict ends it or a newer incarnation has
                      a signed row

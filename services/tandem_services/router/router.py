@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from random import Random
 
 from tandem_engine.base.clock import Clock, MonotonicClock
+from tandem_engine.config import Role
 from tandem_services.common.redis_client import (
     BACKGROUND_TIMEOUT_S,
     ROUTING_TIMEOUT_S,
@@ -57,7 +58,7 @@ from tandem_services.router.registry import Registry, WorkerState
 from tandem_services.router.scoring import has_to_wait
 from tandem_services.router.selection import Exclusions, HeldChoices, SharedChoices, TicketedChoices
 from tandem_services.router.shared_state import FairBoard, QuarantineBoard, SessionBindings, UsageBoard
-from tandem_services.router.starting import SeenStarts, StartingBoard, StartingWorker
+from tandem_services.router.starting import FIRST_WORKER_S, SeenStarts, StartingBoard, StartingWorker
 from tandem_services.router.tickets import TicketBoard
 from tandem_services.router.views.fleet_reader import FleetReader
 
@@ -312,7 +313,7 @@ class Router:
     async def choose(self, query: RouteQuery) -> RouteDecision:
         """The workers for one attempt. Raises `NoWorkersError` when no worker can take it now."""
         decision = await self._probed(query) or await self._find(query)
-        if decision is not None and not _continues(decision, query):
+        if decision is not None and query.compat_hash not in (None, decision.decode.compat_hash):
             # It registered since the last view, and is known from now on.
             await self.release(self._noted(decision))
             decision = await self._find(query)
@@ -488,13 +489,12 @@ class Router:
     async def _keep_refreshing(self) -> None:
         # A view that stops refreshing would go unnoticed until workers are gone.
         failure = "cannot refresh the view of the fleet"
-        await run_periodically(self._refresh_view, every_s=HEARTBEAT_S, logger=logger, failure=failure)
+        await run_periodically(self._refresh_view, every_s=self._until_next_view, logger=logger, failure=failure)
+
+    def _until_next_view(self) -> float:
+        served = any(worker.role is not Role.PREFILL for worker in self.workers())
+        return HEARTBEAT_S if served or self._clock.now() - self._refreshed_at >= HEARTBEAT_S else FIRST_WORKER_S
 
     async def _refresh_view(self) -> None:
         await self._refresh_if_possible()
         await self._starts.refresh(viewed=self._reader.is_viewed)
-
-
-def _continues(decision: RouteDecision, query: RouteQuery) -> bool:
-    """Whether the workers of `decision` are of the kind that the query requires."""
-    return query.compat_hash in (None, decision.decode.compat_hash)

@@ -88,6 +88,9 @@ class StartingBoard:
         return StartingWorker(**fields) if signed and worker_id_of(report.incarnation) == report.worker_id else None
 
 
+FIRST_WORKER_S = 0.1
+"""Between two views without a worker that decodes: what has come before the first one waits for the view of it."""
+
 STARTS_WANTED_S = 10.0
 """Reports are read for this long after they were last asked for."""
 
@@ -108,7 +111,7 @@ class SeenStarts:
         return self.workers
 
     async def refresh(self, *, viewed: bool) -> None:
-        """Once a heartbeat. `viewed`: people look at the fleet."""
+        """After each view of the fleet. `viewed`: people look at the fleet."""
         wanted = viewed or self.clock.now() - self._asked_at < STARTS_WANTED_S
         try:
             self.workers = await self.board.read() if wanted else ()

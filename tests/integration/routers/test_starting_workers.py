@@ -11,7 +11,7 @@ from tandem_services.router.keys import MAX_STARTING
 from tandem_services.router.redis_functions import CONSTANTS, FunctionLibrary, library_source
 from tandem_services.router.starting import StartingBoard, StartReport
 from tandem_testing.console_builders import starting
-from tandem_testing.router_builders import LASTING
+from tandem_testing.router_builders import LASTING, make_record, patient_router
 from tandem_testing.waiting import until
 
 NOW = 1_000_000_000
@@ -114,3 +114,13 @@ async def test_router_reads_starting_workers_while_people_look(fleet, router):
 
     assert router.fleet().starting == ()
     await until(seen, PATIENCE_S, "the router has read who starts")
+
+
+async def test_first_worker_is_seen_before_the_next_heartbeat(server, fleet, monkeypatch):
+    """Whatever came before the first worker waited for the next regular view, half a second on average."""
+    monkeypatch.setattr("tandem_services.router.router.HEARTBEAT_S", 2 * PATIENCE_S)
+    gateway = patient_router(server)
+    await gateway.start()
+    await fleet.beat(make_record("a"))
+    await until(lambda: bool(gateway.workers()), PATIENCE_S, "no worker in the view")
+    await gateway.stop()

@@ -447,6 +447,8 @@ class LateBinding:
         if self._timeouts.note(lacking=lacking) or lacking:
             for waiting in self.queue:
                 waiting.verdict = Verdict.NO_WORKER if lacking else Verdict.NO_ROOM
+                if not lacking:
+                    waiting.not_before = float("-inf")  # it was passed over for want of the worker that has come
 
     def _give_up_on_late(self) -> None:
         now, starting = self.clock.now(), self._timeouts.awaits_start()

@@ -585,6 +585,16 @@ async def test_only_decode_worker_starts_while_others_compute_prompts():
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
+async def test_request_that_was_passed_over_goes_to_the_worker_that_comes():
+    """It waited for the rest of the half second in which it is not tried again."""
+    harness = QueueHarness(Fleet(starts=(STARTING,), too_long=0))
+    harness.fleet.workers = lambda: (make_view("p", Role.PREFILL),)
+    waiting = harness.come("x")
+    await until(lambda: len(harness.fleet.asked) > 1, 10.0, "not tried in a turn")
+    harness.fleet.too_long, harness.fleet.workers = 10_000, lambda: (make_view("p", Role.PREFILL), make_view("w"))
+    await asyncio.wait_for(waiting, 10.0)
+
+
 async def test_wait_for_a_new_worker_has_the_whole_timeout():  # [streams-wait]
     harness = QueueHarness(Fleet(places=0))
     waiting = harness.come("x")
