@@ -38,6 +38,7 @@ from tandem_engine.base import environment
 from tandem_engine.base.addresses import Address, ip_of
 from tandem_engine.base.errors import TransferError, TransportUnavailableError
 from tandem_engine.disaggregation.nixl.layout import Descriptors, Region
+from tandem_engine.disaggregation.transport import INFINIBAND
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +56,10 @@ ADDRESS = slice(20, 24)
 
 IPV6_ADDRESSES = Path("/proc/net/if_inet6")
 INTERFACES = Path("/sys/class/net")
+
+
+REGISTERING = (INFINIBAND, Path("/dev/xpmem"), Path("/dev/knem"))
+"""Of what registers memory of the host with a device or the kernel."""
 
 
 class Interfaces:
@@ -105,6 +110,20 @@ def ucx_network(endpoint: str, net_devices: str) -> dict[str, str]:
     address = ip_of(Address.of_endpoint(endpoint).host)
     ipv6_first = address is not None and address.version == 6
     return {"UCX_NET_DEVICES": net_devices} | ({"UCX_TCP_AF_PRIO": "inet6,inet"} if ipv6_first else {})
+
+
+def ucx_memory(device: str, registering: Iterable[Path] = REGISTERING) -> dict[str, str]:
+    """Variables of UCX: no hooks in functions of the C library where it has no use for them.
+
+    UCX watches what a process unmaps, because it keeps registrations of memory. For that it patches functions such as
+    `munmap`, and at each it waits for threads that may be inside: 0.4 s of a core at each start. Shared memory and TCP
+    register nothing.
+
+    `device`: of the pool, as NIXL names it. `registering`: paths that are there with RDMA, xpmem or knem.
+    """
+    if device == "DRAM" and not any(path.exists() for path in registering):
+        return {"UCX_MEM_EVENTS": "n"}
+    return {}
 
 
 def watched(endpoint: str, net_devices: str) -> frozenset[str]:
@@ -180,10 +199,10 @@ class NixlAgent:
         region: Region,
         interfaces: Interfaces,
         *,
-        network: Mapping[str, str] | None = None,
+        variables: Mapping[str, str] | None = None,
         further: Sequence[Region] = (),
     ) -> None:
-        """`network`: variables of UCX (`interfaces.ucx_network`); those that the user has set count instead. `further`:
+        """`variables`: of UCX (`ucx_network`, `ucx_memory`); those that the user has set count instead. `further`:
         regions of other groups of layers, on the same device.
 
         Raises `TransportUnavailableError` when NIXL is not installed or cannot start here.
@@ -202,7 +221,7 @@ class NixlAgent:
         self._region = region
         self._interfaces = interfaces
         try:
-            with environment.defaults_while(network or {}):
+            with environment.defaults_while(variables or {}):
                 config = api.nixl_agent_config(backends=["UCX"], enable_prog_thread=False)
                 self._agent = api.nixl_agent(name, config)
             self._registered = [

@@ -13,7 +13,7 @@ from tandem_engine.base.clock import Clock
 from tandem_engine.base.environment import read_environment
 from tandem_engine.base.names import DigestKind
 from tandem_engine.disaggregation.digest import PageDigester, answer
-from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, own_devices, ucx_network, watched
+from tandem_engine.disaggregation.nixl.agent import Interfaces, NixlAgent, own_devices, ucx_memory, ucx_network, watched
 from tandem_engine.disaggregation.nixl.layout import Region, warm_up
 from tandem_engine.disaggregation.nixl.queues import Command, Connect, Expect, Forget, Outbox, StartPush, Stop
 from tandem_engine.disaggregation.nixl.thread import TransferThread
@@ -62,8 +62,8 @@ class NixlTransport:
         net_devices = environment.ucx_net_devices or own_devices(me.endpoint, rdma_ports())
         interfaces = Interfaces(watched(me.endpoint, net_devices))
         further = () if states is None else (region_of_states(states),)
-        network = ucx_network(me.endpoint, net_devices)
-        agent = NixlAgent(me.incarnation, self._region, interfaces, network=network, further=further)
+        variables = ucx_network(me.endpoint, net_devices) | ucx_memory(self._region.device)
+        agent = NixlAgent(me.incarnation, self._region, interfaces, variables=variables, further=further)
         self._hello = Hello(
             sender=me,
             nixl_metadata=agent.metadata,

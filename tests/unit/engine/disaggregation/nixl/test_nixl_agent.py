@@ -127,6 +127,6 @@ def test_ucx_devices_are_set_during_start_unless_user_set_them(refusing, monkeyp
         monkeypatch.delenv("UCX_NET_DEVICES", raising=False)
     else:
         monkeypatch.setenv("UCX_NET_DEVICES", users)
-    started = NixlAgent("w@2", REGION, Interfaces(), network={"UCX_NET_DEVICES": "eth0,mlx5_0:1"})
+    started = NixlAgent("w@2", REGION, Interfaces(), variables={"UCX_NET_DEVICES": "eth0,mlx5_0:1"})
     assert started._agent.net_devices == seen
     assert os.environ.get("UCX_NET_DEVICES") == users

@@ -93,7 +93,7 @@ class Agent:
 def agent(monkeypatch) -> list[Agent]:
     made: list[Agent] = []
 
-    def make(name: str, region: object, _: object, *, network: dict[str, str], further: tuple[()]) -> Agent:
+    def make(name: str, region: object, _: object, *, variables: dict[str, str], further: tuple[()]) -> Agent:
         assert further == ()
         made.append(Agent(name, region))
         return made[-1]
