@@ -62,24 +62,26 @@ def clean_ranges(smaps: str, paths: Collection[str]) -> Iterator[tuple[int, int,
 
     `smaps`: text of /proc/PID/smaps. A mapping that it does not describe whole counts as changed.
     """
-    for header, sizes in _mappings(smaps):
+    for header, sizes in _mappings(smaps, paths):
         start, end = int(header[1], 16), int(header[2], 16)
-        if header[4] not in paths or "w" in header[3]:
+        if "w" in header[3]:
             continue
         if sizes.get("Rss") and all(sizes.get(name) == 0 for name in CHANGED):
             yield start, end - start, sizes["Rss"]
 
 
-def _mappings(smaps: str) -> Iterator[tuple[re.Match[str], dict[str, int]]]:
-    """The first line of each mapping, and sizes in bytes by their names."""
+def _mappings(smaps: str, paths: Collection[str]) -> Iterator[tuple[re.Match[str], dict[str, int]]]:
+    """Of these files: the first line of each mapping, and sizes in bytes by their names."""
     current: tuple[re.Match[str], dict[str, int]] | None = None
     for line in smaps.splitlines():
+        # Of a thousand mappings of a process a few are of these files: only lines that may matter are taken apart.
+        if line[:1].isupper():
+            if current is not None and (size := _SIZE.fullmatch(line)):
+                current[1][size[1]] = int(size[2]) << 10
+            continue
+        if current is not None:
+            yield current
         header = _HEADER.fullmatch(line)
-        if header is not None:
-            if current is not None:
-                yield current
-            current = header, {}
-        elif current is not None and (size := _SIZE.fullmatch(line)):
-            current[1][size[1]] = int(size[2]) << 10
+        current = None if header is None or header[4] not in paths else (header, {})
     if current is not None:
         yield current

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from tandem_engine.base.addresses import LOOPBACK
 from tandem_engine.base.errors import ConfigError
+from tandem_engine.base.freed_memory import lasting
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.base.thread_pools import require_threads
 from tandem_engine.config.flags import host_address, non_negative_int
@@ -299,10 +300,12 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tandem_engine.base.logs import LogFormat
-    from tandem_services.gateway.config import GatewayConfig, ModelsSource
-    from tandem_services.gateway.process_place import read_place
-    from tandem_services.gateway.processes.supervisor import supervise
-    from tandem_services.gateway.serve import front_server, serve
+
+    with lasting():
+        from tandem_services.gateway.config import GatewayConfig, ModelsSource
+        from tandem_services.gateway.process_place import read_place
+        from tandem_services.gateway.processes.supervisor import supervise
+        from tandem_services.gateway.serve import front_server, serve
 
     keep_files_private()
     allow_many_descriptors()

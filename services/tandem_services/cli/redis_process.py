@@ -22,7 +22,7 @@ from urllib.parse import quote
 from tandem_engine.base.release import install_hint
 from tandem_services.cli.processes import POLL_SECONDS, Child, Supervisor
 from tandem_services.common.errors import StartupError
-from tandem_services.common.private_folder import private_folder
+from tandem_services.common.private_folder import private_folder, write_private
 
 if TYPE_CHECKING:
     from tandem_services.common.redis_client import RedisAddress
@@ -61,8 +61,6 @@ _VERSION = re.compile(rb"\bserver v=(\d+(?:\.\d+)*)")
 def start_redis(supervisor: Supervisor, run_dir: Path) -> str:
     """Start a server and return its URL. Raises `StartupError` when none is installed or it does not answer."""
     program = server_program()
-    from tandem_services.common.redis_client import write_private
-
     door = _socket_path(run_dir)
     config = run_dir / CONFIG_FILE
     write_private(config, CONFIG.format(socket=_quoted(door), folder=_quoted(run_dir)))

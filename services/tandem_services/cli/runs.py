@@ -16,8 +16,6 @@ from tandem_services.common.errors import StartupError
 from tandem_services.common.settings import read_settings
 
 if TYPE_CHECKING:
-    import httpx
-
     from tandem_services.cli.run_dir import Run, StartedProcess
 
 ANSWER_S = 1.0
@@ -68,19 +66,15 @@ def _add_run_dir(parser: argparse.ArgumentParser) -> None:
 
 
 def run_ps(args: argparse.Namespace) -> int:
-    import httpx
-
-    # As in `start_view`: plain HTTP to our own processes.
-    with httpx.Client(timeout=ANSWER_S, trust_env=False, verify=False) as client:  # noqa: S501
-        for run, folder in _running(args.run_dir):
-            print(f"{run.url}  {run.model}  tandem {run.version}  pid {run.up.pid}  {folder}")
-            for process in run.processes:
-                port = f"  health port {process.health_port}" if process.health_port else ""
-                print(f"  {process.name:<12} pid {process.pid}{port}{_state(run, process, client)}")
+    for run, folder in _running(args.run_dir):
+        print(f"{run.url}  {run.model}  tandem {run.version}  pid {run.up.pid}  {folder}")
+        for process in run.processes:
+            port = f"  health port {process.health_port}" if process.health_port else ""
+            print(f"  {process.name:<12} pid {process.pid}{port}{_state(run, process)}")
     return 0
 
 
-def _state(run: "Run", process: "StartedProcess", client: "httpx.Client") -> str:
+def _state(run: "Run", process: "StartedProcess") -> str:
     """Whether it is ready, and what is missing; empty for one without a port."""
     from tandem_services.cli.start_watch import readiness
 
@@ -91,7 +85,7 @@ def _state(run: "Run", process: "StartedProcess", client: "httpx.Client") -> str
         url = f"{run.url}/ready"
     else:
         return ""
-    answer = readiness(client, url)
+    answer = readiness(url, timeout_s=ANSWER_S)
     return "  ready" if answer.ready else f"  {'; '.join(answer.reasons) or 'does not answer'}"
 
 

@@ -140,17 +140,14 @@ def watch_start(
 
     Raises `StartupError`, `ConfigError`.
     """
-    import httpx
-
-    # One client for all polls: each new one builds a TLS context, which takes milliseconds of a core.
-    with httpx.Client(timeout=1.0, trust_env=False, verify=False) as client, start_view() as view:  # noqa: S501  plain HTTP to our own processes
+    with start_view() as view:
         StartWatch(
             watched=watched,
             supervisor=supervisor,
             view=Views(view, Notices(manager)),
             clock=MonotonicClock(),
             sleep=time.sleep,
-            probe=lambda url: readiness(client, url),
+            probe=readiness,
             cpu_seconds=session_cpu_seconds,
             restarting=restarting,
             stall_s=args.stall_timeout,

@@ -10,19 +10,19 @@ are polled less and less often while nothing changes, because an answer costs CP
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Protocol
+from http.client import HTTPConnection, HTTPException
+from typing import Protocol
+from urllib.parse import urlsplit
 
 from tandem_engine.base.clock import Clock
 from tandem_engine.base.progress import Phase, Progress, read_progress
 from tandem_services.cli.processes import Child, Supervisor
 from tandem_services.common.errors import StartupError
 
-if TYPE_CHECKING:
-    import httpx
-
 POLL_S = 0.1
 CPU_PERIOD_S = 1.0
 MAX_PROBE_PAUSE_S = 2.0
+PROBE_TIMEOUT_S = 1.0
 
 WORKING_CPU_S = 1.0
 """A process that used as much since its last progress is at work."""
@@ -40,18 +40,22 @@ class Readiness:
     """What is missing, as the process states it; empty without an answer."""
 
 
-def readiness(client: "httpx.Client", url: str) -> Readiness:
-    """The answer of a `/ready` endpoint; not ready where there is none."""
-    from httpx import HTTPError
-
+def readiness(url: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Readiness:
+    """The answer of a `/ready` endpoint of a process of ours; not ready where there is none. No proxy is asked."""
+    parts = urlsplit(url)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
     try:
-        answer = client.get(url)
-    except HTTPError:
+        connection.request("GET", parts.path)
+        answer = connection.getresponse()
+        status, body = answer.status, answer.read()
+    except (OSError, HTTPException):
         return Readiness(ready=False)
-    if answer.status_code == 200:
+    finally:
+        connection.close()
+    if status == 200:
         return Readiness(ready=True)
     try:
-        return Readiness(ready=False, reasons=tuple(map(str, answer.json()["reasons"])))
+        return Readiness(ready=False, reasons=tuple(map(str, json.loads(body)["reasons"])))
     except (json.JSONDecodeError, UnicodeDecodeError, KeyError, TypeError):
         return Readiness(ready=False)
 

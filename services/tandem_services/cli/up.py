@@ -335,11 +335,12 @@ def _progress_files(workers: Iterable[tuple[str, str, int]]) -> list[str]:
 
 def _require_keys(path: Path | None) -> None:
     """Raise `ConfigError` for a key file that the gateway would not start with."""
+    if path is None:
+        return
     from tandem_services.gateway.access.keys import KeyFileError, read_keys
 
     try:
-        if path is not None:
-            read_keys(path)
+        read_keys(path)
     except KeyFileError as error:
         raise ConfigError(f"--api-keys {error}") from error
 
@@ -460,10 +461,10 @@ def start(args: argparse.Namespace, todo: Plan, supervisor: Supervisor, cores: C
 
 def _redis_flags(args: argparse.Namespace, todo: Plan, supervisor: Supervisor) -> list[str]:
     """How the other processes find Redis. A URL's password goes into a file: all users can list command lines."""
-    from tandem_services.common.redis_client import RedisAddress
-
     if not args.redis_url:
         return ["--redis-url", start_redis(supervisor, todo.run_dir)]
+    from tandem_services.common.redis_client import RedisAddress
+
     given = RedisAddress(url=args.redis_url, password_file=args.redis_password_file)
     require_redis(given)
     address = given.with_password_in(todo.run_dir / REDIS_LOGIN_FILE)

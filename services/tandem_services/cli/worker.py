@@ -6,6 +6,7 @@ import platform
 from pathlib import Path
 
 from tandem_engine.base.addresses import LOOPBACK
+from tandem_engine.base.freed_memory import lasting
 from tandem_engine.base.linux import allow_many_descriptors, keep_files_private
 from tandem_engine.base.thread_pools import require_threads
 from tandem_engine.config import Role
@@ -164,9 +165,11 @@ def check_flags(args: argparse.Namespace) -> None:
 
 def run(args: argparse.Namespace) -> int:
     from tandem_engine.base.logs import LogFormat, configure_logging
-    from tandem_services.common.redis_client import RedisAddress
-    from tandem_services.worker.config import WorkerConfig
-    from tandem_services.worker.main import run_worker
+
+    with lasting():
+        from tandem_services.common.redis_client import RedisAddress
+        from tandem_services.worker.config import WorkerConfig
+        from tandem_services.worker.main import run_worker
 
     keep_files_private()
     allow_many_descriptors()

@@ -1,6 +1,7 @@
 """Folders and files that only this user reads.
 
 private_folder    in the machine's temporary folder, at the same place for every process of the user
+write_private     a file
 new_contents      of a file, whole or not at all
 """
 
@@ -25,6 +26,14 @@ def private_folder(*names: str) -> Path:
         if not folder.is_dir() or folder.is_symlink() or status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise PermissionError(f"{folder} is not a folder of this user alone")
     return folder
+
+
+def write_private(path: Path, text: str) -> None:
+    """Write `text` to a file that only its owner can read."""
+    path.unlink(missing_ok=True)
+    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(text)
 
 
 @contextmanager

@@ -12,7 +12,6 @@ Its one connection is a `redis_line.RedisLine`, which follows a cluster's redire
 
 import asyncio
 import logging
-import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -30,6 +29,7 @@ from redis.exceptions import (
 
 from tandem_engine.base.clock import Clock, MonotonicClock
 from tandem_engine.base.errors import ConfigError
+from tandem_services.common.private_folder import write_private
 from tandem_services.common.redis_line import RedisLine
 from tandem_services.common.redis_places import Places, places_of
 from tandem_services.common.redis_url import RedisUrl, mask_password, split_url
@@ -119,14 +119,6 @@ class RarelyLogged:
         logger.warning("%s (%d similar since the last line)", message, self._held_back)
         self._next_at = self.clock.now() + self.every_s
         self._held_back = 0
-
-
-def write_private(path: Path, text: str) -> None:
-    """Write `text` to a file that only its owner can read."""
-    path.unlink(missing_ok=True)
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,10 +1,11 @@
 """What was freed in the middle of a heap is the system's again."""
 
 import ctypes
+import gc
 
 import pytest
 
-from tandem_engine.base.freed_memory import BUSY_S, REST_S, AtRest, give_back
+from tandem_engine.base.freed_memory import BUSY_S, REST_S, AtRest, give_back, lasting
 from tandem_engine.executor.memory_profile import HostMeter
 
 BLOCKS, BLOCK_BYTES = 600, 100_000
@@ -58,3 +59,18 @@ def test_work_gives_back_while_the_container_is_short_of_memory():
     for now in sorted([*short, 101.0 + BUSY_S]):  # the additional one is too soon to look again
         rest.turn(worked=True, now=now)
     assert given == [100.0 + BUSY_S, 100.0 + 2 * BUSY_S]
+
+
+def test_what_lasts_is_not_walked_for_garbage():
+    frozen = gc.get_freeze_count()
+    try:
+        with lasting():
+            assert not gc.isenabled()
+            lists = [[] for _ in range(10)]
+        assert gc.isenabled()
+        assert gc.get_freeze_count() >= frozen + len(lists)
+        with pytest.raises(ImportError), lasting():
+            raise ImportError
+        assert gc.isenabled()
+    finally:
+        gc.unfreeze()

@@ -7,13 +7,15 @@ false). Otherwise the model writes the first marker itself, or omits it in famil
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tandem_engine.messages.sampling import ReasoningBudget
-from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 from tandem_services.gateway.output.parts import Part, Reasoning
 from tandem_services.gateway.output.tool_parsers import gemma4, harmony
 from tandem_services.gateway.output.tool_parsers.parser import find_marker
+
+if TYPE_CHECKING:  # the command line lists the parsers, and starts without tokenizers
+    from tandem_engine.tokenizer.text_tokenizer import TextTokenizer
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -75,7 +77,7 @@ class MarkerIds(NamedTuple):
     """Of the markers of `ReasoningStyle.ended_by`, those that are one token."""
 
     @staticmethod
-    def of(style: ReasoningStyle, tokenizer: TextTokenizer) -> "MarkerIds":
+    def of(style: ReasoningStyle, tokenizer: "TextTokenizer") -> "MarkerIds":
         begin, end, *others = (
             tuple(tokenizer.encode(text, add_special_tokens=False))
             for text in (style.begin, style.end, *style.ended_by)

@@ -7,7 +7,6 @@ import sys
 from http.server import BaseHTTPRequestHandler, HTTPServer
 from threading import Thread
 
-import httpx
 import pytest
 
 from tandem_engine.base.errors import ConfigError
@@ -288,6 +287,21 @@ def test_greeting_names_reachable_address_of_listen_host(host, url, tmp_path, mo
     assert f"tandem-mini at {url}" in greeting_of(parsed, plan(parsed))
 
 
+PLANNED = """
+import sys
+from tandem_services.cli.main import main
+main(["up", "--port", "0", "--dry-run"])
+print(*sorted({name.partition(".")[0] for name in sys.modules}), file=sys.stderr)
+"""
+
+
+def test_plan_of_up_loads_no_client_of_redis_and_no_tokenizers() -> None:
+    """It took half a second of one core, while no process that serves had been started."""
+    done = subprocess.run([sys.executable, "-c", PLANNED], capture_output=True, text=True, check=True)
+    heavy = {"redis", "opentelemetry", "prometheus_client", "httpx", "jinja2", "tokenizers", "torch", "numpy"}
+    assert heavy & {*done.stderr.split()} == set()
+
+
 def test_readiness_of_own_processes_bypasses_proxy(monkeypatch) -> None:
     """With HTTP_PROXY set and no NO_PROXY, `tandem up` waited until its timeout."""
     for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY"):
@@ -298,8 +312,7 @@ def test_readiness_of_own_processes_bypasses_proxy(monkeypatch) -> None:
         server.timeout = UP_S
         thread = Thread(target=server.handle_request)
         thread.start()
-        with httpx.Client(trust_env=False) as client:
-            assert readiness(client, f"http://127.0.0.1:{server.server_port}/ready").ready
+        assert readiness(f"http://127.0.0.1:{server.server_port}/ready").ready
         thread.join(UP_S)
 
 
