@@ -60,7 +60,7 @@ def test_list_of_prompts_from_sizing_to_the_end(checkpoints, expected, caplog, c
         caplog.at_level(logging.INFO, logger="tandem_engine"),
         LLM(checkpoints["one"], tensor_parallel_size=2, mem_fraction_static=0.3, **OPTIONS) as llm,
     ):
-        [line] = [text for text in caplog.messages if "memory" in text]
+        [line] = [text for text in caplog.messages if "weights" in text and "memory" in text]
         assert line.startswith("each of 2 ranks, memory ")
         assert "activations not measured" not in line
         assert len(ranks_of_this_process()) == 1

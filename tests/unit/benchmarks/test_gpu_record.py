@@ -17,6 +17,7 @@ EVERY_KIND = [
     lines.Measured(part="p", case="a", figure=lines.Figure(name="f", ratio=0.9, of="copy", facts={"us": 3.0})),
     lines.Missing(part="p", case="a", why="no room"),
     lines.Check(part="p", case="t", outcome="failed", why="assert", seconds=0.5),
+    lines.Compiled(part="p", kernels=["decode_kernel", "decode_kernel"]),
     lines.End(part="p", case="a", seconds=1.5),
 ]
 

@@ -185,7 +185,7 @@ class ServedLongEnough(BaseException):
 def test_exception_in_any_function_ends_no_supervision(tmp_path) -> None:
     """Each function that watches and restarts raises once; the child that died then is started again all the same."""
     supervisor = Supervisor()
-    argv = [sys.executable, "-c", f"open({str(tmp_path / 'pids')!r}, 'a').write('x\\n'); input()"]
+    argv = [sys.executable, "-c", f"open({str(tmp_path / 'pids')!r}, 'a').write('x\\n'); import time; time.sleep(600)"]
     child = Child(name="sleeper", argv=argv, log=tmp_path / "log")
     supervisor.start(child)
     deaths = 0
