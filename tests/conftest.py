@@ -61,8 +61,9 @@ settings.register_profile("patient", deadline=None, derandomize=True)
 settings.load_profile("patient")
 
 # Tests that run side by side look for free ports side by side.
-_worker, _workers = os.environ.get("PYTEST_XDIST_WORKER", "gw0"), int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
-sockets.PORTS = sockets.PORTS[int(_worker.removeprefix("gw")) % _workers :: _workers]
+_workers = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+_worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw")) % _workers
+sockets.PORTS = sockets.PORTS[_worker::_workers]
 
 give_children_default_signals()
 make_http_quick()
@@ -80,7 +81,7 @@ def pytest_collection(session: pytest.Session) -> Generator[None, object, object
     gc.disable()
     try:
         if hasattr(session.config, "workerinput"):
-            rewrite_share(session.config, int(_worker.removeprefix("gw")) % _workers, _workers)
+            rewrite_share(session.config, _worker, _workers)
         return (yield)
     finally:
         gc.enable()

@@ -71,7 +71,7 @@ def assignments(given: Mapping[str, str], environment: Mapping[str, str]) -> lis
     """Lines for a shell. What is already in the `environment` for uv stays.
 
     Raises:
-        UnknownError: pip is set to something that uv cannot be told.
+        UnknownError: a setting of pip has no equivalent in uv.
     """
     variables, flags = {}, []
     for option, value in given.items():

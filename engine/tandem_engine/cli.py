@@ -80,10 +80,7 @@ def _serve(args: argparse.Namespace) -> int:
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
     START.report_to(args.progress_file)
     START.report(Phase.IMPORTS)
-    # Engines share the cores of a machine: OpenMP threads that spin for work take them from each other. So do those of
-    # numpy's library, for 0.06 s at each start, and no step computes with it.
-    set_default("OMP_WAIT_POLICY", "PASSIVE")
-    set_default("OPENBLAS_NUM_THREADS", "1")
+    _leave_cores()
     with lasting():
         from tandem_engine.engine.process import ProcessConfig, serve
 
@@ -111,13 +108,22 @@ def _add_follow(commands: "argparse._SubParsersAction[argparse.ArgumentParser]")
     parser.set_defaults(run=_follow)
 
 
+def _leave_cores() -> None:
+    """Leave cores to other engines of the machine, before torch and numpy are imported.
+
+    OpenMP threads that spin for work take cores from them. So do the threads of numpy's library, for 0.06 s at each
+    start, and no step computes with it.
+    """
+    set_default("OMP_WAIT_POLICY", "PASSIVE")
+    set_default("OPENBLAS_NUM_THREADS", "1")
+
+
 def _follow(args: argparse.Namespace) -> int:
     keep_files_private()
     allow_many_descriptors()
     require_threads(ENGINE_THREADS + THREADS_PER_CPU * (args.threads or usable_cpus()))
     configure_logging(LogFormat(args.log_format), level=read_environment().level)
-    set_default("OMP_WAIT_POLICY", "PASSIVE")
-    set_default("OPENBLAS_NUM_THREADS", "1")
+    _leave_cores()
     with lasting():
         from tandem_engine.engine.launch import NodeConfig, follow
 

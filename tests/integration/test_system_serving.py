@@ -170,7 +170,7 @@ async def test_operator_orders_reach_one_worker_while_others_serve(fleet, capsys
         status, answer = await order("reload", "/nowhere")
         assert (status, answer["code"]) == (1, "checkpoint_error")
         assert (await order("reload"))[0] == 0
-        assert await order("abort", "nobody") == (0, {"message": "no request of this id is here", "requests": 0})
+        assert await order("abort", "unknown") == (0, {"message": "no request of this id is here", "requests": 0})
     finally:
         # Other tests have the same fleet, whatever failed here.
         resumed, _ = await order("resume")

@@ -194,7 +194,7 @@ def no_device() -> Iterator[list[bool]]:
 
 
 def _zeros(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """That take no memory until somebody writes to them, as a new mapping does."""
+    """That take no memory until they are written to, as pages of a new mapping do."""
     return torch.frombuffer(mmap.mmap(-1, math.prod(shape) * dtype.itemsize), dtype=dtype).view(*shape)
 
 

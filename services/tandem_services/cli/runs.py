@@ -18,8 +18,6 @@ from tandem_services.common.settings import read_settings
 if TYPE_CHECKING:
     from tandem_services.cli.run_dir import Run, StartedProcess
 
-ANSWER_S = 1.0
-"""That a process has for the answer whether it is ready."""
 
 GATEWAY = "gateway"
 """Name of the process whose port is that of the API."""
@@ -85,7 +83,7 @@ def _state(run: "Run", process: "StartedProcess") -> str:
         url = f"{run.url}/ready"
     else:
         return ""
-    answer = readiness(url, timeout_s=ANSWER_S)
+    answer = readiness(url)
     return "  ready" if answer.ready else f"  {'; '.join(answer.reasons) or 'does not answer'}"
 
 

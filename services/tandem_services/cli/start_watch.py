@@ -40,10 +40,10 @@ class Readiness:
     """What is missing, as the process states it; empty without an answer."""
 
 
-def readiness(url: str, *, timeout_s: float = PROBE_TIMEOUT_S) -> Readiness:
+def readiness(url: str) -> Readiness:
     """The answer of a `/ready` endpoint of a process of ours; not ready where there is none. No proxy is asked."""
     parts = urlsplit(url)
-    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=timeout_s)
+    connection = HTTPConnection(parts.hostname or "", parts.port, timeout=PROBE_TIMEOUT_S)
     try:
         connection.request("GET", parts.path)
         answer = connection.getresponse()

@@ -186,7 +186,7 @@ def test_uv_asks_the_indexes_of_pip() -> None:
         "export UV_FIND_LINKS=/wheels,more",
         "UV_FLAGS=()",
     ]
-    # What uv is told itself counts.
+    # uv's own variables override pip's settings.
     assert assignments(settings(listed), {"UV_HTTP_TIMEOUT": "5", "REQUESTS_CA_BUNDLE": "/other.pem"}) == expected
     assert assignments({"no-index": "1"}, {"CURL_CA_BUNDLE": "/ca.pem"}) == [
         "export SSL_CERT_FILE=/ca.pem",

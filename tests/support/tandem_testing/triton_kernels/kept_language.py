@@ -106,8 +106,8 @@ def _remember_numpy_types() -> None:
 def _remember_blocks(block: Any) -> None:
     """Size and name of types of blocks, by the type of their numbers and their shape.
 
-    Types of numbers are told apart as objects: a name says nothing of the memory that a pointer points to. There are a
-    few of them, and an object that is remembered is not freed, so no other gets its id.
+    Types of numbers are distinguished by identity: a name says nothing of the memory that a pointer points to. There
+    are a few of them, and an object that is remembered is not freed, so no other gets its id.
     """
     known: dict[tuple[Any, ...], dict[str, Any]] = {}
     init = block.__init__

@@ -238,7 +238,7 @@ def test_session_of_grammar_that_ends_with_first_token_is_cached_where_it_is_kep
     pair.assert_clean()
 
 
-@pytest.mark.parametrize("before", [0, 1], ids=["first turn", "begun anew"])
+@pytest.mark.parametrize("before", [0, 1], ids=["new session", "existing session"])
 def test_turn_whose_output_ended_at_the_prefill_worker_leaves_session_as_it_was(before: int):
     """It would compute a turn forever, and refuse every other one."""
     pair = make_pair(decode={"session_pages": 12})
